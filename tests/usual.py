@@ -14,6 +14,14 @@ import pytest
 SLOW = pytest.mark.slow
 
 
+def needs_zero23() -> pytest.MarkDecorator:
+    """Of what cuts gradients or parameters, which is refused before torch 2.13."""
+    from torch.distributed.fsdp import FSDPModule
+
+    lacks = not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    return pytest.mark.skipif(lacks, reason="ZeRO-2 and 3 are refused in words before torch 2.13")
+
+
 def parametrize(
     names: str | tuple[str, ...],
     values: Iterable[Any],

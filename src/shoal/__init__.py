@@ -41,7 +41,10 @@ _HOMES = {
     "weights_sha256": "shoal.checkpoint",
     "Answer": "shoal.planner.answer.shown",
     "Run": "shoal.cli.finished_run",
+    "evaluate": "shoal.cli.from_python_weights",
+    "export": "shoal.cli.from_python_weights",
     "plan": "shoal.cli.from_python",
+    "predict": "shoal.cli.from_python_weights",
     "run": "shoal.cli.from_python",
 }
 
@@ -71,11 +74,14 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "evaluate",
+    "export",
     "from_spark",
     "from_training_arguments",
     "load",
     "mse",
     "plan",
+    "predict",
     "run",
     "track",
     "verify",
@@ -89,6 +95,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.weights import load
     from shoal.cli.finished_run import Run
     from shoal.cli.from_python import plan, run
+    from shoal.cli.from_python_weights import evaluate, export, predict
     from shoal.data.parquet import Parquet, from_spark
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine

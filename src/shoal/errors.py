@@ -35,6 +35,7 @@ class ShoalError(Exception):
         self.rank: int | None = None
         self.host: str | None = None
         self.traceback_text: str | None = None
+        self.traceback_file: str | None = None  # where it is kept
         self.everywhere = False  # whether every rank raises now, so that they can still do something together
 
     def __str__(self) -> str:
@@ -51,6 +52,7 @@ class ShoalError(Exception):
             f"  you gave:       {_indent(self.given)}\n"
             f"  conflicts with: {_indent(self.conflict)}\n"
             f"  write instead:  {_indent(self.remedy)}"
+            + (f"\n  traceback:      {self.traceback_file}" if self.traceback_file else "")
         )
 
 

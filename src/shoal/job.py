@@ -108,6 +108,8 @@ class Job:
     watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
         kept as checkpoints/best.
     callbacks: hooks into a run, each a shoal.Callback; every process makes its own by loading the job file.
+    predict: (model, batch) -> outputs, for `shoal predict`: a tensor with a row per sample, or a dict of such. None:
+        those of the model for the batch, or for its first part where that is a tuple.
     Raises: JobError with every mistake at once.
     """
 
@@ -130,6 +132,7 @@ class Job:
     fuse: bool = True
     watch: str | None = None
     callbacks: Sequence[Any] = ()
+    predict: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         mistakes = [m for check in (_callables, _numbers, _hooks, _others) for m in check(self)]
@@ -265,7 +268,7 @@ Mistake = tuple[str, str, str]
 
 
 def _callables(job: Job) -> Iterator[Mistake]:
-    wanted = {"model": True, "loss": True, "optimizer": True, "schedule": False, "collate": False}
+    wanted = {"model": True, "loss": True, "optimizer": True, "schedule": False, "collate": False, "predict": False}
     for name, required in wanted.items():
         value = getattr(job, name)
         if not callable(value) and (required or value is not None):

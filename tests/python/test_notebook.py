@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -105,13 +106,18 @@ def test_a_notebook(kernel: Kernel, tmp_path: Path, shared: Shared) -> None:
     presser = threading.Thread(target=press)
     presser.start()
     try:
-        said = text(kernel.run("run = shoal.run(job, devices=2, exact=True, out='out')"))
+        outputs = kernel.run("run = shoal.run(job, devices=2, exact=True, out='out')")
+        said = text(outputs)
     finally:
         done.set()
         presser.join()
     assert "KeyboardInterrupt" in said
     assert "notebook:job -> out" in said  # progress is in the cell
-    assert "step 1/16" in said
+    (shown,) = [output["data"] for output in outputs if "data" in output]
+    assert re.match(r"<div><progress value=\"\d+\" max=\"16\"", shown["text/html"]), "one element, updated"
+    assert shown["text/plain"].startswith("step ")
+    streamed = "".join(output.get("text", "") for output in outputs)
+    assert "step 1/16" not in streamed, "no line a step beside it"
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "preempted"
 
     said = text(kernel.run("run = shoal.run(job, devices=3, out='out', resume=True)"))

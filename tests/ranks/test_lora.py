@@ -97,3 +97,17 @@ def test_a_head_that_is_trained_too(tmp_path: Path) -> None:
     assert torch.equal(read[name], weights[name])
     names = json.loads((ended.out / "model" / "adapter_names.json").read_text())
     assert "base_model.model.lm_head.weight" in names
+
+
+@parametrize("layout", ["data", "ZeRO-3", "tensor"])
+def test_an_adapter_that_was_exported_is_gone_on_from(layout: str, tmp_path: Path) -> None:
+    """In any layout, with a head that is trained whole; the base is what the model's code makes it."""
+    first = run(trained(tmp_path / "run", head=True)).expect(0)
+    exported(first, tmp_path)
+    sections = plan(tmp_path / "plan.toml", LAYOUTS[layout])
+    arguments = (*sections, "--init-from", str(tmp_path / "exported"))
+    ended = run(trained(tmp_path / "more", *arguments, devices=None, head=True)).expect(0)
+    assert "tensors of the adapter" in ended.output
+    begun, wanted = shoal.load(ended.out, step=0), shoal.load(first.out)
+    for name in wanted:
+        assert torch.equal(begun[name], wanted[name]), name

@@ -434,6 +434,45 @@ EVALUATE_OPTIONS: Table = {
 }
 
 
+def predict(*arguments: str, **changes: Any) -> Call:
+    """The predictions of a run of two checkpoints."""
+    return Call("predict", ("out", *arguments), **{"after": KEPT, **changes})
+
+
+def rows(ended: Ended) -> Any:
+    """Sum and shape of the outputs that were written, by name."""
+    import numpy as np
+
+    ended.expect_done()
+    arrays = np.load(ended.out / "predictions.npz")
+    return {name: (arrays[name].shape, float(arrays[name].sum())) for name in arrays.files}
+
+
+PREDICTED = predict()
+
+PREDICT_OPTIONS: Table = {
+    "job": Refuses(predict(job="gpt"), "a checkpoint of another model"),
+    "run": Refuses(predict(after=None), "no checkpoint is there"),
+    "--output": Acts(
+        predict("-o", "mine.safetensors"), PREDICTED, lambda ended: (ended.folder / "mine.safetensors").exists(), True
+    ),
+    "--output: another kind": Refuses(predict("-o", "mine.csv"), "written as .npz or .safetensors"),
+    "--output: a file that is there": Refuses(predict("-o", "out/job.json"), "written as .npz or .safetensors"),
+    "--data": Acts(predict("--data", "train"), PREDICTED, lambda ended: rows(ended)["ids"][0], (64,)),
+    "--data: one of several sets": Acts(
+        predict("--data", "noisy", "--set", "change=several sets"),
+        PREDICTED,
+        lambda ended: rows(ended)["ids"][0],
+        (11,),
+    ),
+    "--data: none such": Refuses(predict("--data", "others"), "the job has eval, train"),
+    "--step": Acts(predict("--step", "1"), PREDICTED, rows),
+    "--ema": Acts(predict("--ema", after=AVERAGED_RUN), predict(after=AVERAGED_RUN), rows),
+    "--set": Acts(predict("--set", "change=eval_data"), PREDICTED, lambda ended: rows(ended)["ids"][0], (11,)),
+    "--set: no data": Refuses(predict("--set", "change=no eval_data"), "write --data train"),
+}
+
+
 def report(*arguments: str, **changes: Any) -> Call:
     """The report on a run."""
     return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})

@@ -460,4 +460,4 @@ PLAN: Table = {
     **PREDICTION,
 }
 # Each of these compiles for some seconds.
-SLOW = {"execution.compile", "execution.compile: on a CPU"}
+SLOW = {"execution.compile", "execution.compile: on a CPU", "server.mode: clip_value"}

@@ -145,6 +145,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "skip": {"train_data": poisoned, "on_nonfinite": "skip"},
     "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
     "fuse": {"fuse": False},
+    "predict": {"predict": lambda model, batch: {"class": model(batch[0]).argmax(1)}},
     "watch": {"watch": "accuracy:max"},
     "callbacks": {"callbacks": [shoal.EMA(0.5)]},
     "callbacks: best": {"callbacks": [shoal.KeepBest("accuracy", mode="max")]},

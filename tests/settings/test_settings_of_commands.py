@@ -11,6 +11,7 @@ from tests.settings.command_rows import (
     EVALUATE_OPTIONS,
     EXPORT_OPTIONS,
     PLAN_OPTIONS,
+    PREDICT_OPTIONS,
     REPORT_OPTIONS,
     RUN_OPTIONS,
     SLOW,
@@ -30,15 +31,22 @@ TABLES: dict[str, Table] = {
     "plan": PLAN_OPTIONS,
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
+    "predict": PREDICT_OPTIONS,
     "report": REPORT_OPTIONS,
     "doctor": DOCTOR_OPTIONS,
     "watch": WATCH_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
+# The row of `--data` sees that predictions are made; the others are of what `shoal evaluate` shares.
+PREDICT_RARE = [f"predict-{key}" for key in PREDICT_OPTIONS if key not in ("--data", "--output: another kind")]
 CASES = [(command, key) for command, table in TABLES.items() for key in table]
 
 
-@parametrize(("command", "key"), CASES, rare=["run---trace", *(f"bench-{key}" for key in SLOW)])
+@parametrize(
+    ("command", "key"),
+    CASES,
+    rare=["run---trace", "run---keep-checkpoints", *PREDICT_RARE, *(f"bench-{key}" for key in SLOW)],
+)
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)
 

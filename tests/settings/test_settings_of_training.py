@@ -8,6 +8,7 @@ import inspect
 import pytest
 from tests.settings.laboratory import Laboratory, of_field
 from tests.settings.training_rows import JOB, SESSION
+from tests.usual import parametrize
 
 import shoal
 from shoal.training.session import Training
@@ -15,7 +16,11 @@ from shoal.training.session import Training
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("key", JOB)
+# Of values that unit tests see too.
+RARE = ("clip_norm: and clip_value", "eval_data: several sets")
+
+
+@parametrize("key", JOB, rare=RARE)
 def test_of_a_job(key: str, laboratory: Laboratory) -> None:
     JOB[key].observe(laboratory)
 

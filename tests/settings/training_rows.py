@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from tests.settings.laboratory import Acts, Call, Ended, Refuses, Says, Table
 
 PLAIN = Call()
@@ -102,6 +103,12 @@ JOB: Table = {
     ),
     "callbacks: no object": Refuses(changed("callbacks: no object"), "a callback is an object with hooks"),
     "callbacks: nothing to evaluate": Says(changed("callbacks: of nothing"), "EarlyStopping has no effect", NO_DATA),
+    "predict": Acts(
+        Call("predict", ("out", "--set", "change=predict"), after=PLAIN),
+        Call("predict", ("out",), after=PLAIN),
+        lambda ended: ended.expect_done() and sorted(np.load(ended.out / "predictions.npz").files),
+        ["class", "ids"],
+    ),
     "watch: nothing to evaluate": Says(changed("watch nothing"), "watch = 'loss:min' has no effect", NO_DATA),
     "watch: no such metric": Refuses(changed("watch another"), "watch names a metric (loss, accuracy)"),
     "fuse: with a pipeline": Acts(

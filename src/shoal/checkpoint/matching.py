@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -46,8 +47,31 @@ class Matches:
             raise JobMismatchError(
                 given=f"{weights.origin} for another model:\n" + "\n".join(lines),
                 conflict=f"{sum(map(len, kinds.values()))} tensors differ; nothing was loaded",
-                remedy=remedy(kinds.keys()),
+                remedy=remedy(kinds.keys()) + self._hint(),
             )
+
+    def _hint(self) -> str:
+        """Renaming of a prefix that would pair most of what is missing with what is unexpected, in words; or nothing.
+
+        Such a prefix is what wrappers leave: `module.`, `_orig_mod.`, `model0.` of a Session with several models.
+        """
+        there, here = ({line.partition(" ")[0] for line in lines} for lines in (self.unexpected, self.missing))
+        found = Counter[tuple[str, str]]()
+        found.update((prefix, "") for key in there for prefix, rest in _cuts(key) if rest in here)
+        found.update(("", prefix) for name in here for prefix, rest in _cuts(name) if rest in there)
+        if not found:
+            return ""
+        ((old, new), count), *_ = found.most_common(1)
+        if 2 * count <= len(here):
+            return ""
+        what = f"names there begin with {old + '.'!r}" if old else f"names in the model begin with {new + '.'!r}"
+        return f'; {what}: write --init-rename {old}={new}, or rename={{"{old}": "{new}"}} of shoal.load'
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Each way to cut a dotted name in two."""
+    parts = name.split(".")
+    return ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
 
 
 def short(lines: list[str], before: str = "") -> list[str]:
@@ -82,9 +106,10 @@ def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRul
     keys = _by_name(weights, rules)
     found = Matches()
     for one in tensors:
+        keys |= {n: keys[k] for n, k in ((n, weights.key_of(n)) for n in one.names) if n not in keys and k in keys}
         there = [name for name in one.names if name in keys]
         if not there:
-            if one.persistent:
+            if one.persistent and weights.is_whole(one.names[0]):
                 found.missing.append(f"{one.names[0]} {list(one.shape)}")
             continue
         sources = tuple({weights.names.get(keys[name], keys[name]): keys[name] for name in there}.values())

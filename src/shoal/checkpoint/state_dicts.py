@@ -16,6 +16,8 @@ from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.runs.directory import read_json
 
 FILE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+_ADAPTER = "default"  # what get_peft_model calls an adapter; in the model's names, and not in the file's
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SHOWN = 8  # entries of a file in a message
 
@@ -42,6 +44,14 @@ class StoredWeights(Mapping[str, Tensor]):
             if key == name or name not in found:
                 found[name] = key
         return found
+
+    def key_of(self, name: str) -> str:
+        """Key that a name of a model has here."""
+        return name
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a tensor of that name in a model belongs to these weights; else the model's own value is meant."""
+        return True
 
     @abc.abstractmethod
     def shape(self, key: str) -> tuple[int, ...]:
@@ -99,6 +109,17 @@ class SafetensorsWeights(StoredWeights):
         return found
 
 
+class AdapterWeights(SafetensorsWeights):
+    """Weights of a peft adapter, for a peft model whose base is what the model's own code makes it."""
+
+    def key_of(self, name: str) -> str:
+        parts = [part for part in name.split(".") if part not in (_ADAPTER, "modules_to_save")]
+        return ".".join(parts)
+
+    def is_whole(self, name: str) -> bool:
+        return self.key_of(name) != name
+
+
 class TorchWeights(StoredWeights):
     """Weights in a file of torch.save: a state dict, alone or under one key of a dict."""
 
@@ -152,7 +173,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def state_dict_of(path: Path) -> StoredWeights:
-    """The weights in a file, or in a folder with model.safetensors or an index of shards.
+    """The weights in a file, or in a folder with model.safetensors, an index of shards, or a peft adapter.
 
     Raises: RunDirectoryError where there are none; IntegrityError where a file cannot be read, or code would be run.
     """
@@ -172,6 +193,8 @@ def state_dict_of(path: Path) -> StoredWeights:
         return found
     if (path / FILE_NAME).is_file():
         return SafetensorsWeights(str(path), [path / FILE_NAME])
+    if (path / ADAPTER_NAME).is_file():
+        return AdapterWeights(f"the adapter {path}", [path / ADAPTER_NAME])
     raise RunDirectoryError(
         given=str(path),
         conflict=f"it has neither checkpoints of a run nor {FILE_NAME} nor {INDEX_NAME}",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.callback_state import AVERAGES
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
-from shoal.checkpoint.state_dicts import FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
+from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
 from shoal.checkpoint.store import BEST_NAME, STATE_NAME, SavedCheckpoint, Store, open_folder
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
@@ -200,7 +200,7 @@ def _no_average(path: Path) -> RunDirectoryError:
 def _is_other(folder: Path) -> bool:
     """Whether another program wrote a folder: a checkpoint that has lost its manifest is none."""
     own = any((folder / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
-    return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME))
+    return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME))
 
 
 def find(path: Path, step: Step = "last") -> SavedCheckpoint:

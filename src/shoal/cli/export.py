@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from shoal.checkpoint.export import ExportFormat
+from shoal.checkpoint.export import Exported, ExportFormat
 from shoal.checkpoint.export import export as export_weights
 from shoal.checkpoint.weights import CheckpointWeights, find
 from shoal.cli.options import ExportOptions
@@ -19,14 +19,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def export(options: ExportOptions) -> ExitCode:
-    """Exports a checkpoint's weights. Raises: ShoalError."""
-    form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
-    path = Path(options.run)
-    weights = CheckpointWeights(find(path, step_of(options.step)), ema=options.ema)
-    folder = Path(options.output) if options.output else path / "export"
-    tokenizer = Path(options.tokenizer) if options.tokenizer else None
-    found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-    which = f"step {weights.step}{', averaged' if options.ema else ''}"
+    """Exports a checkpoint's weights, and says where. Raises: ShoalError."""
+    folder, found, step = exported(options)
+    which = f"step {step}{', averaged' if options.ema else ''}"
     print(f"exported {options.run} {which}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
     for name in found.files:
         print(f"  {folder / name}")
@@ -35,6 +30,17 @@ def export(options: ExportOptions) -> ExitCode:
     if found.adapter:
         print("the adapter alone: peft's PeftModel.from_pretrained(base, folder) reads it")
     return ExitCode.DONE
+
+
+def exported(options: ExportOptions) -> tuple[Path, Exported, int]:
+    """Folder with a checkpoint's weights, its description, and the step. Raises: ShoalError."""
+    form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
+    path = Path(options.run)
+    weights = CheckpointWeights(find(path, step_of(options.step)), ema=options.ema)
+    folder = Path(options.output) if options.output else path / "export"
+    tokenizer = Path(options.tokenizer) if options.tokenizer else None
+    found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
+    return folder, found, weights.step
 
 
 def run_of(path: Path) -> RunDirectory:

@@ -8,11 +8,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shoal.cli.finished_run import Run
 from shoal.cli.hints import meant
+from shoal.cli.notebook_progress import progress_stream
 from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
 from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
@@ -153,10 +155,10 @@ def _run(given: dict[str, Any]) -> Run:
     values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
     values["trace"] = None if given["trace"] is None else str(given["trace"])
     values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
-    settings, signals = _settings("shoal.run", given), Signals(impatient=False)
+    settings, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
     # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        options = options_from(RunOptions, values | _target(job, settings, Path(folder)))
+        options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
         request = requested(options)
         if in_ray_train:
             _raise(trained_in_worker(options, request, signals), request)
@@ -174,7 +176,8 @@ def _run(given: dict[str, Any]) -> Run:
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
     """Looks at the job where only that tells whether ranks can be started, and trains. Raises: ShoalError."""
-    stream = other_stream()
+    stream, shown = progress_stream(other_stream())
+    request = replace(request, shown_elsewhere=shown)
     found = look_aside(request, folder, signals, stream) if request.needs_look and not signals.received else None
     if signals.received:
         return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
@@ -187,11 +190,11 @@ def _plan(given: dict[str, Any]) -> Answer:
     """Answers by the arguments of `plan`, by name."""
     job = given["job"]
     values = {name: given[name] for name in option_names(PlanOptions) if name in given}
-    settings = _settings("shoal.plan", given)
+    settings = settings_of("shoal.plan", PlanOptions, given)
     from shoal.cli.plan import answered  # torch
 
     if isinstance(job, str | os.PathLike):
-        return answered(options_from(PlanOptions, values | _target(job, settings, Path())))
+        return answered(options_from(PlanOptions, values | target_of(job, settings, Path())))
     request = JobRequest(_short(place_of(job)), function_name(job), tuple(settings.items()))
     name = f"{request.path}:{request.function or 'job'}"
     with inside_run(os.environ):
@@ -199,7 +202,7 @@ def _plan(given: dict[str, Any]) -> Answer:
     return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
 
 
-def _target(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
+def target_of(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
     """The options `job` and `set` for a job that this call gives."""
     if isinstance(job, str | os.PathLike):
         return {"job": os.fspath(job), "set": tuple(settings.items())}
@@ -230,7 +233,7 @@ def _plan_of(given: Any) -> str | Plan | None:
     )
 
 
-def _settings(call: str, given: Mapping[str, Any]) -> dict[str, Setting]:
+def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[str, Setting]:
     """Settings of the job function.
 
     Raises: JobError of what is no job; CommandError for a keyword that is no option and no parameter; SettingError.
@@ -247,7 +250,6 @@ def _settings(call: str, given: Mapping[str, Any]) -> dict[str, Setting]:
             conflict=f"a value of type {type(job).__name__} is no job",
             remedy='give a job function, a shoal.Job, or the path of a job file: "file.py:function"',
         )
-    kind = RunOptions if call == "shoal.run" else PlanOptions
     options = [name for name in option_names(kind) if name not in ("job", "set")]
     wrong = [name for name in named if name not in known] if known or not isinstance(job, str | os.PathLike) else []
     if wrong:

@@ -19,6 +19,7 @@ from shoal.cli.options import (
     EvaluateOptions,
     ExportOptions,
     PlanOptions,
+    PredictOptions,
     ReportOptions,
     RunOptions,
     VerifyOptions,
@@ -194,6 +195,13 @@ _COMMANDS = {
         "what of this machine, or of a run, costs time, and what to do",
         "Examine this machine, or find out what a run's time was lost to, and what would bring it back.",
         "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
+    ),
+    "predict": _Command(
+        "shoal.cli.predict",
+        PredictOptions,
+        "a trained model's outputs for each sample of a data set",
+        "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
+        "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
     ),
     "report": _Command(
         "shoal.cli.report",

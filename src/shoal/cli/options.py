@@ -38,6 +38,7 @@ def _switch(text: str, default: bool | None = False) -> Any:
 
 _PRECISION = ("fp32, bf16, bf16-pure or fp16", "P")
 _SET = ("set a parameter of the job function", "K=V")
+_SET_AS_RUN = ("set a parameter of the job function (default: as the run)", "K=V")
 
 
 @dataclass(frozen=True)
@@ -163,14 +164,12 @@ class ExportOptions:
 class EvaluateOptions:
     """Options of `shoal evaluate`."""
 
-    job: str = _job(default=MISSING)
+    job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
     run: str = _option(_RUN, "RUN", "run", default=MISSING)
     step: str = _option(_STEP, "STEP", default="last")
     ema: bool = _switch("the averaged weights of a run with the callback EMA")
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
-    set: tuple[str, ...] = _option(
-        "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
-    )
+    set: tuple[str | tuple[str, Setting], ...] = _option(*_SET_AS_RUN, default=(), action="append")
     json: bool = _switch("print one JSON object and nothing else")
 
 
@@ -191,6 +190,21 @@ class DoctorOptions:
     steps: int | None = _option("with --try: steps of each trial", "N", least=10)
     folder: str = _option("where runs are written, for the trial of the disk (default: runs)", "DIR", default="runs")
     json: bool = _switch("print one JSON object and nothing else")
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Options of `shoal predict`."""
+
+    job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
+    run: str = _option(_RUN, "RUN", "run", default=MISSING)
+    output: str | None = _option(
+        "a new file, .npz or .safetensors (default: RUN/predictions.npz)", "FILE", "-o", "--output"
+    )
+    data: str | None = _option("eval (default), train, or the name of one of several evaluation sets", "NAME")
+    step: str = _option(_STEP, "STEP", default="last")
+    ema: bool = _switch("the averaged weights of a run with the callback EMA")
+    set: tuple[str | tuple[str, Setting], ...] = _option(*_SET_AS_RUN, default=(), action="append")
 
 
 @dataclass(frozen=True)

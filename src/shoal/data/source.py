@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections import UserDict
@@ -17,6 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.runs.user_frames import place_of, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
@@ -130,11 +130,9 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
     except ShoalError:
         raise
     except Exception as error:
-        raise DataError(
-            given=f"a batch of {len(samples)} samples of {name}",
-            conflict=f"collating them raised {type(error).__name__}: {_first_line(error)}",
-            remedy="give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)",
-        ) from error
+        given = f"a batch of {len(samples)} samples of {name}"
+        remedy = "give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)"
+        raise raised(given, "collating them", error, remedy) from error
 
 
 def small_batch(source: Source, collate: Collate | None) -> Any:
@@ -165,11 +163,11 @@ def built(name: str, data: Any) -> Any:
     except ShoalError:
         raise
     except Exception as error:
-        raise DataError(
-            given=f"{name}: a function that builds the dataset",
-            conflict=f"it raised {type(error).__name__}: {_first_line(error)}",
-            remedy=f"mend the function (try it alone: job().{name}())",
-        ) from error
+        given, remedy = (
+            f"{name}: a function that builds the dataset",
+            f"mend the function (try it alone: job().{name}())",
+        )
+        raise raised(given, "it", error, remedy) from error
 
 
 def source_of(name: str, data: Any, collate: Collate | None) -> Source:
@@ -246,13 +244,15 @@ def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:
 
 
 def _failed_sample(name: str, what: str, error: Exception) -> DataError:
-    frame = inspect.trace()[-1] if error.__traceback__ else None
-    place = f" at {frame.filename}:{frame.lineno}" if frame else ""
-    return DataError(
-        given=f"{what} of {name}",
-        conflict=f"reading it raised {type(error).__name__}: {_first_line(error)}{place}",
-        remedy="mend the dataset or leave that sample out of it",
-    )
+    return raised(f"{what} of {name}", "reading it", error, "mend the dataset or leave that sample out of it")
+
+
+def raised(given: str, what: str, error: Exception, remedy: str) -> DataError:
+    """The error for an exception out of a job's data, with its place in the job's code, and its traceback kept."""
+    text = f"{what} raised {type(error).__name__}: {_first_line(error)}{place_of(error)}"
+    found = DataError(given=given, conflict=text, remedy=remedy)
+    found.traceback_text = traceback_of(error)
+    return found
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
-from shoal.data.source import Collate, collate_samples
+from shoal.data.source import Collate, collate_samples, raised
 from shoal.errors import DataError, JobError
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
@@ -41,11 +41,8 @@ class _Reader:
             for sample in itertools.islice(self._samples, wanted):
                 found.append(sample)  # one by one: an error tells how many there were before it
         except Exception as error:
-            raise DataError(
-                given=f"sample {self.count + len(found)} of {self._name}",
-                conflict=f"the stream raised {type(error).__name__}: {error}",
-                remedy="mend the stream",
-            ) from error
+            given = f"sample {self.count + len(found)} of {self._name}"
+            raise raised(given, "the stream", error, "mend the stream") from error
         self.count += len(found)
         return found
 

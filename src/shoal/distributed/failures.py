@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sysconfig
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +20,7 @@ from shoal.errors import (
     UserCodeError,
 )
 from shoal.runs.remedies import remedy
-
-_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
-_TYPED_IN = (
-    "<stdin>",
-    "<python-input",
-    "<ipython-input",
-    "<input>",
-)  # code without a file that is the user's all the same
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+from shoal.runs.user_frames import place_of, traceback_of
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,14 +36,6 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, ShoalError):
         return isinstance(error, PeerError | CollectiveError)
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-
-
-def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    foreign = (_OWN, *_LIBRARIES, "<")
-    own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
-    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
@@ -81,7 +62,7 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
         conflict=f"it raised {type(error).__name__}: {text}{place}",
         remedy=remedy(error, has_line=bool(place), batch=batch),
     )
-    found.traceback_text = "".join(traceback.format_exception(error))
+    found.traceback_text = traceback_of(error)
     return found
 
 
@@ -108,7 +89,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
         conflict=f"{type(error).__name__} inside shoal: {text}",
         remedy="please report it with the traceback in errors/ of the run directory",
     )
-    found.traceback_text = "".join(traceback.format_exception(error))
+    found.traceback_text = traceback_of(error)
     return found
 
 

@@ -53,6 +53,7 @@ class RunDirectory:
         if error.traceback_text:
             self.errors.mkdir(exist_ok=True, parents=True)
             write_file(self.errors / f"{who}.txt", error.traceback_text)
+            error.traceback_file = str(self.errors / f"{who}.txt")
 
     def check(self, resume: bool) -> None:
         """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import sys
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from shoal.plans.grains import FEW_GRAINS
 from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
 from shoal.runs.remedies import remedy
+from shoal.runs.user_frames import place_of, traceback_of
 
 # A setting: text, as the command line has it, or {"value": JSON} from Python, where a text would not tell the type.
 Setting = str | dict[str, Any]
@@ -345,16 +345,15 @@ def _structured(text: str, wanted: Any) -> Any:
 
 
 def _raised(where: str, error: Exception) -> JobFileError:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f" at {last.filename}:{last.lineno}"
+    place = place_of(error)
     if isinstance(error, SyntaxError):
         place = f" at {error.filename}:{error.lineno}"
     found = JobFileError(
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",
-        remedy=f"{remedy(error, has_line=True)}; the file must run by itself under `python`",
+        remedy=f"{remedy(error, has_line=bool(place))}; the file must run by itself under `python`",
     )
-    found.traceback_text = "".join(traceback.format_exception(error))
+    found.traceback_text = traceback_of(error)
     return found
 
 

@@ -106,6 +106,22 @@ def hand_over(given: object, folder: Path) -> HandedJob:
     return HandedJob(None, target, path, code_of(given), known)
 
 
+def hand_over_value(value: object, folder: Path) -> HandedJob:
+    """Data as other processes take them, by value. Raises: CommandError, JobError as `hand_over`."""
+    target = folder / "data.pickle"
+    pickler = _pickler()
+    try:
+        with target.open("wb") as file:
+            pickler.dump(value, file)
+    except Exception as error:
+        raise JobError(
+            given=f"data={value!r:.80}",
+            conflict=f"they cannot be handed to another process: {type(error).__name__}: {error}",
+            remedy="give a function that opens them, such as data=lambda: ...",
+        ) from error
+    return HandedJob(None, target, tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path))
+
+
 def _pickler() -> Any:
     try:
         import cloudpickle

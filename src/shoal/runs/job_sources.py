@@ -12,7 +12,9 @@ from typing import Any
 JOB_FILE = "the job file"
 _REST = "(other lines)"
 # Arguments of Job that a resume may change.
-FREE = ("length", "on_nonfinite")
+FREE = ("length", "on_nonfinite", "predict")
+# Arguments of callbacks that say how long, as a length does.
+LENGTHS = {"EarlyStopping": ("patience",)}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -80,8 +82,10 @@ def _bare(node: ast.AST, is_job: bool) -> ast.AST:
     if is_job and isinstance(node, ast.FunctionDef):
         node.args.defaults, node.args.kw_defaults = [], []
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Call) and getattr(inner.func, "attr", getattr(inner.func, "id", None)) == "Job":
-            inner.keywords = [keyword for keyword in inner.keywords if keyword.arg not in FREE]
+        if isinstance(inner, ast.Call):
+            called = str(getattr(inner.func, "attr", getattr(inner.func, "id", None)))
+            free = FREE if called == "Job" else LENGTHS.get(called, ())
+            inner.keywords = [keyword for keyword in inner.keywords if keyword.arg not in free]
         body = getattr(inner, "body", None)
         if isinstance(inner, _DEFINITIONS) and isinstance(body, list) and _is_text(body[0]):
             inner.body = body[1:] or [ast.Pass()]

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from shoal.job import Job
-from shoal.runs.job_sources import FREE, JOB_FILE, code, digest_of
+from shoal.runs.job_sources import FREE, JOB_FILE, LENGTHS, code, digest_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ITEMS = 64  # of a container that are looked into
@@ -134,8 +134,8 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
         given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
         yield from ((part, inner) for part, inner in given if inner is not None)
         for number, callback in enumerate(value.callbacks):  # none of them has been called in this process
-            held = getattr(callback, "__dict__", {})
-            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items())
+            held, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
+            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items() if part not in free)
     elif isinstance(value, functools.partial):
         yield from ((name, value.func), (name, value.args), (name, value.keywords))
     elif isinstance(value, MethodType):

@@ -48,6 +48,7 @@ class RunRequest:
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = 3  # of the newest; None: all
     telemetry: bool = True
+    shown_elsewhere: bool = False  # whether another process draws the progress of what rank 0 prints
     certificate: Path | None = None
     says_workers: bool = False  # whether the command or a plan file says how many data workers a rank has
     plan_resumed: bool = False  # whether the plan is the run directory's own, of which this call says nothing

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
-from shoal.data.source import MapSource, Opened, collate_samples
+from shoal.data.source import MapSource, Opened, collate_samples, raised
 from shoal.distributed.agreement import collectively
+from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
-from shoal.errors import DataError
+from shoal.errors import ShoalError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
@@ -25,6 +26,9 @@ from shoal.numerics.isolation import python_generators_kept
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
+
+# (model, batch) -> outputs with a row per sample.
+Predict = Callable[[Any, Any], Any]
 
 # Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
 MAX_CHUNK = 256
@@ -105,10 +109,7 @@ class Evaluator:
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
         self._heartbeat.enter("evaluation")
         with torch.no_grad():
-            for number, size, batch in itertools.islice(self._chunks(place), most_chunks):
-                self._heartbeat.enter("evaluation")
-                batch = self._precision.inputs(batch)
-                seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
+            for size, batch in itertools.islice(self._batches(place), most_chunks):
                 counted = self._mesh.counts_loss and size > 0
                 if counted:
                     samples.append(size)
@@ -119,6 +120,30 @@ class Evaluator:
                         sums[name][1].append(float(weight))
         self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
         return {"samples": samples, "sums": sums}
+
+    def _batches(self, place: DataRank) -> Iterator[tuple[int, Any]]:
+        """This rank's chunks as (samples, batch on the device), each with the generators that belong to it."""
+        for number, size, batch in self._chunks(place):
+            self._heartbeat.enter("evaluation")
+            batch = self._precision.inputs(batch)
+            seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
+            yield size, batch
+
+    def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
+        """Gives `take` the number of samples of each chunk, in order, and what `function` makes of it.
+
+        Of a model that this process has whole, in eval mode and without gradients. Raises: UserCodeError.
+        """
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for size, batch in self._batches(DataRank(0, 1)):
+                    with self._precision.products(), self._precision.autocast():
+                        found = _predicted(function, model, batch)
+                    take(size, found)
+        finally:
+            model.train(training)
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
@@ -134,11 +159,7 @@ class Evaluator:
                 samples = samples or iter(itertools.islice(stream, self._most))
                 chunk = list(itertools.islice(samples, self._chunk))
             except Exception as error:
-                raise DataError(
-                    given=self._name,
-                    conflict=f"the stream raised {type(error).__name__}: {error}",
-                    remedy="mend the stream",
-                ) from error
+                raise raised(self._name, "the stream", error, "mend the stream") from error
             if not chunk:
                 return
             yield chunk
@@ -188,6 +209,15 @@ class EvaluationSets:
         """As an `Evaluator`, of each set."""
         for evaluator in self._by_name.values():
             evaluator.rehearse(model)
+
+
+def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
+    try:
+        return function(model, batch)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("predict", error, batch) from error
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.accounting.memory import Footprint
 
 
@@ -118,7 +119,7 @@ class GatheredBytes:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-        self.groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+        self.groups = [group for m in self.modules for group in param_groups(m)]
         self.peak = 0
 
     def parameters(self) -> list[Tensor]:

@@ -70,3 +70,49 @@ def test_nothing_is_taken_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(JobMismatchError, match="not one tensor"):
         taken(into, tmp_path / "one.safetensors", *DIFFERENCES)
     assert shoal.weights_sha256(into.state_dict()) == before
+
+
+class Adapted(nn.Module):
+    """Modules named as a peft model with LoRA and a head that is trained whole names them."""
+
+    def __init__(self, adapter: str = "default") -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(3, 4)
+        self.lora_A = nn.ModuleDict({adapter: nn.Linear(3, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({adapter: nn.Linear(2, 4, bias=False)})
+        self.score = nn.ModuleDict(
+            {"original_module": nn.Linear(4, 1), "modules_to_save": nn.ModuleDict({adapter: nn.Linear(4, 1)})}
+        )
+
+
+ADAPTER = {
+    "lora_A.weight": torch.full((2, 3), 1.0),
+    "lora_B.weight": torch.full((4, 2), 2.0),
+    "score.weight": torch.full((1, 4), 3.0),
+    "score.bias": torch.full((1,), 4.0),
+}
+
+
+def test_an_adapter_of_peft_goes_into_the_models_own(tmp_path: Path) -> None:
+    save_file(ADAPTER, tmp_path / "adapter_model.safetensors")
+    into = Adapted()
+    before = {name: value.clone() for name, value in into.state_dict().items()}
+    found = taken(into, tmp_path)
+    assert found.num_taken == 4
+    assert found.lines() == [found.lines()[0]], "the base is not missed"
+    after = into.state_dict()
+    assert torch.equal(after["lora_A.default.weight"], ADAPTER["lora_A.weight"])
+    assert torch.equal(after["score.modules_to_save.default.weight"], ADAPTER["score.weight"])
+    for name in ("base_layer.weight", "score.original_module.weight"):
+        assert torch.equal(after[name], before[name])
+
+
+def test_an_adapter_of_other_modules_is_refused(tmp_path: Path) -> None:
+    save_file(
+        {key: value for key, value in ADAPTER.items() if "lora_B" not in key}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(JobMismatchError, match=r"missing in the file: lora_B\.default\.weight"):
+        taken(Adapted(), tmp_path)
+    save_file(ADAPTER, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(JobMismatchError, match=r"unexpected, not in the model: lora_A\.weight"):
+        taken(nn.Linear(3, 4), tmp_path)

@@ -88,3 +88,29 @@ def test_renamings_that_cannot_be(rename: tuple[tuple[str, str], ...], said: str
     tensors = {"a.weight": torch.ones(4, 3), "b.weight": torch.ones(4, 3)}
     with pytest.raises(CommandError, match=said):
         matched(tensors, tmp_path, nn.Linear(3, 4), rename=rename)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefix", ["module", "_orig_mod", "model0", "module._orig_mod"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_prefix_that_a_wrapper_leaves_is_told(there: bool, prefix: str, tmp_path: Path) -> None:
+    """Of the file's names or of the model's; and what is told to write loads it."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    tensors = {f"{prefix}.{key}" if there else key: value for key, value in model.state_dict().items()}
+    into: nn.Module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    for part in () if there else reversed(prefix.split(".")):
+        into = nn.ModuleDict({part: into})
+    save_file(tensors, tmp_path / "one.safetensors")
+    old, new = (prefix, "") if there else ("", prefix)
+    with pytest.raises(JobMismatchError) as caught:
+        shoal.load(tmp_path / "one.safetensors", into)
+    assert f'write --init-rename {old}={new}, or rename={{"{old}": "{new}"}}' in caught.value.remedy
+    shoal.load(tmp_path / "one.safetensors", into, rename={old: new})
+    assert shoal.weights_sha256(into.state_dict()) == shoal.weights_sha256(model.state_dict())
+
+
+def test_no_prefix_is_told_where_that_is_not_the_difference(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    save_file({"a.weight": torch.ones(1), "x.1.bias": torch.ones(1)}, tmp_path / "one.safetensors")
+    with pytest.raises(JobMismatchError) as caught:
+        shoal.load(tmp_path / "one.safetensors", model)
+    assert "init-rename" not in caught.value.remedy

@@ -15,7 +15,16 @@ import pytest
 
 import shoal
 from shoal.cli.main import _parser, main
-from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from, options_of
+from shoal.cli.options import (
+    EvaluateOptions,
+    ExportOptions,
+    PlanOptions,
+    PredictOptions,
+    RunOptions,
+    option_names,
+    options_from,
+    options_of,
+)
 from shoal.errors import CommandError, JobError, JobFileError, LaunchError, RunDirectoryError, SettingError, ShoalError
 from shoal.plans.plan import read_plan
 
@@ -50,7 +59,7 @@ def test_a_call_has_the_options_of_its_command(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "export", "evaluate", "predict"])
 def test_the_docstring_has_a_row_of_each(name: str) -> None:
     text = inspect.getdoc(getattr(shoal, name)) or ""
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("|")]
@@ -220,6 +229,63 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
         (options,) = found.value.args
         pairs = tuple(tuple(text.split("=")) for text in wanted.set)
         assert {**vars(options), "started_at": 0} == {**vars(wanted), "started_at": 0, "set": pairs}, option
+
+
+AFTER: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
+    "export": {
+        "run": (["other"], {"run": Path("other")}),
+        "output": (["-o", "there"], {"output": Path("there")}),
+        "step": (["--step", "7"], {"step": 7}),
+        "ema": (["--ema"], {"ema": True}),
+        "max_shard_size": (["--max-shard-size", "2GB"], {"max_shard_size": "2GB"}),
+        "dtype": (["--dtype", "bfloat16"], {"dtype": "bfloat16"}),
+        "tokenizer": (["--tokenizer", "t"], {"tokenizer": Path("t")}),
+    },
+    "evaluate": {
+        "run": (["other"], {"run": Path("other")}),
+        "step": (["--step", "best"], {"step": "best"}),
+        "ema": (["--ema"], {"ema": True}),
+        "devices": (["--devices", "2"], {"devices": 2}),
+        "set": (["--set", "lr=0.5"], {"lr": "0.5"}),
+    },
+    "predict": {
+        "run": (["other"], {"run": Path("other")}),
+        "output": (["-o", "a.npz"], {"output": Path("a.npz")}),
+        "data": (["--data", "train"], {"data": "train"}),
+        "step": (["--step", "7"], {"step": 7}),
+        "ema": (["--ema"], {"ema": True}),
+        "set": (["--set", "lr=0.5"], {"lr": "0.5"}),
+    },
+}
+AFTER_KINDS: dict[str, Any] = {"export": ExportOptions, "evaluate": EvaluateOptions, "predict": PredictOptions}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_options_of_calls_on_a_run_arrive_as_the_commands(name: str, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def caught(options: Any, *_: Any, **__: Any) -> None:
+        raise CaughtError(options)
+
+    monkeypatch.setattr("shoal.cli.export.exported", caught)
+    monkeypatch.setattr("shoal.cli.evaluate.evaluate_request", caught)
+    monkeypatch.setattr("shoal.cli.predict.predict_request", caught)
+    kind, own = AFTER_KINDS[name], [] if name == "export" else [job]
+    assert set(option_names(kind)) - {"job", "json"} == set(AFTER[name])
+    for option, (arguments, given) in AFTER[name].items():
+        given = {"run": "r", **given}
+        words = [name, *own, *(arguments if option == "run" else ["r", *arguments])]
+        wanted = options_of(kind, _parser().parse_args(words))
+        with pytest.raises(CaughtError) as found:
+            getattr(shoal, name)(*own, given.pop("run"), **given)
+        (options,) = found.value.args
+        same = {"set": tuple(tuple(text.split("=")) for text in wanted.set)} if own else {}
+        if name == "predict" and option != "output":
+            same["output"] = options.output  # a file that is read and removed
+        assert vars(options) == {**vars(wanted), **same}, option
+
+
+def test_a_dtype_that_there_is_not_is_refused() -> None:
+    with pytest.raises(CommandError, match="dtype takes"):
+        shoal.export("r", dtype="int4")
 
 
 def plain(name: str, job: str) -> Any:

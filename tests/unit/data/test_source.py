@@ -204,8 +204,11 @@ def test_a_function_that_raises_is_named() -> None:
     def build() -> Any:
         raise ValueError("disk is gone\nand more")
 
-    with pytest.raises(DataError, match="it raised ValueError: disk is gone;"):
+    with pytest.raises(
+        DataError, match=r"it raised ValueError: disk is gone at .*test_source.py:\d+ in build;"
+    ) as caught:
         opened(build)
+    assert 'raise ValueError("disk is gone' in str(caught.value.traceback_text), "for the run directory"
 
     def missing() -> Any:
         raise DatasetNotFoundError(given="a", conflict="b", remedy="c")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import RunDirectoryError
+from shoal.errors import DataError, RunDirectoryError
 from shoal.runs.directory import RunDirectory, default_directory, read_json, write_file
 
 
@@ -93,3 +93,14 @@ def test_a_damaged_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     assert read_json(tmp_path / "a.json") is None
     assert read_json(tmp_path / "nowhere.json") is None
+
+
+def test_where_a_traceback_is_kept_is_told(tmp_path: Path) -> None:
+    error = DataError(given="train_data", conflict="it raised", remedy="mend it")
+    RunDirectory(tmp_path / "run").keep_traceback("rank-0", error)
+    assert not (tmp_path / "run").exists(), "there is none"
+    assert "traceback:" not in error.render()
+    error.traceback_text = "Traceback ..."
+    RunDirectory(tmp_path / "run").keep_traceback("rank-0", error)
+    assert error.render().endswith(f"\n  traceback:      {tmp_path}/run/errors/rank-0.txt")
+    assert (tmp_path / "run/errors/rank-0.txt").read_text() == "Traceback ..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ from shoal.errors import JobMismatchError
 from shoal.job import Epochs, Length, Progress, Samples, Steps
 from shoal.numerics.isolation import generators_kept
 from shoal.runs.job_file import JobRequest, load
-from shoal.runs.job_sources import changed
+from shoal.runs.job_sources import FREE, LENGTHS, changed
 from shoal.training.engine import Engine
 from shoal.training.same_job import differing_fields
 
@@ -38,7 +39,6 @@ _MAY_CHANGE = (
     "versions",
     "certificate",
 )
-_FREE_FIELDS = ("length", "on_nonfinite")
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
 _MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced; entries of a list
 # Values within values of a module, and where modules lie that are not a job's own.
@@ -108,7 +108,16 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
         before = load(replace(request, settings=tuple(given.items())))
     if before.settings != old or _left_behind() != behind:
         return None
-    return [field for field in differing_fields(before.job, now.job) if field not in _FREE_FIELDS]
+    jobs = [replace(one.job, callbacks=[_of_no_length(own) for own in one.job.callbacks]) for one in (before, now)]
+    return [field for field in differing_fields(*jobs) if field not in FREE]
+
+
+def _of_no_length(callback: Any) -> Any:
+    """A copy of a callback without what says how long, which a resume may change."""
+    found = copy.copy(callback)
+    for name in LENGTHS.get(type(callback).__name__, ()):
+        setattr(found, name, None)
+    return found
 
 
 def _left_behind() -> list[Any]:

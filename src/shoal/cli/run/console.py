@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.cli.notebook_progress import record_line
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.planner.calibrate.comparison import told
@@ -129,16 +130,27 @@ class Live(Plain):
         self._live.stop()
 
 
+class Records(Plain):
+    """Progress display in another process: its lines about steps are for a `ProgressDisplay`."""
+
+    every_seconds = 0.5
+
+    def _show(self, record: StepRecord, slowest_rank: int) -> None:
+        self.note(record_line(record.step, self._pace.last, self._pace.line(record, slowest_rank)))
+
+
 def metrics_line(record: StepRecord) -> str:
     """An evaluation in words."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in (record.metrics or {}).items())
     return f"step {record.step}  evaluation: {values}"
 
 
-def choose_reporter(rank: int, pace: Pace) -> Reporter:
+def choose_reporter(rank: int, pace: Pace, *, shown_elsewhere: bool = False) -> Reporter:
     """Live in a terminal; plain where there is none, under CI, NO_COLOR or TERM=dumb; silent but on rank 0."""
     if rank != 0:
         return Reporter()
+    if shown_elsewhere:
+        return Records(pace)
     plain = any(os.environ.get(name) for name in ("CI", "NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Plain(pace) if plain or not sys.stdout.isatty() else Live(pace)
 
@@ -199,6 +211,8 @@ def introduce(
         reporter.note(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
+    if resumed is not None and resumed >= max(engine.order.num_steps, request.steps or 0):
+        reporter.note(f"  length      nothing is left to do: all steps are trained; to go on, {_longer(loaded)}")
     if request.steps is not None and request.steps <= (resumed or 0) < engine.order.num_steps:
         reporter.note(
             f"  length      nothing is left to do: the run was told to end after step {request.steps}; "
@@ -215,6 +229,15 @@ def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
         f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
         f"({-(-share // per)} microbatch(es))",
     )
+
+
+def _longer(loaded: LoadedJob) -> str:
+    """How to give a job another length: the setting that its name says, or the field."""
+    known = [name for name in loaded.settings if name.endswith(("epochs", "steps", "samples"))]
+    value = loaded.settings[known[0]] if known else None
+    if known and isinstance(value, int | float) and not isinstance(value, bool):
+        return f"add --set {known[0]}={2 * value:g} (from Python: {known[0]}={2 * value:g}), say"
+    return "give the job a larger length: Job(length=...)"
 
 
 def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, function: str) -> None:

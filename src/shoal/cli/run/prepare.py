@@ -225,7 +225,7 @@ def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int
     """Prints an error, and where its traceback is kept; the exit code."""
     errors = RunDirectory(request.out).errors
     print(error.render(), file=sys.stderr)
-    if error.traceback_text and errors.is_dir():
+    if error.traceback_text and error.traceback_file is None and errors.is_dir():
         print(f"  traceback:      {errors}", file=sys.stderr)
     return int(error.exit_code) if code is None else code
 

@@ -256,7 +256,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
     result.restarts = request.restarts
     num_steps = request.steps or engine.order.num_steps
-    reporter = choose_reporter(mesh.rank, Pace(first, num_steps, engine.plan.degrees.world_size))
+    pace = Pace(first, num_steps, engine.plan.degrees.world_size)
+    reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
         taken = engine.taken if state is None else None  # lost ranks start again with the options of the call
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):

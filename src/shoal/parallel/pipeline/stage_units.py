@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
+from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.schedule import Action, ActionKind, Actions
 
 # A backward that gives weights their gradients.
@@ -93,7 +94,7 @@ class StageUnits:
                 state = module._get_fsdp_state()
                 state._pre_forward_hook_handle.remove()
                 state._post_forward_hook_handle.remove()
-                for group in state._fsdp_param_groups:
+                for group in param_groups(module):
                     held = {names[id(p.sharded_param)] for p in group.fsdp_params}
                     unit = GatherUnit(name, group, frozenset(stage for stage in used if used[stage] & held))
                     if not name:

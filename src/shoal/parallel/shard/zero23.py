@@ -27,6 +27,7 @@ from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, StepSums
 from shoal.parallel.data.replicated import all_sums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.plan import Plan
 
 # Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
@@ -103,7 +104,7 @@ def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
 def _give_homes(unit: FSDPModule) -> None:
     """Lets torch find the parameters of modules whose attributes of these names are something else."""
     homes: dict[nn.Module, _Home] = {}
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in param_groups(unit):
         for parameter in group.fsdp_params:
             place = parameter._module_info
             if getattr(place.module, place.param_name) is not parameter.sharded_param:
@@ -260,7 +261,7 @@ class FullySharded(AccumulatingStrategy):
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
         numbers = {id(p): i for i, p in self._cut.items()}
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in param_groups(unit):
                 for parameter in group.fsdp_params:
                     number = numbers.get(id(parameter.sharded_param))
                     gathered = getattr(parameter, "_unsharded_param", None)

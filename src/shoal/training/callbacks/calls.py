@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import TENSOR, encode
 from shoal.distributed.agreement import raise_together
-from shoal.distributed.failures import as_shoal_error, is_lost_peer, place_of
+from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.records import StepRecord
+from shoal.runs.user_frames import place_of
 from shoal.training.callbacks.base import (
     CHECKPOINT,
     END,
@@ -69,7 +70,7 @@ class CallbackCalls:
             )
         self._run: RunControl | None = None
         self._model: ShardedModel | None = None
-        self._barrier = HookBarrier(mesh)
+        self._barrier = HookBarrier(None)
         # As agreed: one that has raised is called until then, since its hook may gather something of all ranks.
         self._off: set[str] = set()
         self._failures: list[dict[str, Any]] = []
@@ -88,6 +89,8 @@ class CallbackCalls:
     ) -> None:
         """Gives the callbacks their run, before the first step."""
         self._guard, self._model = ModelGuard(model), model
+        if model.divides_state:  # else nothing is gathered
+            self._barrier = HookBarrier(model.mesh)
         limbs = Limbs(model, build, self._guard.gives, note, self._barrier)
         self._run = RunControl(facts, limbs, lambda: self._state)
 

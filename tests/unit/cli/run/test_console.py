@@ -13,7 +13,7 @@ from shoal.cli.run.console import introduce
 from shoal.plans.plan import Plan
 
 
-def said(plan: Plan, label: str = "devices") -> str:
+def said(plan: Plan, label: str = "devices", resumed: int | None = None, **settings: Any) -> str:
     notes: list[str] = []
     job = SimpleNamespace(global_batch=16, num_grains=8, grain_size=2)
     engine: Any = SimpleNamespace(
@@ -23,17 +23,18 @@ def said(plan: Plan, label: str = "devices") -> str:
         notes=(),
         num_train_samples=100,
         num_parameters=10,
+        order=SimpleNamespace(num_steps=12),
         sharded_model=SimpleNamespace(division=SimpleNamespace(notes=())),
     )
     wishes = SimpleNamespace(devices=None)
     request: Any = SimpleNamespace(
         job=SimpleNamespace(path=Path("job.py")), out=Path("out"), wishes=wishes, plan_from_file=True, steps=None
     )
-    request.resume = False
-    loaded: Any = SimpleNamespace(job=job, function="job")
+    request.resume = resumed is not None
+    loaded: Any = SimpleNamespace(job=job, function="job", settings=settings)
     reporter: Any = SimpleNamespace(note=notes.append)
-    introduce(reporter, engine, loaded, request, None)
-    return next(note for note in notes if note.startswith(f"  {label} "))
+    introduce(reporter, engine, loaded, request, resumed)
+    return next((note for note in notes if note.startswith(f"  {label} ")), "")
 
 
 def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +56,21 @@ def test_the_layout_is_named() -> None:
         layout={"data": 3}, server={"mode": "bounded", "staleness": 2, "num_servers": 2}, batch=one
     )
     assert said(served, "layout") == "  layout      data 3, bounded (staleness 2) with 2 servers"
+
+
+ONE = Plan().with_sections(batch={"grains_per_microbatch": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "how"),
+    [
+        ({"lr": 0.1, "epochs": 3}, "add --set epochs=6 (from Python: epochs=6), say"),
+        ({"num_steps": 12}, "add --set num_steps=24 (from Python: num_steps=24), say"),
+        ({"lr": 0.1, "epochs": "many"}, "give the job a larger length: Job(length=...)"),
+        ({}, "give the job a larger length: Job(length=...)"),
+    ],
+)
+def test_a_finished_run_says_how_to_go_on(settings: dict[str, Any], how: str) -> None:
+    found = said(ONE, "length", 12, **settings)
+    assert found == f"  length      nothing is left to do: all steps are trained; to go on, {how}"
+    assert said(ONE, "length", 11, **settings) == ""

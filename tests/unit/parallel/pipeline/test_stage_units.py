@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.unit.planner.worlds import Transformer, world
+from tests.usual import needs_zero23
 from torch import Tensor
 
 from shoal.distributed.mesh import Mesh
@@ -18,6 +19,7 @@ from shoal.plans.layout import Layout
 from shoal.plans.plan import Plan
 from shoal.plans.schedule import Action, ActionKind
 
+pytestmark = needs_zero23()
 LAYOUT = Layout(shard=2)
 TOKENS = torch.zeros(1, 4, dtype=torch.int64)
 

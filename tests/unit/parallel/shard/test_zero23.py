@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.usual import needs_zero23
 from torch import Tensor, nn
 
 from shoal.distributed.mesh import alone
@@ -68,6 +69,7 @@ def test_clusters_of_an_adaptive_softmax_are_no_units() -> None:
     assert names(model) == []
 
 
+@needs_zero23()
 def test_sparse_gradients_are_refused_by_the_name_of_their_module() -> None:
     model, cpu = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 2)), torch.device("cpu")
     plan = Plan().with_sections(layout={"shard": 2}, shard={"level": "parameters"})

@@ -81,3 +81,17 @@ def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
 def test_refuses_what_is_no_decay(decay: Any) -> None:
     with pytest.raises(JobError, match="a decay is a number"):
         shoal.EMA(decay)
+
+
+@pytest.mark.parametrize(
+    ("average", "warned"),
+    [
+        (shoal.EMA(), "warning: EMA(0.999) over 6 steps: 99% of the average at the end is of the weights that"),
+        (shoal.EMA(warmup=True), None),
+    ],
+)
+def test_an_average_of_mostly_the_beginning_is_warned_of(average: shoal.EMA, warned: str | None) -> None:
+    lines = [line for line in trained(job(average))[2] if "warning" in line]
+    assert [warned is not None and warned in line for line in lines] == [True] * (warned is not None)
+    if warned is not None:
+        assert "shoal.EMA(0.17), say, or EMA(" in lines[0]

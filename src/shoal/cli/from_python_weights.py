@@ -1,0 +1,186 @@
+"""Functions `shoal.export`, `shoal.evaluate` and `shoal.predict`: the commands of these names."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.finished_run import Run
+from shoal.cli.from_python import JobLike, PathText, settings_of, target_of
+from shoal.cli.options import EvaluateOptions, ExportOptions, PredictOptions, option_names, options_from
+from shoal.errors import CommandError, ExitCode
+from shoal.launch.environments.detect import refuse_rank
+from shoal.launch.output import other_stream
+from shoal.launch.signals import Signals
+from shoal.runs.directory import read_json
+from shoal.runs.job_object import hand_over_value
+from shoal.runs.request import devices_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.checkpoint.weights import Step
+
+RunLike = PathText | Run
+
+
+def export(
+    run: RunLike,
+    output: PathText | None = None,
+    *,
+    step: Step = "last",
+    ema: bool = False,
+    max_shard_size: str | int = "5GB",
+    dtype: str | None = None,
+    tokenizer: PathText | None = None,
+) -> Path:
+    """Folder of a run's weights as safetensors, as Hugging Face lays them out; `shoal export` as a function.
+
+    | argument | meaning |
+    |---|---|
+    | `run` | a run directory, one checkpoint, or a `shoal.Run` |
+    | `output` | a new folder; RUN/export |
+    | `step` | "last", "best", or the step of a checkpoint |
+    | `ema` | the averaged weights of a run with the callback EMA |
+    | `max_shard_size` | the most bytes in a file: "5GB" |
+    | `dtype` | "bfloat16", "float16" or "float32", for floating-point tensors |
+    | `tokenizer` | a folder, of which the tokenizer's files are copied |
+
+    Raises: the errors of the command.
+    """
+    from shoal.cli.export import exported  # torch
+
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise CommandError(
+            given=f"dtype={dtype!r}",
+            conflict="dtype takes 'bfloat16', 'float16' or 'float32'",
+            remedy="write dtype='bfloat16', or leave it out for that of the training",
+        )
+    texts = {name: os.fspath(value) if value is not None else None for name, value in _paths(output, tokenizer).items()}
+    given = {"step": str(step), "ema": ema, "max_shard_size": str(max_shard_size), "dtype": dtype}
+    return exported(options_from(ExportOptions, {"run": _path(run), **given, **texts}))[0]
+
+
+def _paths(output: PathText | None, tokenizer: PathText | None) -> dict[str, PathText | None]:
+    return {"output": output, "tokenizer": tokenizer}
+
+
+def evaluate(
+    job: JobLike,
+    run: RunLike,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    step: Step = "last",
+    ema: bool = False,
+    devices: int | None = None,
+    **job_settings: Any,
+) -> dict[str, Any]:
+    """Metrics of a job's evaluation on the weights of a run: {"metrics", "samples", "step", "run"}.
+
+    | argument | meaning |
+    |---|---|
+    | `job` | a job function, a `shoal.Job`, or "file.py:function" |
+    | `run` | a run directory, one checkpoint, or a `shoal.Run` |
+    | `settings` | parameters of the job function; further keywords are such too; as those of the run otherwise |
+    | `step` | "last", "best", or the step of a checkpoint |
+    | `ema` | the averaged weights of a run with the callback EMA |
+    | `devices` | processes: one a GPU, or CPU processes; all GPUs, or 1 |
+
+    Each process is a new interpreter, as of `shoal.run`. The command `shoal evaluate` prints the same.
+    Raises: the errors of the command; LaunchError inside of a rank; KeyboardInterrupt.
+    """
+    return _evaluate(dict(locals()))
+
+
+def predict(
+    job: JobLike,
+    run: RunLike,
+    *,
+    data: Any = None,
+    output: PathText | None = None,
+    settings: Mapping[str, Any] | None = None,
+    step: Step = "last",
+    ema: bool = False,
+    **job_settings: Any,
+) -> dict[str, Tensor]:
+    """Outputs of a run's model for each sample of a data set, by name, with `ids`; in the order of the data.
+
+    | argument | meaning |
+    |---|---|
+    | `job` | a job function, a `shoal.Job`, or "file.py:function"; its `predict` says what the outputs are |
+    | `run` | a run directory, one checkpoint, or a `shoal.Run` |
+    | `data` | a data set of any kind that a job takes; "train", "eval", an evaluation set's name; the job's eval_data |
+    | `output` | a new file, .npz or .safetensors, that they are kept in |
+    | `settings` | parameters of the job function; further keywords are such too; as those of the run otherwise |
+    | `step` | "last", "best", or the step of a checkpoint |
+    | `ema` | the averaged weights of a run with the callback EMA |
+
+    Computed by one process, a new interpreter. The command `shoal predict` writes the file, whatever its size.
+    Raises: the errors of the command; LaunchError inside of a rank; KeyboardInterrupt.
+    """
+    return _predict(dict(locals()))
+
+
+def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
+    refuse_rank(os.environ, "shoal.evaluate")
+    signals = Signals(impatient=False)
+    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        options = options_from(EvaluateOptions, _values("shoal.evaluate", EvaluateOptions, given, Path(folder)))
+        from shoal.cli.evaluate import evaluate_request  # torch
+        from shoal.cli.trained_engine import in_ranks
+
+        result = Path(folder) / "result.json"
+        request = evaluate_request(options, result)
+        devices = options.devices or devices_here()
+        ended = in_ranks(request, "evaluate", devices, signals, other_stream())
+        _raise(ended.error, ended.code, signals)
+        return read_json(result) or {}
+
+
+def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
+    refuse_rank(os.environ, "shoal.predict")
+    signals, data = Signals(impatient=False), given["data"]
+    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        output = given["output"] if given["output"] is not None else Path(folder) / "predictions.safetensors"
+        values = _values("shoal.predict", PredictOptions, given, Path(folder))
+        named = data if isinstance(data, str) else None
+        options = options_from(PredictOptions, {**values, "output": os.fspath(output), "data": named})
+        from shoal.cli.predict import predict_request  # torch
+        from shoal.cli.trained_engine import in_ranks
+        from shoal.training.predictions import read
+
+        request = predict_request(options, quiet=True)
+        if data is not None and named is None:
+            request = replace(request, handed=hand_over_value(data, Path(folder)))
+        ended = in_ranks(request, "predict", 1, signals, other_stream())
+        _raise(ended.error, ended.code, signals)
+        return read(Path(output))
+
+
+def _values(call: str, kind: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Options of a call by name, its job as processes take it."""
+    values = {name: given[name] for name in option_names(kind) if name in given}
+    settings = settings_of(call, kind, given)
+    return values | {"run": _path(given["run"]), "step": str(given["step"])} | target_of(given["job"], settings, folder)
+
+
+def _path(run: RunLike) -> str:
+    return os.fspath(run.out if isinstance(run, Run) else run)
+
+
+def _raise(error: Exception | None, code: int, signals: Signals) -> None:
+    """Raises: the error of the processes; KeyboardInterrupt or SystemExit where this one was to stop."""
+    if signal.SIGINT in signals.received:
+        raise KeyboardInterrupt
+    if signals.received:
+        sys.exit(int(ExitCode.INTERRUPTED))
+    if error is not None:
+        raise error
+    if code != ExitCode.DONE:
+        raise SystemExit(code)

@@ -1,0 +1,81 @@
+"""The `shoal predict` command: outputs of a trained model for each sample of a data set, in one file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.options import PredictOptions
+from shoal.cli.trained_engine import PredictRequest, handed_over, trained_engine
+from shoal.data.opened import open_evaluation, said_of
+from shoal.data.source import Opened
+from shoal.distributed.worker_process import as_rank
+from shoal.errors import CommandError, ExitCode, nearest
+from shoal.job import Job
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.environments.detect import joined, refuse_rank
+from shoal.runs.job_file import JobRequest, parse_target
+from shoal.training.evaluation import Evaluator
+from shoal.training.predictions import Predictions, of_first_part, refuse_file
+
+_TRAIN, _EVAL = "train", "eval"
+
+
+def predict(options: PredictOptions) -> ExitCode:
+    """Predicts in this process. Raises: ShoalError."""
+    request = handed_over(PredictRequest)
+    if request is None:
+        refuse_rank(os.environ, "shoal predict")
+        request = predict_request(options)
+    environment = joined(os.environ) or Environment()
+    with inside_run(os.environ):
+        return as_rank(environment, lambda: _predict(request, environment))
+
+
+def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
+    """The request in options. Raises: JobFileError, SettingError, CommandError."""
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    output = Path(options.output) if options.output else Path(options.run) / "predictions.npz"
+    refuse_file(output)
+    weights = (Path(options.run), options.step, options.ema)
+    return PredictRequest(job, *weights, output=output, data=options.data, **more)
+
+
+def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
+    """Predicts with the run's plan on one device, whatever layout trained it."""
+    job = request.loaded_job.job
+    name, data = _data_of(job, request)
+    with trained_engine(request, 1, environment, job) as (mesh, _, engine, saved):
+        source = data if isinstance(data, Opened) else open_evaluation(name, data, job.collate)
+        evaluator = Evaluator(engine.job, mesh, engine.precision, source, {}, name=name)
+        predictions = Predictions(request.output)
+        with contextlib.closing(predictions):
+            evaluator.predict(engine.model, job.predict or of_first_part, predictions.add)
+            predictions.write()
+    if not request.quiet:
+        weights = "averaged weights of step" if request.ema else "step"
+        print(f"{request.run} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
+    return ExitCode.DONE
+
+
+def _data_of(job: Job, request: PredictRequest) -> tuple[str, Any]:
+    """The data that are meant, and what they are called. Raises: CommandError for what the job has not."""
+    if request.handed is not None:
+        return "data", request.handed.fetch(None)
+    sets = job.evaluation_sets
+    if request.data == _TRAIN and _TRAIN not in sets:
+        return "train_data", job.train_data
+    if request.data in sets and request.data:
+        return said_of(request.data), sets[request.data]
+    if request.data in (None, _EVAL) and len(sets) == 1:
+        name, data = next(iter(sets.items()))
+        return said_of(name), data
+    known = [name for name in sets if name] or [_EVAL] * bool(sets)
+    given = "no --data" if request.data is None else f"--data {request.data}"
+    raise CommandError(
+        given=f"shoal predict {request.job.path} with {given}",
+        conflict=f"the job has {', '.join([*known, _TRAIN])}{nearest(request.data or '', [*known, _TRAIN])}",
+        remedy=f"write --data {next(iter(known), _TRAIN)}",
+    )

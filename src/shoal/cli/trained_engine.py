@@ -1,0 +1,152 @@
+"""Engine of a job with the weights of a run, on ranks: `shoal evaluate` and `shoal predict` compute with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO, TypeVar
+
+from shoal.checkpoint.callback_state import AVERAGES
+from shoal.checkpoint.manifest import ManifestError
+from shoal.checkpoint.pieces import fill, refuse_other_model
+from shoal.checkpoint.store import SavedCheckpoint
+from shoal.checkpoint.weights import averages, damaged, find
+from shoal.cli.export import run_of, step_of
+from shoal.distributed.agreement import decided_by_rank_0, together
+from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.hardware.detect import cores
+from shoal.job import Job
+from shoal.launch.environment import REQUEST_FILE, Environment
+from shoal.launch.local import LaunchEnd, launch
+from shoal.launch.rank_processes import LocalRun
+from shoal.launch.signals import Signals
+from shoal.parallel.model.sharded_model import TensorSlices
+from shoal.plans import Plan
+from shoal.plans.plan import ServerSection, read_plan
+from shoal.plans.relaid import relaid
+from shoal.plans.resolve import Judged
+from shoal.runs.directory import read_json
+from shoal.runs.job_file import JobRequest, LoadedJob, load
+from shoal.runs.job_object import HandedJob
+from shoal.runs.request import dumped, loaded
+from shoal.training.engine import Engine, Options, build
+from shoal.training.preflight import judged, with_judged_grains
+
+_Value = TypeVar("_Value", bound="WeightsRequest")
+
+
+@dataclass(frozen=True)
+class WeightsRequest:
+    """Job, and weights of a run or checkpoint that its model gets: the last, the best or those of a step.
+
+    `settings` of the job are those of the run where the request does not say.
+    """
+
+    job: JobRequest
+    run: Path
+    step: str = "last"
+    ema: bool = False
+
+    @property
+    def saved(self) -> SavedCheckpoint:
+        """The checkpoint. Raises: as `find`."""
+        return find(self.run, step_of(self.step))
+
+    @property
+    def loaded_job(self) -> LoadedJob:
+        """The job with the settings and the number of grains of the run, where this call does not say."""
+        of_run = read_json(run_of(self.run).job) or {}
+        settings = {**of_run.get("given", {}), **dict(self.job.settings)}
+        found = load(replace(self.job, settings=tuple(settings.items())))
+        grains = of_run.get("grains")
+        if found.job.grains is None and grains is not None:
+            return replace(found, job=replace(found.job, grains=grains))  # or the default is looked for
+        return found
+
+    def plan(self, devices: int) -> Plan:
+        """The run's plan on so many devices, without what is about updates alone."""
+        kept = run_of(self.run).plan
+        plan = read_plan(kept) if kept.exists() else Plan()
+        return relaid(plan.model_copy(update={"server": ServerSection()}).uncompressed, devices)
+
+
+@dataclass(frozen=True)
+class EvaluateRequest(WeightsRequest):
+    """A call of `shoal evaluate`. `result`: a file for what was found; it is printed where there is none."""
+
+    json: bool = False
+    result: Path | None = None
+
+
+@dataclass(frozen=True)
+class PredictRequest(WeightsRequest):
+    """A call of `shoal predict`: of which data of the job, or of `handed` data; the file, or none to print of."""
+
+    output: Path = Path("predictions.npz")
+    data: str | None = None
+    handed: HandedJob | None = None
+    quiet: bool = False
+
+
+def handed_over(kind: type[_Value]) -> _Value | None:
+    """The request of the process that has started this one, if one has."""
+    path = os.environ.pop(REQUEST_FILE, None)
+    return loaded(kind, Path(path).read_text(encoding="utf-8")) if path is not None else None
+
+
+def in_ranks(
+    request: WeightsRequest, command: str, devices: int, signals: Signals | None = None, stream: TextIO | None = None
+) -> LaunchEnd:
+    """End of ranks of this host that the request is handed over to. Raises: as `find`, before any is started."""
+    find(request.run, step_of(request.step))
+    exact = request.plan(devices).execution.exact
+    return launch(
+        LocalRun(
+            [command, str(request.job.path), str(request.run)],
+            devices,
+            1 if exact else max(1, cores() // devices),
+            run_of(request.run).path / "logs",
+            request=dumped(request),
+            stream=stream,
+        ),
+        signals,
+    )
+
+
+@contextlib.contextmanager
+def trained_engine(
+    request: WeightsRequest, devices: int, environment: Environment, with_data: Job | None = None
+) -> Iterator[tuple[Mesh, Judged, Engine, SavedCheckpoint]]:
+    """Mesh, plan and engine, whose model has the weights of the checkpoint. Collective: all ranks."""
+    plan = request.plan(devices)
+    prepare_process(plan.execution.exact, max(1, cores() // environment.local_world_size))
+    job = with_data or request.loaded_job.job
+    with open_mesh(environment, plan.degrees) as mesh:
+        found = decided_by_rank_0(mesh, Judged, lambda: judged(job, plan))
+        ready = together(mesh, lambda: with_judged_grains(found, job))
+        engine = build(ready, found.plan, mesh, Options(telemetry=False, take_workers=True))
+        try:
+            saved = together(mesh, lambda: request.saved)
+
+            def take_up() -> None:
+                held = engine.sharded_model.tensors()
+                refuse_other_model(saved, held, engine.sharded_model.absent())
+                _fill(saved, held, request.ema)
+
+            together(mesh, take_up)
+            yield mesh, found, engine, saved
+        finally:
+            engine.close()
+
+
+def _fill(saved: SavedCheckpoint, held: TensorSlices, ema: bool) -> None:
+    averaged = averages(saved) if ema else {}
+    try:
+        fill(saved, "model", held)
+        fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
+    except ManifestError as error:
+        raise damaged(saved.folder, error) from error

@@ -1,0 +1,25 @@
+"""Tracebacks of errors in a job's own code: the line that is the user's, and the whole text."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+_TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # code without a file that is the user's too
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
+    foreign = (_OWN, *_LIBRARIES, "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
+    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """The whole traceback, for the run directory."""
+    return "".join(traceback.format_exception(error))

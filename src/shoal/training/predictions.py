@@ -1,0 +1,166 @@
+"""Predictions: outputs of a model for each sample, written to one file whatever their number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.state import raw
+from shoal.checkpoint.tensor_file import DTYPE_NAMES, tensor_file_head
+from shoal.errors import CommandError, JobError
+
+SUFFIXES = (".npz", ".safetensors")
+IDS, OUTPUTS = "ids", "outputs"
+
+
+def refuse_file(path: Path) -> None:
+    """Raises: CommandError for a file of another kind, or one that is there."""
+    if path.suffix not in SUFFIXES:
+        raise CommandError(
+            given=f"--output {path}",
+            conflict=f"predictions are written as {' or '.join(SUFFIXES)}",
+            remedy=f"write --output {path.with_suffix('.npz')}",
+        )
+    if path.exists():
+        raise CommandError(
+            given=f"--output {path}", conflict="it is there, and nothing is overwritten", remedy="give another name"
+        )
+
+
+def of_first_part(model: nn.Module, batch: Any) -> Any:
+    """Outputs of a model for a batch, or for its first part where that is a tuple. Raises: JobError for others."""
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
+        return model(batch[0])
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise JobError(
+        given=f"a batch of type {type(batch).__name__}",
+        conflict="which part of it the model takes is not known",
+        remedy="write Job(predict=lambda model, batch: model(batch['inputs'])), say",
+    )
+
+
+class Predictions:
+    """Outputs by name, collected on disk until all are known; `write` makes one file of them, in constant memory.
+
+    Of every sample its id, int64, and a row of each output: the samples are those of the data in order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: the file that they are to be in, beside which they are collected."""
+        self._path = path
+        self._aside = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
+        self._aside.mkdir(mode=0o700, parents=True)
+        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # dtype and shape of a sample's row
+        self.count = 0
+
+    def add(self, size: int, outputs: Any) -> None:
+        """Adds the outputs of the next `size` samples. Raises: JobError where they are not a row for each."""
+        named = dict(self._named(outputs))
+        if IDS in named:
+            raise _no_rows("an output named 'ids'", "that is what the samples' ids are called", "rename it")
+        named[IDS] = torch.arange(self.count, self.count + size)
+        kinds = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in named.items()}
+        for name, tensor in named.items():
+            if tensor.ndim == 0 or len(tensor) != size:
+                raise _no_rows(
+                    f"{name} of shape {list(tensor.shape)} for {size} samples",
+                    "an output has a row for each sample",
+                    "return tensors whose first dim is that of the batch",
+                )
+        self._kinds = self._kinds or kinds
+        if kinds != self._kinds:
+            apart = next(name for name in {**kinds, **self._kinds} if kinds.get(name) != self._kinds.get(name))
+            here, before = _said(kinds.get(apart)), _said(self._kinds.get(apart))
+            raise _no_rows(
+                f"{apart} of {here} for some samples, and of {before} for others",
+                "rows of one output have one shape and dtype",
+                "reduce or pad them in predict: the argmax, or a fixed length",
+            )
+        for name, tensor in named.items():
+            with self._part(name).open("ab") as file:
+                file.write(raw(self._writable(tensor)))
+        self.count += size
+
+    def _named(self, outputs: Any) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(outputs, tuple | list):
+            outputs = {f"{OUTPUTS}_{number}": value for number, value in enumerate(outputs)}
+        elif not isinstance(outputs, Mapping):
+            outputs = {OUTPUTS: outputs}
+        for name, value in outputs.items():
+            value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            if not isinstance(value, Tensor) or value.dtype not in DTYPE_NAMES:
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise _no_rows(
+                    f"{name} of type {kind}",
+                    "outputs are tensors, or a dict of tensors",
+                    "write Job(predict=lambda model, batch: model(**batch).logits), say",
+                )
+            yield str(name), value.detach()
+
+    def _writable(self, tensor: Tensor) -> Tensor:
+        """The tensor in a dtype that the file can have: numpy has neither bfloat16 nor float8."""
+        narrow = tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.float32, torch.float16)
+        return tensor.float() if narrow and self._path.suffix == ".npz" else tensor
+
+    def _part(self, name: str) -> Path:
+        return self._aside / f"{list(self._kinds).index(name)}.raw"
+
+    def write(self) -> None:
+        """Writes the file; it is there whole, or not at all. Raises: OSError."""
+        whole = self._aside / self._path.name
+        (self._write_npz if self._path.suffix == ".npz" else self._write_safetensors)(whole)
+        os.replace(whole, self._path)
+
+    def _write_npz(self, path: Path) -> None:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, (dtype, shape) in self._kinds.items():
+                kind = self._writable(torch.empty(0, dtype=dtype)).numpy().dtype
+                header = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *shape)}
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array_header_2_0(file, header)
+                    self._copy(name, file.write)
+
+    def _write_safetensors(self, path: Path) -> None:
+        order, head = tensor_file_head({n: (dtype, (self.count, *shape)) for n, (dtype, shape) in self._kinds.items()})
+        with path.open("wb") as file:
+            file.write(head)
+            for name in order:
+                self._copy(name, file.write)
+
+    def _copy(self, name: str, write: Callable[[bytes], Any]) -> None:
+        with self._part(name).open("rb") as part:
+            while chunk := part.read(1 << 22):
+                write(chunk)
+
+    def close(self) -> None:
+        """Removes what was collected."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Predictions of a file, by name."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        found: dict[str, Tensor] = load_file(path)
+        return found
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def _said(kind: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if kind is None else f"{str(kind[0]).removeprefix('torch.')} {list(kind[1])}"
+
+
+def _no_rows(given: str, conflict: str, remedy: str) -> JobError:
+    return JobError(given=f"predict, which returns {given}", conflict=conflict, remedy=remedy)

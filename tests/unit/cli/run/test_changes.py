@@ -1,0 +1,57 @@
+"""What a resume may change without being asked, and what it may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.run.changes import fields_changed
+from shoal.runs.job_file import JobRequest, load
+from shoal.runs.job_sources import changed, code
+
+JOB = """
+import shoal
+
+def job(epochs: int = 2, patience: int = 2, delta: float = 0.0) -> shoal.Job:
+    return shoal.Job(
+        model=print, loss=print, optimizer=print, train_data=[1], eval_data=[1], global_batch=8,
+        length=shoal.Epochs(epochs), predict=None,
+        callbacks=[shoal.EarlyStopping("loss", patience=patience, min_delta=delta), shoal.EMA(0.9)],
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ((("patience", "9"),), []),
+        ((("patience", "9"), ("epochs", "5")), []),
+        ((("delta", "0.1"),), ["callbacks"]),
+        ((("patience", "9"), ("delta", "0.1")), ["callbacks"]),
+        ((), None),
+    ],
+)
+def test_patience_is_a_length(settings: tuple[tuple[str, str], ...], fields: list[str] | None, tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(JOB)
+    saved = {"settings": load(JobRequest(path)).settings}
+    assert fields_changed(JobRequest(path, settings=settings), saved) == fields
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("patience=patience", "patience=7", True),
+        ("predict=None", "predict=print", True),
+        ("shoal.Epochs(epochs)", "shoal.Epochs(7)", True),
+        ("min_delta=delta", "min_delta=0.5", False),
+        ("0.9", "0.99", False),
+    ],
+)
+def test_patience_in_the_file_is_a_length(old: str, new: str, same: bool, tmp_path: Path) -> None:
+    found = []
+    for text in (JOB, JOB.replace(old, new)):
+        (tmp_path / "own.py").write_text(text)
+        found.append(code(tmp_path / "own.py", "job"))
+    assert (changed(*found) == []) is same
