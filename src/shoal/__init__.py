@@ -34,6 +34,8 @@ _HOMES = {
     "Verdict": "shoal.verification",
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
+    "Parquet": "shoal.data.parquet",
+    "from_spark": "shoal.data.parquet",
     "load": "shoal.checkpoint.weights",
     "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
@@ -53,6 +55,7 @@ __all__ = [
     "Job",
     "KeepBest",
     "Layout",
+    "Parquet",
     "Plan",
     "Progress",
     "Run",
@@ -68,6 +71,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "from_spark",
     "from_training_arguments",
     "load",
     "mse",
@@ -85,6 +89,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.weights import load
     from shoal.cli.finished_run import Run
     from shoal.cli.from_python import plan, run
+    from shoal.data.parquet import Parquet, from_spark
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse

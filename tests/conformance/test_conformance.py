@@ -44,12 +44,12 @@ COMPILED = (
 USED_MOST = ("DataParallel", "ExactDataParallel")
 # Every case that a strategy can run, with the axis that the strategy is about.
 ROWS = [
-    (name, strategy if strategy in USED_MOST else "others", use.axis, strategy)
+    (name, "data" if strategy in USED_MOST else "others", use.axis, strategy)
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)
 ]
-# Every run takes each case with each of those that most people use and with one of the others, and so each strategy.
+# Every run takes each case with one of those that most people use and with one of the others, and so each strategy.
 USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 1), (2, 3)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -295,6 +295,11 @@ def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[Ten
     return work
 
 
+def alternating(names: Iterable[str]) -> list[str]:
+    """Every case on one number of ranks: by turns three and two."""
+    return [f"{name}-{3 - place % 2}" for place, name in enumerate(names)]
+
+
 @parametrize(("name", "world_size"), product(CASES, [2, 3]), usual=["gpt-3", "perceptron-2", "stubborn-2", "llama-2"])
 def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     case, pairs, tolerance = CASES[name]
@@ -368,8 +373,7 @@ class Pieces(nn.Sequential):
         super().__init__(Perceptron(), Narrow(), Perceptron())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", BLOCKS)
+@parametrize(("name", "world_size"), product(BLOCKS, [2, 3]), usual=alternating(BLOCKS))
 def test_the_training_of_one_process_by_positions(name: str, world_size: int, tmp_path: Path) -> None:
     case, said = BLOCKS[name]
     if case in (llama, bert, vit, gpt2_with_dropout):
@@ -489,8 +493,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", LOSSES)
+@parametrize(("name", "world_size"), product(LOSSES, [2, 3]), usual=alternating(LOSSES))
 def test_what_becomes_of_the_logits(name: str, world_size: int, tmp_path: Path) -> None:
     loss, note = LOSSES[name]
     tolerance = THROUGH_FLOAT32 if loss is shifted else EXACT

@@ -16,6 +16,7 @@ from shoal.cli.hints import meant
 from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
 from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
+from shoal.cli.run.ray_train import is_worker, trained_in_worker
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
 from shoal.cli.run.submit import submitted
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
@@ -139,7 +140,9 @@ def plan(
 
 def _run(given: dict[str, Any]) -> Run:
     """Trains by the arguments of `run`, by name."""
-    refuse_rank(os.environ, "shoal.run")
+    in_ray_train = is_worker(os.environ)
+    if not in_ray_train:
+        refuse_rank(os.environ, "shoal.run")
     job = given["job"]
     values = {name: given[name] for name in option_names(RunOptions) if name in given}
     values["plan"] = _plan_of(given["plan"])
@@ -154,6 +157,9 @@ def _run(given: dict[str, Any]) -> Run:
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | _target(job, settings, Path(folder)))
         request = requested(options)
+        if in_ray_train:
+            _raise(trained_in_worker(options, request, signals), request)
+            return Run(request.out, job)
         if options.on != "local":
             ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
             _raise(ended, request)

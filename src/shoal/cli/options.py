@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Container, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
@@ -240,6 +240,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
     `without`: names to leave out. Raises: CommandError for a value that no word says.
     """
     words: list[str] = []
+    if "job" in option_names(type(options)) and not isinstance(options.job, str):
+        options = replace(options, **_job_by_name(options.job))
     for option in _options(type(options)):
         value, flags = getattr(options, option.name), option.metadata["flags"]
         if option.name in without or value == option.default:
@@ -259,6 +261,20 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
                 )
             words += [f"{one}"] if not flag.startswith("-") else [flag, f"{one}"]
     return words
+
+
+def _job_by_name(job: JobRequest) -> dict[str, Any]:
+    """The options `job` and `set` by which another process finds a job function of a file.
+
+    Raises: CommandError for a job that is in no file of its own.
+    """
+    if job.by_value or (job.handed is not None and "." in str(job.handed.module)):
+        raise CommandError(
+            given="a job that is an object of this program",
+            conflict="the ranks are started by an engine, on other hosts too, which do not have it",
+            remedy='write the job function into a file of its own, and give its path: shoal.run("file.py:job", ...)',
+        )
+    return {"job": f"{job.path}:{job.function}" if job.function else str(job.path), "set": job.settings}
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ LAUNCHERS = {
     "mpi": "shoal.launch.launchers.mpi",
     "hosts": "shoal.launch.launchers.ssh",
     "kubernetes": "shoal.launch.launchers.kubernetes",
+    "ray": "shoal.launch.launchers.ray",
+    "spark": "shoal.launch.launchers.spark",
 }
 
 

@@ -58,11 +58,9 @@ def pod_run(submission: Submission) -> PodRun:
     given = f"--on kubernetes:{submission.options}"
     settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
     settings.check(given, submission.num_processes)
-    arguments = _in_pod(submission, settings)
-    ranks = submission.num_processes // settings.pods
-    if settings.kind == "rayjob":
-        return PodRun(settings, ranks, ("shoal", *arguments, "--on", "ray"))
-    return PodRun(settings, ranks, ("shoal", *arguments, "--resume-if-exists"))
+    on = ("--on", "ray") if settings.kind == "rayjob" else ()
+    words = ("shoal", *_in_pod(submission, settings), "--resume-if-exists", *on)
+    return PodRun(settings, submission.num_processes // settings.pods, words)
 
 
 def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:

@@ -36,7 +36,7 @@ def test_resources_are_those_of_the_cluster() -> None:
 
 def test_a_ray_job_starts_shoal_on_ray() -> None:
     (found,) = pod_run(submission(f"rayjob,{OPTIONS}")).objects()
-    assert found["spec"]["entrypoint"].endswith("--out /runs/My_Digits --on ray")
+    assert found["spec"]["entrypoint"].endswith("--out /runs/My_Digits --resume-if-exists --on ray")
 
 
 def test_a_dry_run_is_the_objects() -> None:

@@ -1,0 +1,67 @@
+"""Training in the workers of Ray Train: each starts the process of its own rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shoal.cli.options import RunOptions, arguments_of
+from shoal.cli.run.start import RunEnd
+from shoal.launch.environment import INSIDE, LAUNCHER_PID
+from shoal.launch.environments.detect import detected
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, verdict
+from shoal.launch.signals import Signals
+from shoal.runs.request import RunRequest
+
+_LOOK_SECONDS = 0.3
+
+
+def is_worker(variables: Mapping[str, str]) -> bool:
+    """Whether this process is a worker of Ray Train's, in its training function."""
+    train = sys.modules.get("ray.train")
+    if train is None or "RANK" not in variables or INSIDE in variables or LAUNCHER_PID in variables:
+        return False
+    try:
+        return str(train.get_context().get_world_rank()) == variables["RANK"]
+    except Exception:  # outside of such a function, in the words of this or that version
+        return False
+
+
+def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals) -> RunEnd:
+    """Trains as the rank that this worker is; rank 0's output is shown. Collective: all workers.
+
+    The rank is a process of its own, so the process group of the worker stays as Ray has made it. It gets another port:
+    that of `MASTER_PORT` is in use.
+    """
+    import torch.distributed as dist
+
+    environment = detected(os.environ)
+    assert environment is not None, "RANK is set"
+    rank, port = EngineRank(), [0]
+    try:
+        if environment.rank == 0:
+            port = [rank.listen(environment.address)]
+        dist.broadcast_object_list(port, src=0)
+        words = (
+            "run",
+            *arguments_of(replace(options, out=str(request.out.absolute())), without=("on", "max_restarts")),
+        )
+        variables = replace(environment, port=port[0], engine="ray").variables()
+        logs = str(request.out / "logs") if environment.rank else ""
+        rank.start(RankCommand(words, os.getcwd(), variables, logs))
+        told = 0
+        while True:
+            look = rank.look(_LOOK_SECONDS)
+            if environment.rank == 0 and look.text:
+                print(look.text, end="", flush=True)
+            if look.code is not None:
+                break
+            for number in signals.received[told:]:
+                rank.tell(number)
+            told = len(signals.received)
+        end = RankEnd(environment.rank, os.uname().nodename, look)
+        return RunEnd(*verdict([end], stopped=bool(signals.received)), tuple(signals.received))
+    finally:
+        rank.close()

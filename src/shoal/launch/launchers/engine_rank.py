@@ -1,0 +1,214 @@
+"""Process of a rank below a worker of an engine (Ray's actor, Spark's task): started, watched and told from there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
+from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
+from shoal.runs.directory import read_json
+
+_POLL_SECONDS = 0.05
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """Command of one rank: the words after `shoal`, its folder, and the variables that number it."""
+
+    arguments: tuple[str, ...]
+    folder: str
+    variables: Mapping[str, str]
+    logs: str = ""  # the folder in the run directory where a rank's own output is kept; empty: it is shown
+
+
+class RankLook(NamedTuple):
+    """State of a rank's process: text that is new, and once it has ended its code, report and last lines."""
+
+    text: str = ""
+    code: int | None = None
+    report: dict[str, Any] | None = None
+    last: str = ""
+
+
+class EngineRank:
+    """A rank's process, which dies with this one."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._text, self._told, self._lock = bytearray(), 0, threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._logs = ""
+        self._rank = "0"
+
+    def listen(self, address: str) -> int:
+        """A free port of the address, on which rank 0's store will be heard."""
+        family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind)
+        self._listener.bind(place)
+        self._listener.listen()
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def start(self, command: RankCommand) -> None:
+        """Starts the process, in the command's folder where this host has it."""
+        kept = () if self._listener is None else (self._listener.fileno(),)
+        variables: dict[str, str] = {
+            **os.environ,
+            **command.variables,
+            LAUNCHER_PID: str(os.getpid()),
+            REPORT_FILE: str(self._folder / "report.json"),
+        }
+        if kept:
+            variables[LISTEN_FD] = str(kept[0])
+        self._logs, self._rank = command.logs, command.variables["RANK"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "shoal", *command.arguments],
+            env=variables,
+            cwd=command.folder if Path(command.folder).is_dir() else None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=kept,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="shoal-output", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while chunk := self._process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
+            with self._lock:
+                self._text += chunk
+
+    def look(self, seconds: float) -> RankLook:
+        """The state after so long, or as soon as the process has ended."""
+        assert self._process is not None
+        deadline = time.monotonic() + seconds
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        code = self._process.returncode
+        if code is not None and self._reader is not None:
+            self._reader.join(2.0)  # what it has left behind may hold the pipe open
+        with self._lock:
+            end = len(self._text) if code is not None else self._text.rfind(b"\n") + 1
+            new, self._told = self._text[self._told : end].decode(errors="replace"), max(self._told, end)
+            everything = self._text.decode(errors="replace")
+        if code is None:
+            return RankLook(new)
+        self._keep_log(everything)
+        return RankLook(new, code, read_json(self._folder / "report.json"), _last(everything))
+
+    def _keep_log(self, text: str) -> None:
+        logs = Path(self._logs)
+        with contextlib.suppress(OSError):
+            if self._logs and text and logs.parent.is_dir():
+                logs.mkdir(exist_ok=True)
+                (logs / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
+
+    def tell(self, number: int) -> None:
+        """Sends a signal to the process, where it lives."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Kills what still runs, and removes its files."""
+        self.tell(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+            if self._reader is not None and self._process.stdout is not None:
+                self._reader.join(2.0)
+                self._process.stdout.close()
+        if self._listener is not None:
+            self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _last(text: str) -> str:
+    return "".join(f"\n{line[:200]}" for line in text.strip().splitlines()[-_LAST_LINES:])
+
+
+def environments(
+    engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
+) -> list[Environment]:
+    """The environment of each rank, from the node of each; `store`: address and port of rank 0's store."""
+    nodes = list(dict.fromkeys(places))
+    return [
+        Environment(
+            rank=rank,
+            world_size=len(places),
+            local_rank=places[:rank].count(place),
+            local_world_size=places.count(place),
+            address=store[0],
+            port=store[1],
+            own_gpu=own_gpu,
+            host=nodes.index(place),
+            num_hosts=len(nodes),
+            engine=engine,
+        )
+        for rank, place in enumerate(places)
+    ]
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """End of a rank, as its engine knows it. `gone`: why, where the engine has lost the process with its worker."""
+
+    rank: int
+    host: str
+    look: RankLook = field(default_factory=RankLook)
+    gone: str = ""
+    given_up: bool = False  # ended from here, after another had failed
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is done, or has stopped on request."""
+        return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
+
+    def error(self) -> ShoalError:
+        """The rank's loss as an error."""
+        code = self.look.code if self.look.code is not None else 0
+        try:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        except ValueError:
+            how = f"ended with code {code}"
+        error = RankLostError(
+            given=f"rank {self.rank} on {self.host}",
+            conflict=f"it {self.gone or f'{how} without a word{self.look.last}'}",
+            remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+        )
+        error.rank, error.host = self.rank, self.host
+        return error
+
+
+def verdict(ends: Sequence[RankEnd], *, stopped: bool) -> tuple[int, ShoalError | None]:
+    """The exit code of all ranks, and the root error. `stopped`: whether they were asked to stop."""
+    told = [end.look.report for end in ends if end.look.report and end.look.report.get("error")]
+    roots = [report for report in told if report["error"]["kind"] != "PeerError"]
+    if roots:
+        return int(roots[0]["exit_code"]), from_json(roots[0]["error"])
+    lost = sorted((end for end in ends if end.gone or end.look.report is None), key=lambda end: end.given_up)
+    if stopped and any(end.look.code == -signal.SIGTERM for end in lost):
+        return int(ExitCode.INTERRUPTED), None  # told before it could listen: nothing had begun
+    if lost:
+        return int(ExitCode.RANK_LOST), lost[0].error()
+    if told:
+        return int(ExitCode.RANK_LOST), from_json(told[0]["error"])
+    return max((int(end.look.code or 0) for end in ends), default=0), None

@@ -1,0 +1,348 @@
+"""Launcher on Ray: an actor for each rank, in one placement group, on a cluster that is there or on one made for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
+from shoal.launch.environment import RESTARTS
+from shoal.launch.launchers.argument import parsed
+from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
+from shoal.launch.recovery import Recovery
+from shoal.launch.signals import Signals
+from shoal.runs.directory import RunDirectory
+
+# Ranks share no objects: what Ray takes for its store by default is a third of the memory.
+_STORE_BYTES = 200 << 20
+_LOOK_SECONDS = 0.3
+# After a loss the others find out by themselves, as an error of their next collective, or are ended; one that has told
+# of an error may still be writing a checkpoint.
+_GRACE_SECONDS, _PATIENCE_SECONDS = 5.0, 60.0
+_PLACE_SECONDS, _SAY_SECONDS = 60.0, 10.0
+_CONNECT_SECONDS = 10.0
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """Settings of `--on ray:KEY=VALUE,...`."""
+
+    address: str = ""  # of a cluster; RAY_ADDRESS where that is set; "local": a new one
+    cpus: int = 1  # of a rank
+    gpus: int = -1  # of a rank; one where the cluster has GPUs
+    strategy: str = "PACK"
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The placement group and the actors that would be asked for. Raises: CommandError of the settings."""
+    settings = _settings(submission)
+    where = _address(settings) or "a new cluster on this host"
+    gpus = "1 GPU where there are any" if settings.gpus < 0 else f"{settings.gpus} GPU"
+    return {
+        "ray": f"cluster:         {where}\n"
+        f"placement group: {settings.strategy}, {submission.num_processes} bundles of {settings.cpus} CPU, {gpus}\n"
+        f"in each actor:   shoal {' '.join(submission.arguments)}\n"
+    }
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Starts the ranks in actors, shows rank 0's output, and starts all again where one was lost."""
+    settings = _settings(submission)
+    if not _address(settings):
+        _protect(os.environ)
+    ray = _library(submission)
+    with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
+        run = RayRun(ray, settings, submission, signals)
+        try:
+            return run.train()
+        finally:
+            run.close()
+
+
+def _settings(submission: Submission) -> RaySettings:
+    settings = parsed(RaySettings, "ray", submission.options)
+    known = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+    if settings.strategy not in known or settings.gpus > 1:
+        raise CommandError(
+            given=f"--on ray:{submission.options}",
+            conflict=f"strategy={settings.strategy}, gpus={settings.gpus} of a rank",
+            remedy=f"write a strategy of {', '.join(known)}; a rank has one GPU (gpus=1) or none (gpus=0)",
+        )
+    return settings
+
+
+def _library(submission: Submission) -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise LaunchError(
+            given=f"--on ray:{submission.options}" if submission.options else "--on ray",
+            conflict=f"the package ray is not installed here ({sys.executable})",
+            remedy='pip install "shoal[ray]", on every node of the cluster',
+        ) from None
+
+
+def _address(settings: RaySettings) -> str:
+    """The cluster's address; empty for a new one."""
+    address = settings.address or os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+@contextlib.contextmanager
+def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Iterator[None]:
+    """A connection to the cluster; this program's own, where it has one. Raises: LaunchError."""
+    if ray.is_initialized():
+        yield
+        return
+    address = _address(settings)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    _refuse_unreachable(address)
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            cpus = max(submission.num_processes * settings.cpus, os.cpu_count() or 1)
+            own = {"num_cpus": cpus, "object_store_memory": _STORE_BYTES, "_node_ip_address": _LOOPBACK}
+            ray.init(address="local", include_dashboard=False, **own, **quiet)
+    except Exception as error:
+        raise _not_connected(address, error, reached=":" in address) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raises: LaunchError where nothing listens at HOST:PORT; Ray by itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "//" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _not_connected(address, error, reached=False) from None
+
+
+def _protect(variables: MutableMapping[str, str]) -> None:
+    """A token for a cluster of our own, where nobody has chosen: other users of this host can reach its ports.
+
+    Ray reads it as it is imported. A program that has done so already keeps what it has.
+    """
+    if "RAY_AUTH_MODE" not in variables and "ray" not in sys.modules:
+        variables["RAY_AUTH_MODE"] = "token"
+        variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchError:
+    said = str(error).strip().split("\n")[0][:300]
+    if not address:
+        remedy = "see the logs in /tmp/ray/session_latest/logs"
+    elif reached:  # a cluster that does not know the token says so in its own log lines alone
+        remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's token; "
+        remedy += "and check with ray status that this is a cluster, of the same version"
+    else:
+        remedy = "check that ray start --head runs there (ray status), or leave the address and RAY_ADDRESS out"
+    where = f"the Ray cluster at {address}" if address else "a new Ray cluster on this host"
+    return LaunchError(given=where, conflict=f"{type(error).__name__}: {said}", remedy=remedy)
+
+
+@dataclass
+class RayRun:
+    """Actors of a run's ranks, and their watch."""
+
+    ray: Any
+    settings: RaySettings
+    submission: Submission
+    signals: Signals
+    clock: Callable[[], float] = time.monotonic
+    _group: Any = None
+    _actors: list[Any] = field(default_factory=list)
+    _hosts: list[str] = field(default_factory=list)
+
+    def train(self) -> int:
+        """The exit code, after as many starts as it takes."""
+        recovery = Recovery(self.submission.max_restarts, RunDirectory(self.submission.out))
+        self._group = self._placed()
+        while True:
+            if self._group is None:
+                return int(ExitCode.INTERRUPTED)
+            ends = self._trained(recovery.count)
+            code, error = verdict(ends, stopped=bool(self.signals.received))
+            pause = recovery.pause(error, time.time()) if not self.signals.received else None
+            if error is None or pause is None:
+                if error is not None:
+                    print(error.render(), file=sys.stderr)
+                return code
+            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
+            if self.signals.wait(pause):
+                return int(ExitCode.PREEMPTED)
+
+    def close(self) -> None:
+        """Ends the actors, and gives their resources back."""
+        self._end_actors()
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                self.ray.util.remove_placement_group(self._group)
+
+    @property
+    def _bundle(self) -> dict[str, float]:
+        has_gpus = self.ray.cluster_resources().get("GPU", 0) > 0
+        gpus = int(has_gpus) if self.settings.gpus < 0 else self.settings.gpus
+        return {"CPU": self.settings.cpus, **({"GPU": gpus} if gpus else {})}
+
+    def _placed(self) -> Any:
+        """The placement group, once there is room for it; None where a signal came first. Raises: LaunchError."""
+        number, bundle = self.submission.num_processes, self._bundle
+        group = self.ray.util.placement_group([bundle] * number, strategy=self.settings.strategy)
+        began = said = self.clock()
+        ready = group.ready()
+        while not self.ray.wait([ready], timeout=_LOOK_SECONDS)[0]:
+            self._group = group
+            if self.signals.received:
+                return None
+            found = {name: self.ray.cluster_resources().get(name, 0.0) for name in bundle}
+            short = [name for name, each in bundle.items() if found[name] < each * number]
+            if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may be on their way
+                raise LaunchError(
+                    given=f"{number} ranks with {_resources(bundle)} each",
+                    conflict=f"the Ray cluster has {_resources(found)} in all",
+                    remedy="use fewer --devices, or smaller cpus= and gpus= of a rank, or add nodes",
+                )
+            if self.clock() - said > _SAY_SECONDS:
+                said = self.clock()
+                free = {name: self.ray.available_resources().get(name, 0.0) for name in bundle}
+                print(f"waiting for room on the Ray cluster: free are {_resources(free)}", file=sys.stderr)
+        return group
+
+    def _trained(self, restarts: int) -> list[RankEnd]:
+        """One start of all ranks, to its end."""
+        try:
+            self._start(restarts)
+        except self.ray.exceptions.RayActorError as error:
+            return [RankEnd(0, "a Ray node", gone=_gone(error))]
+        return self._watched()
+
+    def _start(self, restarts: int) -> None:
+        """Starts actors and, in each of them, its rank. Raises: LaunchError; RayActorError."""
+        self._end_actors()
+        ray, strategy = self.ray, self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        bundle = self._bundle
+        remote = ray.remote(RankActor)
+        self._actors = [
+            remote.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(self.submission.num_processes)
+        ]
+        try:
+            places: list[str] = ray.get([actor.place.remote() for actor in self._actors])
+        except ray.exceptions.RayTaskError as error:
+            raise _not_importable(error) from None
+        self._hosts = places
+        address = _LOOPBACK if len(set(places)) == 1 else places[0]
+        port = ray.get(self._actors[0].listen.remote(address))
+        words, logs = self.submission.arguments, str(self.submission.out / "logs")
+        threads = {"OMP_NUM_THREADS": str(self.settings.cpus)}
+        again = {RESTARTS: str(restarts)} if restarts else {}
+        commands = [
+            RankCommand(
+                words,
+                str(self.submission.folder),
+                {**threads, **environment.variables(), **again},
+                logs if environment.rank else "",
+            )
+            for environment in environments("ray", places, (address, port), own_gpu="GPU" in bundle)
+        ]
+        ray.get([actor.start.remote(command) for actor, command in zip(self._actors, commands, strict=True)])
+
+    def _watched(self) -> list[RankEnd]:
+        """The ends of all ranks. What one of them has failed at, ends the others, after a while."""
+        ends: dict[int, RankEnd] = {}
+        looks: dict[Any, int] = {actor.look.remote(_LOOK_SECONDS): i for i, actor in enumerate(self._actors)}
+        failed, told = math.inf, 0
+        while looks:
+            asked = len(self.signals.received)
+            if asked > told:
+                told = asked
+                self._tell(signal.SIGKILL if self.signals.twice else signal.SIGTERM, ends)
+            ready, _ = self.ray.wait(list(looks), num_returns=1, timeout=_LOOK_SECONDS)
+            for reference in ready:
+                index = looks.pop(reference)
+                end = self._look(reference, index, given_up=failed == -math.inf)
+                if end is None:
+                    looks[self._actors[index].look.remote(_LOOK_SECONDS)] = index
+                    continue
+                ends[index] = end
+                if not end.is_well and failed == math.inf:
+                    spoke = end.look.report is not None
+                    failed = self.clock() + (_PATIENCE_SECONDS if spoke else _GRACE_SECONDS)
+            if self.clock() > failed > -math.inf:
+                failed = -math.inf
+                self._tell(signal.SIGKILL, ends)
+        return [ends[index] for index in sorted(ends)]
+
+    def _look(self, reference: Any, index: int, *, given_up: bool) -> RankEnd | None:
+        """The end of a rank, if it has ended; rank 0's output is shown."""
+        host = self._hosts[index]
+        try:
+            look: RankLook = self.ray.get(reference)
+        except self.ray.exceptions.RayError as error:
+            return RankEnd(index, host, gone=_gone(error), given_up=given_up)
+        if index == 0 and look.text:
+            sys.stdout.write(look.text)
+            sys.stdout.flush()
+        return None if look.code is None else RankEnd(index, host, look, given_up=given_up)
+
+    def _tell(self, number: int, ends: Mapping[int, RankEnd]) -> None:
+        for index, actor in enumerate(self._actors):
+            if index not in ends:
+                actor.tell.remote(int(number))
+
+    def _end_actors(self) -> None:
+        """Ends the actors, and their ranks with them."""
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                self.ray.kill(actor, no_restart=True)
+        self._actors = []
+
+
+class RankActor(EngineRank):
+    """Actor with the process of one rank."""
+
+    def place(self) -> str:
+        """The address of this node."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _resources(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:g} {name}" for name, number in found.items())
+
+
+def _gone(error: Exception) -> str:
+    said = " ".join(str(error).split())[:300]
+    return f"was lost with its actor: {said}"
+
+
+def _not_importable(error: Exception) -> ShoalError:
+    said = str(error).strip().split("\n")[-1][:300]
+    return LaunchError(
+        given="an actor for each rank",
+        conflict=f"a node of the cluster cannot start it: {said}",
+        remedy='pip install "shoal[ray]" on every node, the same version as here; or put it into the runtime_env',
+    )

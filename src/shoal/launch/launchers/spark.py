@@ -1,0 +1,221 @@
+"""Launcher on Spark: a barrier stage with a task for each rank, in the program's own session or one made for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ExitCode, LaunchError
+from shoal.launch.launchers.argument import parsed
+from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.engine_rank import RankEnd, RankLook, verdict
+from shoal.launch.launchers.spark_task import BarrierTask, TaskChannel
+from shoal.launch.recovery import Recovery
+from shoal.launch.signals import Signals
+from shoal.runs.directory import RunDirectory
+
+_LEAST_JAVA = 17  # of Spark 4
+_LOOK_SECONDS, _SLOT_SECONDS = 0.2, 30.0
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SparkSettings:
+    """Settings of `--on spark:KEY=VALUE,...`."""
+
+    master: str = ""  # of a session made for the run; empty: spark-submit's, or local[N]
+    threads: int = 1  # of a rank
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The barrier stage that would be run. Raises: CommandError of the settings."""
+    settings = parsed(SparkSettings, "spark", submission.options)
+    where = settings.master or f"the active session, spark-submit's, or local[{submission.num_processes}]"
+    return {
+        "spark": f"master:        {where}\n"
+        f"barrier stage: {submission.num_processes} tasks, {settings.threads} thread(s) each\n"
+        f"in each task:  shoal {' '.join(submission.arguments)}\n"
+    }
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Starts the ranks in tasks, shows rank 0's output, and starts all again where one was lost."""
+    settings = parsed(SparkSettings, "spark", submission.options)
+    with _session(settings, submission) as session, signals.handled():  # again: py4j puts handlers of its own
+        _refuse_without_slots(session.sparkContext, submission.num_processes)
+        run = SparkRun(session, settings, submission, signals)
+        try:
+            return run.train()
+        finally:
+            run.close()
+
+
+@contextlib.contextmanager
+def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
+    """The session: the active one, or a new one that ends with the run. Raises: LaunchError."""
+    sql = _library(submission)
+    active = sql.SparkSession.getActiveSession()
+    if active is not None:
+        if not hasattr(active, "sparkContext"):
+            raise LaunchError(
+                given="an active session of Spark Connect",
+                conflict="it has no barrier stages of a program's own",
+                remedy="start the program with spark-submit, or where the driver runs",
+            )
+        yield active
+        return
+    _refuse_without_java(os.environ)
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = sql.SparkSession.builder.appName(f"shoal {submission.name}")
+    if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # under spark-submit these are its own
+        master = settings.master or f"local[{submission.num_processes}]"
+        builder = builder.master(master)
+        builder = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
+        if master.startswith("local"):
+            os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+            builder = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1")
+    try:
+        session = builder.getOrCreate()
+    except Exception as error:
+        said = str(error).strip().split("\n")[0][:300]
+        raise LaunchError(
+            given=f"a Spark session with master={settings.master or 'its default'}",
+            conflict=f"{type(error).__name__}: {said}",
+            remedy="check the master's address, and that pyspark is of the cluster's version",
+        ) from None
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _library(submission: Submission) -> Any:
+    try:
+        return importlib.import_module("pyspark.sql")
+    except ImportError:
+        raise LaunchError(
+            given=f"--on spark:{submission.options}" if submission.options else "--on spark",
+            conflict=f"the package pyspark is not installed here ({sys.executable})",
+            remedy='pip install "shoal[spark]", on every node of the cluster',
+        ) from None
+
+
+def _refuse_without_java(variables: Mapping[str, str]) -> None:
+    """Raises: LaunchError where there is no Java of the version that Spark takes."""
+    home = variables.get("JAVA_HOME", "")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java", path=variables.get("PATH"))
+    given = f"JAVA_HOME={home}" if home else "--on spark"
+    remedy = f"install a Java runtime of version {_LEAST_JAVA} or newer, and set JAVA_HOME to its folder"
+    if java is None or not os.access(java, os.X_OK):
+        raise LaunchError(given=given, conflict="there is no Java here, in which Spark runs", remedy=remedy)
+    said = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    found = re.search(r'version "(?:1\.)?(\d+)', said)
+    if found is not None and int(found[1]) < _LEAST_JAVA:
+        raise LaunchError(given=f"{java} of version {found[1]}", conflict="Spark 4 does not run in it", remedy=remedy)
+
+
+def _refuse_without_slots(context: Any, number: int) -> None:
+    """Raises: LaunchError where the cluster never runs so many tasks at once. Spark by itself would try for minutes."""
+    deadline, slots = time.monotonic() + _SLOT_SECONDS, 0
+    while True:
+        try:
+            inner = context._jsc.sc()
+            slots = int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
+        except Exception:
+            return
+        if slots >= number:
+            return
+        if time.monotonic() > deadline or str(context.master).startswith("local["):
+            break
+        time.sleep(_LOOK_SECONDS)
+    raise LaunchError(
+        given=f"{number} ranks on Spark ({context.master})",
+        conflict=f"a barrier stage runs all of its tasks at once, and there is room for {slots}",
+        remedy="use fewer --devices, or more executors or cores (spark.executor.instances, spark.executor.cores)",
+    )
+
+
+@dataclass
+class SparkRun:
+    """Barrier stages of a run's ranks, and their watch."""
+
+    session: Any
+    settings: SparkSettings
+    submission: Submission
+    signals: Signals
+    _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _channel: TaskChannel = field(init=False)
+
+    def __post_init__(self) -> None:
+        host = self.session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
+        self._channel = TaskChannel(host, self._secret, _show)
+
+    def train(self) -> int:
+        """The exit code, after as many stages as it takes; Spark itself starts one anew that has lost an executor."""
+        recovery = Recovery(self.submission.max_restarts, RunDirectory(self.submission.out))
+        while True:
+            ends = self._trained()
+            code, error = verdict(ends, stopped=bool(self.signals.received))
+            pause = recovery.pause(error, time.time()) if not self.signals.received else None
+            if error is None or pause is None:
+                if error is not None:
+                    print(error.render(), file=sys.stderr)
+                return code
+            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
+            if self.signals.wait(pause):
+                return int(ExitCode.PREEMPTED)
+
+    def close(self) -> None:
+        """Hangs up on the tasks."""
+        self._channel.close()
+
+    def _trained(self) -> list[RankEnd]:
+        """One barrier stage, to its end."""
+        found: list[list[RankEnd]] = []
+        from pyspark import InheritableThread
+
+        group = f"shoal-{secrets.token_hex(4)}"
+        work = InheritableThread(target=lambda: found.append(self._stage(group)), daemon=True)
+        work.start()
+        told, told_at = 0, 0.0
+        while work.is_alive():
+            work.join(_LOOK_SECONDS)
+            asked = len(self.signals.received)
+            if asked > told:
+                told, told_at = asked, time.monotonic()
+                self._channel.tell(signal.SIGKILL if self.signals.twice else signal.SIGTERM)
+            if told and time.monotonic() - told_at > 2 * _PATIENCE_SECONDS:
+                self.session.sparkContext.cancelJobGroup(group)
+        return found[0]
+
+    def _stage(self, group: str) -> list[RankEnd]:
+        at, context = self.submission, self.session.sparkContext
+        context.setJobGroup(group, f"shoal {at.name}", interruptOnCancel=True)
+        number, logs = at.num_processes, str(at.out / "logs")
+        channel, threads = self._channel.address, self.settings.threads
+        task = BarrierTask(at.arguments, str(at.folder), logs, channel, self._secret, threads)
+        try:
+            texts = context.parallelize(range(number), number).barrier().mapPartitions(task).collect()
+        except Exception as error:
+            said = " ".join(str(error).split())[:400]
+            return [RankEnd(0, "Spark", gone=f"was lost with its stage: {said}")]
+        values = [json.loads(text) for text in texts]
+        return [RankEnd(value.pop("rank"), "Spark", RankLook(**value)) for value in values]
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
