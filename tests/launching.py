@@ -44,6 +44,12 @@ _SCRUBBED_PREFIXES = (
     "TORCHELASTIC",
     "SLURM_",
     "PMI_",
+    "MPI_LOCAL",
+    "PET_",
+    "JOB_COMPLETION",
+    "GROUP_",
+    "SHOAL_ENGINE",
+    "SHOAL_RESTARTS",
     "OMPI_",
 )
 

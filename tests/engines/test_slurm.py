@@ -64,6 +64,10 @@ class Submitted:
 
         return self.started.until(found, f"state {' or '.join(state)}", LIMIT_SECONDS)
 
+    def is_told(self) -> None:
+        """Waits until Slurm has told the ranks to end, which its own line in their output says."""
+        self.started.until(lambda: " CANCELLED AT " in self.started.output, "Slurm's word", LIMIT_SECONDS)
+
     def begin_now(self) -> None:
         """Takes the two minutes away that Slurm lets a job wait before it starts it again."""
         job = self.becomes("PENDING")
@@ -109,7 +113,7 @@ def test_preempted_and_requeued(slurm: Slurm, undisturbed: Ended, tmp_path: Path
         job = Submitted(started, slurm)
         job.reaches(gate)
         urgent = slurm.command("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", *_SLEEP)
-        started.until(lambda: slurm.job(job.number)["JobState"] in ("COMPLETING", "PREEMPTED", "PENDING"), "preemption")
+        job.is_told()
         gate.open()
         job.becomes("PENDING")
         assert result(out)["status"] == "preempted"
@@ -130,7 +134,7 @@ def test_scancel_saves_and_a_resume_goes_on(slurm: Slurm, undisturbed: Ended, tm
         job = Submitted(started, slurm)
         job.reaches(gate)
         slurm.command("scancel", job.number)
-        job.becomes("COMPLETING", "CANCELLED")
+        job.is_told()
         gate.open()
         started.wait(LIMIT_SECONDS).expect(75)
     assert (result(out)["status"], result(out)["steps"]) == ("preempted", STEP + 1)
@@ -145,7 +149,7 @@ def test_an_interrupt_of_the_command_cancels_the_job(slurm: Slurm, tmp_path: Pat
         job = Submitted(started, slurm)
         job.reaches(gate)
         started.send(signal.SIGINT)
-        job.becomes("COMPLETING", "CANCELLED")
+        job.is_told()
         gate.open()
         started.wait(LIMIT_SECONDS).expect(75)
     assert result(out)["status"] == "preempted"

@@ -285,8 +285,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             words += [flag] if value else []
             continue
         for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, tuple):  # a job's setting, as a value
-                one = f"{one[0]}={one[1] if isinstance(one[1], str) else json.dumps(one[1])}"
+            if isinstance(one, tuple):  # a job's setting
+                one = f"{one[0]}={_text_of(*one)}"
             if not isinstance(one, str | int | float):
                 raise CommandError(
                     given=f"{option.name}={one!r:.60}",
@@ -309,6 +309,18 @@ def _job_by_name(job: JobRequest) -> dict[str, Any]:
             remedy='write the job function into a file of its own, and give its path: shoal.run("file.py:job", ...)',
         )
     return {"job": f"{job.path}:{job.function}" if job.function else str(job.path), "set": job.settings}
+
+
+def _text_of(name: str, setting: Setting) -> str:
+    """A setting as `--set` takes it. Raises: CommandError for a text that would be taken for another value there."""
+    held = setting["value"] if isinstance(setting, dict) else setting
+    if isinstance(setting, str) or not isinstance(held, str):
+        return setting if isinstance(setting, str) else "none" if held is None else json.dumps(held)
+    raise CommandError(
+        given=f"{name}={held!r:.60}",
+        conflict="as a word of a command that text would be another value",
+        remedy="give another text, or set it in the job function",
+    )
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from shoal.cli.run.prepare import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
 from shoal.plans import Plan
+from shoal.runs.job_file import setting_of
 
 GIVEN = [
     "job.py:made",
@@ -33,13 +34,17 @@ def test_the_words_make_the_same_options_again() -> None:
     given = options(*GIVEN, "--plan", "p.toml")
     assert options(*arguments_of(given)) == given
     assert arguments_of(options("job.py")) == ["job.py"]
-    typed = replace(options("job.py"), set=(("lr", 0.5), ("name", "a b")))
-    assert arguments_of(typed) == ["job.py", "--set", "lr=0.5", "--set", "name=a b"]
+    values = {"lr": 0.5, "name": "a b", "on": True, "last": None, "sizes": [1, 2]}
+    typed = replace(options("job.py"), set=tuple((name, setting_of(name, value)) for name, value in values.items()))
+    texts = ["lr=0.5", "name=a b", "on=true", "last=none", "sizes=[1, 2]"]
+    assert arguments_of(typed) == ["job.py", *(word for text in texts for word in ("--set", text))]
 
 
 def test_a_value_that_no_word_says_is_refused() -> None:
     with pytest.raises(CommandError, match="path of a file"):
         arguments_of(RunOptions("job.py", plan=Plan()))
+    with pytest.raises(CommandError, match="another value"):
+        arguments_of(RunOptions("job.py", set=(("name", setting_of("name", "none")),)))
 
 
 def test_a_submission_has_a_directory_and_a_number_of_processes(tmp_path: Path, monkeypatch: Any) -> None:

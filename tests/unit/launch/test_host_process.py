@@ -1,0 +1,46 @@
+"""A host's process refuses what its host has not, all of it in one message."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launch.host_process import _Answers, _refuse_differences
+from shoal.runs.version import __version__
+
+
+def asked(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "shared": str(folder), "version": __version__, "time": time.time(), **changes}
+
+
+def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
+    _refuse_differences(asked(tmp_path, time=time.time() - 30))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"time": time.time() - 3600}, r"a clock that is 36\d\d s ahead"),
+        ({"time": time.time() + 3600}, r"a clock that is 3[56]\d\d s behind"),
+        ({"version": "9.9"}, f"shoal {__version__}, where the command has 9.9"),
+        ({"shared": "/nowhere/run"}, "no folder /nowhere/run"),
+        ({"shared": "/nowhere/run", "version": "9.9"}, "no folder /nowhere/run, shoal"),
+    ],
+)
+def test_differences_are_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=said):
+        _refuse_differences(asked(tmp_path, **changes))
+
+
+def test_output_travels_as_json() -> None:
+    stream = io.StringIO()
+    answers = _Answers(stream)
+    assert answers.write("a\nb") == 3
+    answers.answer(port=7)
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == [{"output": "a\nb"}, {"port": 7}]
