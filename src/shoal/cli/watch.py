@@ -18,8 +18,8 @@ from shoal.runs.directory import write_file
 from shoal.runs.run_files import RunFiles, RunReader
 
 _EVERY_SECONDS = 2.0
-# The whole account is made anew after so many times what it took: a five-hundredth of a core at most.
-_PATIENCE = 500.0
+# The whole account is made anew after so many times what it took: less than a thousandth of a core.
+_PATIENCE = 1500.0
 
 
 def watch(options: WatchOptions) -> ExitCode:

@@ -280,11 +280,11 @@ def _evaluations(files: RunFiles, result: Mapping[str, Any]) -> tuple[Evaluation
 
 
 def _checkpoints(files: RunFiles) -> tuple[int, ...]:
-    """Steps after which a checkpoint was taken, as far as records say it: a span of the step that came next."""
+    """Steps after which a checkpoint was taken: by the span of the step that came next, and by what resumed there."""
     found = {r.step - 1 for r in files.records if r.spans.get("checkpoint", 0.0) > 0.0}
     found |= {r.step for r in files.records if (r.after or {}).get("checkpoint", 0.0) > 0.0}
-    if files.saved_step is not None:
-        found.add(files.saved_step)
+    found |= {a.step for a in files.attempts if a.step is not None and a.after.get("checkpoint", 0.0) > 0.0}
+    found |= {step for step in (files.saved_step, *(a.resumed_from for a in files.attempts)) if step}
     return tuple(sorted(found))
 
 

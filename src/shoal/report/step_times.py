@@ -48,20 +48,30 @@ def step_times(of: Sequence[StepRecord]) -> StepTimes:
     if not seconds:
         return StepTimes(0)
     tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
-    spans = {name: sum(r.spans.get(name, 0.0) for r in records) / len(records) for name in SPANS}
+    spans = dict.fromkeys(SPANS, 0.0)
+    for record in records:
+        for name, value in record.spans.items():
+            spans[name] = spans.get(name, 0.0) + value
+    spans = {name: value / len(records) for name, value in spans.items()}
     return StepTimes(len(seconds), median(seconds), tenths[0], tenths[8], sum(seconds) / len(seconds), spans)
 
 
 def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
     """Each quantity that the records have of all ranks."""
-    names = list(dict.fromkeys(name for record in records[-1:] for name in record.ranks))
+    sums: dict[str, list[float]] = {}
+    counts: dict[str, Counter[int]] = {}
+    for record in steady(records):
+        for name, spread in record.ranks.items():
+            if name not in sums:
+                sums[name], counts[name] = [0.0, 0.0], Counter()
+            both = sums[name]
+            both[0] += spread.min
+            both[1] += spread.max
+            counts[name][spread.rank_of_max] += 1
     found = []
-    for name in names:
-        spreads = [record.ranks[name] for record in steady(records) if name in record.ranks]
-        if not spreads:
-            continue
-        counts = Counter(spread.rank_of_max for spread in spreads)
-        shares = {rank: count / len(spreads) for rank, count in sorted(counts.items())}
-        least, most = (sum(values) / len(spreads) for values in zip(*((s.min, s.max) for s in spreads), strict=True))
-        found.append(RankExtremes(name, least, most, max(shares, key=lambda rank: shares[rank]), shares))
+    for name, (least, most) in sums.items():
+        number = counts[name].total()
+        shares = {rank: count / number for rank, count in sorted(counts[name].items())}
+        often = max(shares, key=lambda rank: shares[rank])
+        found.append(RankExtremes(name, least / number, most / number, often, shares))
     return tuple(found)

@@ -32,6 +32,9 @@ PARTS: dict[str, str] = {
 }
 
 
+_SPANS = frozenset(SPANS) - {"other"}
+
+
 @dataclass(frozen=True)
 class WallPart:
     """Part of the wall clock: its seconds on rank 0, and its share of the whole."""
@@ -110,11 +113,15 @@ class _Sums:
         """Adds steps and what came after each; their seconds."""
         total = 0.0
         for record in records:
-            spans = {name: record.spans.get(name, 0.0) for name in SPANS if name != "other"}
-            for name, seconds in spans.items():
-                self.seconds[name] += seconds
-            self.add("other", record.seconds - sum(spans.values()))
-            total += record.seconds + self.after(record.after)
+            known = 0.0
+            for name, seconds in record.spans.items():
+                if name in _SPANS:
+                    self.seconds[name] += seconds
+                    known += seconds
+            self.add("other", record.seconds - known)
+            total += record.seconds
+            if record.after:
+                total += self.after(record.after)
         return total
 
     def after(self, seconds: Mapping[str, float] | None) -> float:

@@ -103,6 +103,7 @@ class Attempt:
     ended_at: float | None = None
     trained_at: float | None = None
     status: str | None = None
+    step: int | None = None  # the last one, where it ended
     after: dict[str, float] = field(default_factory=dict)
 
 
@@ -126,7 +127,7 @@ def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
             elif found and kind == "undone":
                 found[-1]["undone"] += (Undone(**{f.name: line[f.name] for f in fields(Undone)}),)
             elif found and kind == "ended":
-                end = {key: line.get(key) for key in ("status", "trained_at")}
+                end = {key: line.get(key) for key in ("status", "step", "trained_at")}
                 found[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
     known = {f.name for f in fields(Attempt)}
     whole = [entry for entry in found if isinstance(entry.get("started_at"), int | float)]
