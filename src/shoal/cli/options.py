@@ -252,7 +252,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             continue
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, tuple):  # a job's setting, as a value
-                one = f"{one[0]}={one[1] if isinstance(one[1], str) else json.dumps(one[1])}"
+                one = f"{one[0]}={_setting_word(*one)}"
             if not isinstance(one, str | int | float):
                 raise CommandError(
                     given=f"{option.name}={one!r:.60}",
@@ -261,6 +261,18 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
                 )
             words += [f"{one}"] if not flag.startswith("-") else [flag, f"{one}"]
     return words
+
+
+def _setting_word(name: str, setting: Any) -> str:
+    """A setting, a text or {"value": JSON}, as a word of the command. Raises: CommandError where it has none."""
+    value = setting["value"] if isinstance(setting, dict) else setting
+    if isinstance(setting, dict) and isinstance(value, str):
+        raise CommandError(
+            given=f"{name}={value!r:.80}",
+            conflict="the ranks are started by a command, which would not take this text for a text",
+            remedy="give another text, or set it in the job file",
+        )
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 
 def _job_by_name(job: JobRequest) -> dict[str, Any]:
