@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +55,8 @@ class SshHosts:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *names: str) -> Iterator[SshHosts]:
-    """Hosts of these names with sshd, for a context."""
+def started(folder: Path, *names: str, hides: Mapping[str, Path] | None = None) -> Iterator[SshHosts]:
+    """Hosts of these names with sshd, for a context. `hides`: of a host a folder that is empty there."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     for name in ("host_key", "user_key"):
@@ -73,6 +73,8 @@ def started(folder: Path, *names: str) -> Iterator[SshHosts]:
         try:
             for host in hosts.hosts:
                 words = [shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(folder / "sshd_config")]
+                if (hidden := (hides or {}).get(host.name)) is not None:
+                    words = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden), *words]
                 with (folder / f"sshd-{host.name}.log").open("wb") as log:
                     processes.append(subprocess.Popen(host.command(words), stdout=log, stderr=log))
             for host in hosts.hosts:

@@ -56,6 +56,20 @@ def choose_interface(environment: Environment) -> None:
             os.environ[_INTERFACE] = name
 
 
+def refuse_loopback(environment: Environment) -> None:
+    """Raises: LaunchError where rank 0 is to listen at an address that no other host reaches, and there are others."""
+    try:
+        place = socket.getaddrinfo(environment.address, environment.port, type=socket.SOCK_STREAM)[0][4]
+    except OSError:  # which whoever listens there says
+        return
+    if environment.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
+        raise LaunchError(
+            given=f"MASTER_ADDR={environment.address}, ranks on {environment.num_hosts} hosts",
+            conflict=f"on {socket.gethostname()}, where rank 0 is, that is {place[0]}, which no other host reaches",
+            remedy="set MASTER_ADDR to the address by which other hosts reach it, or mend /etc/hosts there",
+        )
+
+
 class JoinLimit:
     """Time limit of what ranks wait for before a run begins; a line on stderr every 5 s says what is missing."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from shoal.distributed.joining import JOIN_TIMEOUT, choose_interface, connect, meet
+from shoal.distributed.joining import JOIN_TIMEOUT, choose_interface, connect, meet, refuse_loopback
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 from shoal.numerics.flat import raw_bytes
@@ -206,6 +206,8 @@ def choose_device(environment: Environment) -> torch.device:
 
 def _open_store(environment: Environment) -> Store:
     serve = environment.rank == 0 and not environment.agent_store
+    if serve and environment.listen_fd is None:
+        refuse_loopback(environment)
     try:
         listen_fd = (environment.listen_fd or _listen(environment.address, environment.port)) if serve else None
         if serve:

@@ -51,7 +51,7 @@ class Environment:
     restarts: int = 0  # how often the engine has started the ranks anew
     key: str | None = field(default=None, repr=False)  # a secret of the run, where its launcher made one
     host: int = 0  # the number of this host
-    num_hosts: int = 1
+    num_hosts: int = 1  # 0: nobody says
     engine: str = ""  # "torchrun", "slurm", ...; empty where nothing has started this process
     job: str = ""  # its number or name there
     num_to_start: int = 0  # ranks that this process is to start on its host; 0: it is a rank itself

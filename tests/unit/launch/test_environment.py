@@ -22,7 +22,7 @@ def test_what_torchrun_sets_is_read() -> None:
 
 def test_local_numbers_are_not_guessed_from_the_world() -> None:
     found = joined(WHOLE)
-    assert found == Environment(1, 4, 0, 1, "10.0.0.1", 29500, host=1, num_hosts=4, engine="torchrun")
+    assert found == Environment(1, 4, 0, 1, "10.0.0.1", 29500, num_hosts=0, engine="torchrun")
     assert found is not None
     assert not found.single_host
 

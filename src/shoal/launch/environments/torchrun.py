@@ -38,7 +38,7 @@ def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
     rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
     refuse_outside(("RANK", rank), ("WORLD_SIZE", world_size))
     fd = variables.get(LISTEN_FD)
-    local = numbers.get("LOCAL_WORLD_SIZE", 1)
+    says_local, local = "LOCAL_WORLD_SIZE" in numbers, numbers.get("LOCAL_WORLD_SIZE", 1)
     return Environment(
         rank=rank,
         world_size=world_size,
@@ -51,8 +51,8 @@ def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
         key=variables.get(RUN_KEY),
         own_gpu=OWN_GPU in variables,
         restarts=max(numbers.get(name, 0) for name in _RESTARTS),
-        host=numbers.get("GROUP_RANK", 0 if local == world_size else rank // max(1, local)),
-        num_hosts=numbers.get("GROUP_WORLD_SIZE", max(1, -(-world_size // max(1, local)))),
+        host=numbers.get("GROUP_RANK", rank // max(1, local) if says_local else 0),
+        num_hosts=numbers.get("GROUP_WORLD_SIZE", -(-world_size // max(1, local)) if says_local else 0),
         engine=engine,
         job=variables.get(ENGINE, "").partition(":")[2] or variables.get("TORCHELASTIC_RUN_ID", ""),
     )
