@@ -24,10 +24,11 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("ray") else "the package ray is not installed"
 
 
-def free_port() -> int:
-    """A port that nobody has now: Ray takes no 0 for these."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_ports(number: int) -> list[int]:
+    """Ports that nobody has now, each another one: Ray takes no 0 for these."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ def started(folder: Path, cpus: int = 4, *, dashboard: bool = False) -> Iterator
     mark = uuid.uuid4().hex
     variables = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
     cluster = RayCluster("", variables)
-    dashboard_port = free_port()
+    dashboard_port, client_port, agent_port, metrics_port = free_ports(4)
     words = ["start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
     words += [f"--object-store-memory={200 << 20}", f"--include-dashboard={str(dashboard).lower()}"]
-    words += ["--disable-usage-stats", f"--dashboard-port={dashboard_port}", f"--ray-client-server-port={free_port()}"]
+    words += ["--disable-usage-stats", f"--dashboard-port={dashboard_port}", f"--ray-client-server-port={client_port}"]
     # By default the same for every cluster of a host.
-    words += [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
+    words += [f"--dashboard-agent-listen-port={agent_port}", f"--metrics-export-port={metrics_port}"]
     log = folder / "ray.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(

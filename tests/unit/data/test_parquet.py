@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
-from shoal.data.parquet import Parquet
+from shoal.data.parquet import Parquet, from_spark
 from shoal.errors import DataError
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow comes with the extra spark")
@@ -71,3 +73,29 @@ def test_what_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1, None, 3]}), tmp_path / "hole.parquet")
     with pytest.raises(DataError, match=r"column id of .*, row 1"):
         Parquet(tmp_path)[0]
+
+
+def frame(**kinds: str) -> Any:
+    """A frame's names and types, in Spark's words, without Spark."""
+    fields = [
+        SimpleNamespace(name=name, dataType=SimpleNamespace(simpleString=lambda kind=kind: kind))
+        for name, kind in kinds.items()
+    ]
+    return SimpleNamespace(schema=SimpleNamespace(fields=fields), columns=list(kinds), count=lambda: 5)
+
+
+def test_columns_that_no_tensor_holds_are_named_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        from_spark(frame(x="array<float>", v="vector", price="decimal(10,2)", at="timestamp"), tmp_path / "a")
+    assert "v of type vector, price of type decimal(10,2), at of type timestamp" in caught.value.given
+    for cast in ("vector_to_array", 'cast("double")', 'cast("long")'):
+        assert cast in caught.value.remedy
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_with_the_frame_is_read_as_it_is(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", range(5))
+    same = frame(id="bigint", x="array<float>", ragged="array<bigint>", name="string")
+    assert len(from_spark(same, folder)) == 5
+    with pytest.raises(DataError, match="overwrite=True"):
+        from_spark(frame(id="bigint"), folder)

@@ -23,6 +23,7 @@ from shoal.runs.directory import read_json
 
 _POLL_SECONDS = 0.05
 _LAST_LINES = 5
+_KEPT_BYTES = 1 << 20  # of what a rank prints
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,13 @@ class EngineRank:
         while chunk := self._process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
             with self._lock:
                 self._text += chunk
+                told = len(self._text) if self._logs else self._told
+                gone = max(0, min(told, len(self._text) - _KEPT_BYTES))
+                del self._text[:gone]
+                self._told = max(0, self._told - gone)
 
     def look(self, seconds: float) -> RankLook:
-        """The state after so long, or as soon as the process has ended."""
+        """The state after so long, or as soon as the process has ended. Whose output is kept in a log shows no text."""
         assert self._process is not None
         deadline = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < deadline:
@@ -106,14 +111,20 @@ class EngineRank:
         code = self._process.returncode
         if code is not None and self._reader is not None:
             self._reader.join(2.0)  # what it has left behind may hold the pipe open
-        with self._lock:
-            end = len(self._text) if code is not None else self._text.rfind(b"\n") + 1
-            new, self._told = self._text[self._told : end].decode(errors="replace"), max(self._told, end)
-            everything = self._text.decode(errors="replace")
+        new = "" if self._logs else self._untold(everything=code is not None)
         if code is None:
             return RankLook(new)
-        self._keep_log(everything)
-        return RankLook(new, code, read_json(self._folder / "report.json"), _last(everything))
+        with self._lock:
+            text = self._text.decode(errors="replace")
+        self._keep_log(text)
+        return RankLook(new, code, read_json(self._folder / "report.json"), _last(text))
+
+    def _untold(self, *, everything: bool) -> str:
+        """Lines that no look has shown yet; at the end also one that is not ended."""
+        with self._lock:
+            end = len(self._text) if everything else max(self._told, self._text.rfind(b"\n") + 1)
+            new, self._told = bytes(self._text[self._told : end]), end
+        return new.decode(errors="replace")
 
     def _keep_log(self, text: str) -> None:
         logs = Path(self._logs)

@@ -15,7 +15,8 @@ from shoal.cli.run.prepare import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
 from shoal.plans import Plan
-from shoal.runs.job_file import setting_of
+from shoal.runs.job_file import JobRequest, setting_of
+from shoal.runs.job_object import HandedJob
 
 GIVEN = [
     "job.py:made",
@@ -45,6 +46,15 @@ def test_a_value_that_no_word_says_is_refused() -> None:
         arguments_of(RunOptions("job.py", plan=Plan()))
     with pytest.raises(CommandError, match="another value"):
         arguments_of(RunOptions("job.py", set=(("name", setting_of("name", "none")),)))
+
+
+def test_a_job_function_of_a_file_is_found_by_its_name_and_another_is_refused() -> None:
+    handed = HandedJob("my_jobs", None, ())
+    job = JobRequest(Path("my_jobs.py"), "small", (("lr", {"value": 0.5}),), handed)
+    assert arguments_of(RunOptions(job)) == ["my_jobs.py:small", "--set", "lr=0.5"]
+    for other in (replace(handed, module=None), replace(handed, module="package.my_jobs")):
+        with pytest.raises(CommandError, match="a file of its own"):
+            arguments_of(RunOptions(replace(job, handed=other)))
 
 
 def test_a_submission_has_a_directory_and_a_number_of_processes(tmp_path: Path, monkeypatch: Any) -> None:

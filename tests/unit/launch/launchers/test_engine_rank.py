@@ -78,6 +78,7 @@ def test_a_rank_is_shown_and_its_log_kept(rank: EngineRank, tmp_path: Path) -> N
     assert look.code == 3
     assert look.report is None
     assert (tmp_path / "logs" / "rank-1.txt").read_text() == f"rank 1 at {tmp_path}: job.py\n"
+    assert look.text == ""
     assert look.last == f"\nrank 1 at {tmp_path}: job.py"
 
 
@@ -88,3 +89,19 @@ def test_a_signal_reaches_it(rank: EngineRank, tmp_path: Path) -> None:
         text = rank.look(0.05).text
     rank.tell(signal.SIGTERM)
     assert rank.look(10).code == -signal.SIGTERM
+
+
+def test_of_much_output_the_end_is_kept(monkeypatch: pytest.MonkeyPatch, rank: EngineRank, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine_rank, "_KEPT_BYTES", 8)
+    rank.start(RankCommand(("run", "job.py"), str(tmp_path), {"RANK": "0"}))
+    text, code = "", None
+    while code is None:
+        look = rank.look(0.01)
+        text, code = text + look.text, look.code
+    assert text == f"rank 0 at {tmp_path}: job.py\n"  # nothing is dropped before it was shown
+    quiet = EngineRank()
+    quiet.start(RankCommand(("run", "job.py"), str(tmp_path), {"RANK": "1"}, str(tmp_path / "logs")))
+    while quiet.look(1).code is None:
+        pass
+    quiet.close()
+    assert (tmp_path / "logs" / "rank-1.txt").read_text() == "job.py\n".rjust(8)
