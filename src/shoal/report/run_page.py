@@ -76,6 +76,7 @@ def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
         _ranks(found, records),
         _wall(found),
         _volumes(found),
+        _server(found),
         _samples(found),
         _settings(found),
     ]
@@ -171,7 +172,10 @@ def _incidents(found: Account) -> Part | None:
 
 def instant(at: float | None) -> str:
     """An instant in UTC."""
-    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # of no calendar
+        return "-"
 
 
 def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
@@ -291,6 +295,15 @@ def _volumes(found: Account) -> Part | None:
     names = ["collective", "messages predicted", "measured", "bytes predicted", "measured", "on"]
     tables = [("Traffic by collective", Table(names, sent))] if sent else []
     return Part("volumes", "Memory and traffic", told, bars=bars, tables=tables)
+
+
+def _server(found: Account) -> Part | None:
+    told = found.result.get("server")
+    if not isinstance(told, dict):
+        return None
+    rows = [[name, text] for name, text in flat(told) if name != "incidents"]
+    words = "Staleness is the number of updates between a step's pull of the parameters and its own update."
+    return Part("server", "Parameter server", [words], tables=[("Pushes", Table(["of the pushes", "value"], rows))])
 
 
 def _samples(found: Account) -> Part:

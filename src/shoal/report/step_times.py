@@ -27,7 +27,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankExtremes:
-    """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most."""
+    """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most.
+
+    `share_of_steps`: of those in which ranks differ, by rank.
+    """
 
     name: str
     least: float
@@ -60,18 +63,21 @@ def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
     """Each quantity that the records have of all ranks."""
     sums: dict[str, list[float]] = {}
     counts: dict[str, Counter[int]] = {}
+    numbers: dict[str, int] = {}
     for record in steady(records):
         for name, spread in record.ranks.items():
             if name not in sums:
-                sums[name], counts[name] = [0.0, 0.0], Counter()
+                sums[name], counts[name], numbers[name] = [0.0, 0.0], Counter(), 0
             both = sums[name]
             both[0] += spread.min
             both[1] += spread.max
-            counts[name][spread.rank_of_max] += 1
+            numbers[name] += 1
+            if spread.max > spread.min:  # or nobody was at the most, as on one process
+                counts[name][spread.rank_of_max] += 1
     found = []
     for name, (least, most) in sums.items():
-        number = counts[name].total()
-        shares = {rank: count / number for rank, count in sorted(counts[name].items())}
-        often = max(shares, key=lambda rank: shares[rank])
+        number, told = numbers[name], counts[name].total()
+        shares = {rank: count / told for rank, count in sorted(counts[name].items())}
+        often = max(shares, key=lambda rank: shares[rank], default=0)
         found.append(RankExtremes(name, least / number, most / number, often, shares))
     return tuple(found)

@@ -118,13 +118,13 @@ def _parts(found: Account, width: int) -> Iterator[str]:
     for part in sorted(found.wall.parts, key=lambda part: -part.seconds):
         of_busy = part.seconds / busy if busy > 0.0 and part.name != "idle" else 0.0
         if of_busy >= _LEAST_SHARE:
-            full = "█" * max(1, round(of_busy * room))
+            full = "█" * max(1, round(min(1.0, of_busy) * room))
             yield f"{cut(part.name.replace('_', ' '), 22):<22} {of_busy:4.0%} {full}"
 
 
 def _ending(found: Account, width: int) -> Iterator[str]:
     busy = next((one for one in found.ranks if one.name == "busy_seconds"), None)
-    if busy is not None and found.world_size > 1:
+    if busy is not None and busy.share_of_steps:
         often = busy.share_of_steps[busy.rank_of_most]
         yield f"rank {busy.rank_of_most} was the slowest in {share(often)} of steps"
     for incident in found.incidents[-_NUM_INCIDENTS:]:

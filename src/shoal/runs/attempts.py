@@ -9,11 +9,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.runs.records import StepRecord
+from shoal.runs.sound_values import adapter
 
 
 @dataclass
@@ -125,10 +126,12 @@ def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
             if kind == "began":
                 found.append({"began_at": float(line["at"]), **line, "undone": ()})
             elif found and kind == "undone":
-                found[-1]["undone"] += (Undone(**{f.name: line[f.name] for f in fields(Undone)}),)
+                found[-1]["undone"] += (adapter(Undone).validate_python(line),)
             elif found and kind == "ended":
                 end = {key: line.get(key) for key in ("status", "step", "trained_at")}
                 found[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
-    known = {f.name for f in fields(Attempt)}
-    whole = [entry for entry in found if isinstance(entry.get("started_at"), int | float)]
-    return tuple(Attempt(**{key: value for key, value in entry.items() if key in known}) for entry in whole)
+    attempts: list[Attempt] = []
+    for entry in found:
+        with contextlib.suppress(ValueError):
+            attempts.append(adapter(Attempt).validate_python(entry))
+    return tuple(sorted(attempts, key=lambda attempt: attempt.started_at))

@@ -17,6 +17,7 @@ from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import is_held
 from shoal.runs.records import StepRecord
+from shoal.runs.sound_values import adapter, sound_job, sound_result
 
 T = TypeVar("T")
 
@@ -101,16 +102,16 @@ class RunReader:
                 conflict="no run began there (it has no job.json)",
                 remedy="give the directory of a run, which shoal run prints",
             )
-        self._grow(self._lines["records"], self._records, StepRecord.from_line)
+        self._grow(self._lines["records"], self._records, adapter(StepRecord).validate_json)
         self._grow(self._lines["attempts"], self._attempts, _object)
         self._grow(self._lines["events"], self._events, _object)
         saved = (read_json(files.saved) or {}).get("step")
         return RunFiles(
             path=files.path,
             read_at=self._clock(),
-            job=read_json(files.job) or {},
+            job=sound_job(read_json(files.job) or {}),
             plan=_plan(files.plan),
-            result=read_json(files.result) or {},
+            result=sound_result(read_json(files.result) or {}),
             records=tuple(self._records),
             attempts=attempts_of(self._attempts),
             events=tuple(self._events),

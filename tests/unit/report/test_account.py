@@ -11,6 +11,7 @@ from shoal.errors import RunDirectoryError
 from shoal.report.account import Account, account
 from shoal.report.limits import causes
 from shoal.report.wall_clock import PARTS
+from shoal.runs.records import Spread
 from shoal.runs.run_files import RunReader, read_run
 
 # What the issue promises of the sum; a part's own seconds are rounded to a millisecond where an instant is written.
@@ -149,6 +150,18 @@ def test_incidents_of_a_run(tmp_path: Path) -> None:
     assert told == {"server": "worker 1 is gone; it was computing part 1 of step 9"}
     told = {i.kind: i.text for i in accounted(STORIES["failed"](tmp_path / "failed")).incidents}
     assert told == {"skipped": "no update: nonfinite; on rank 1, samples 7, 9", "error": "step 22: the loss is nan"}
+
+
+def test_a_rank_is_the_slowest_where_ranks_differ(tmp_path: Path) -> None:
+    """Steps of one process, before a resume on several, tell nothing of ranks."""
+    run = RunFolder(tmp_path / "run", ranks=2)
+    run.begins()
+    same = {"busy_seconds": Spread(0.1, 0.1, 0)}
+    run.steps(50, ranks=same)
+    run.steps(10, ranks={"busy_seconds": Spread(0.1, 0.2, 1)})
+    (busy,) = accounted(run).ranks
+    assert (busy.rank_of_most, busy.share_of_steps) == (1, {1: 1.0})
+    assert busy.least == pytest.approx(0.1)
 
 
 def test_what_limits_a_run_is_named(tmp_path: Path) -> None:

@@ -2,18 +2,22 @@
 
 import hashlib
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.run_folders import STORIES, RunFolder, divided, failed, long, one_process, resumed_twice
+from tests.run_folders import STORIES, RunFolder, divided, failed, long, one_process, resumed_twice, served
 
 from shoal.report.account import account
 from shoal.report.curves import at_groups, buckets, thinned
+from shoal.report.openmetrics import openmetrics
 from shoal.report.page import embedded, render_report
 from shoal.report.run_page import ReportPage, run_page
 from shoal.report.several_runs import named, several_page
+from shoal.report.terminal import lines as lines_of
 from shoal.report.waits import waits
 from shoal.runs.run_files import read_run
 
@@ -84,6 +88,35 @@ def test_hostile_names_and_errors_are_text(tmp_path: Path) -> None:
         assert not [name for name in found.attributes if name.startswith("on")]
         assert "49" not in re.findall(r"<h1>(.*?)</h1>", text)[0]
         assert any(HOSTILE in told for told in found.texts)  # as it was written
+
+
+ODD: list[Any] = [None, "x", -1, 1e308, [], {}, [1, "a"], {"a": 1}, True, 0]
+
+
+def spoilt(value: Any, draw: random.Random, share: float) -> Any:
+    """A JSON value in which some parts are of another kind."""
+    if draw.random() < share:
+        return draw.choice(ODD)
+    if isinstance(value, dict):
+        return {key: spoilt(inner, draw, share) for key, inner in value.items() if draw.random() > share / 2}
+    return [spoilt(inner, draw, share) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_values_of_another_kind_are_left_out(tmp_path: Path, seed: int) -> None:
+    """Whatever a directory's files say, there is an account of it, and all that is made of one."""
+    draw = random.Random(seed)
+    made = [resumed_twice, failed, served, divided][seed % 4](tmp_path / "run").written()
+    for path in made.glob("*.json*"):
+        text = path.read_text()
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        path.write_text("".join(json.dumps(spoilt(json.loads(line), draw, 0.02)) + "\n" for line in lines))
+    files = read_run(made)
+    found = account(files)
+    json.dumps(found.to_json(), allow_nan=False)
+    assert render_report(run_page(found, files.records)).count("<script") == 2
+    assert openmetrics(found).endswith("# EOF\n")
+    assert max(map(len, lines_of(found, files.records, 40))) <= 40
 
 
 def test_embedded_json_ends_no_script() -> None:

@@ -327,7 +327,7 @@ class RankActor(EngineRank):
         """The address of this node."""
         import ray
 
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return str(ray.util.get_node_ip_address())
 
 
 def _resources(found: Mapping[str, float]) -> str:

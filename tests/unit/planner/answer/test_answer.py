@@ -53,6 +53,17 @@ def test_one_stage_has_no_split(whole: SearchResult) -> None:
     assert whole.plan.pipeline.split == ()
 
 
+def test_a_plan_has_what_a_report_needs(whole: SearchResult) -> None:
+    """Peak, price and tokens of a sample, where they are known; from them a run's share of the peak, cost and rate."""
+    known = replace(whole, question=replace(whole.question.at_price(2.5), sample_tokens=64)).plan.prediction
+    dtype, peak = whole.peak
+    assert (known["peak_dtype"], known["peak_flops"]) == (dtype, peak)
+    assert (known["price_per_hour"], known["sample_tokens"]) == (2.5, 64)
+    samples = whole.question.case.work.global_batch / known["step_seconds"]
+    assert samples * known["flops_per_sample"] / peak / known["devices"] == pytest.approx(known["mfu"])
+    assert "sample_tokens" not in whole.plan.prediction
+
+
 def narrow(whole: SearchResult, name: str = "aten._grouped_mm") -> SearchResult:
     """The same answer in bfloat16, with the products of the blocks in float32 under that name."""
     plan = whole.plan.with_sections(precision={"compute": "bfloat16"})

@@ -1,0 +1,117 @@
+"""Checks of what a run directory's files say: a value of another kind than was written is left out, not believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Beside:
+    predicted: float | None = None
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    parts: dict[str, _Beside] = field(default_factory=dict)
+    step_seconds: _Beside = field(default_factory=_Beside)
+    peak_bytes: _Beside = field(default_factory=_Beside)
+    terms: dict[str, float] = field(default_factory=dict)
+    device_kind: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Volume:
+    messages: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _RankTraffic:
+    rank: int
+    measured: dict[str, dict[str, _Volume]]
+    predicted: dict[str, dict[str, _Volume]] | None
+
+
+@dataclass(frozen=True)
+class _RankMemory:
+    rank: int
+    measured: dict[str, int | None]
+    predicted: dict[str, int | None] | None
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    ranks: list[_RankTraffic]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    ranks: list[_RankMemory]
+
+
+@dataclass(frozen=True)
+class _Server:
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+
+
+_Table = dict[str, Any] | None
+_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("status", "sample_digest", "weights_sha256", "certificate"), str | None),
+    **dict.fromkeys(("steps", "samples", "world_size", "eval_samples", "restarts", "skipped_steps"), int),
+    **dict.fromkeys(("train_loss", "wall_seconds", "first_step_seconds"), float | None),
+    **dict.fromkeys(("error", "ended_by", "ended_early", "best", "compression", "computation"), _Table),
+    "resumed_from": int | None,
+    "metrics": dict[str, float],
+    "versions": dict[str, str],
+    "prediction": _Prediction | None,
+    "traffic": _Traffic | None,
+    "memory": _Memory | None,
+    "server": _Server | None,
+}
+_JOB: dict[str, Any] = {
+    **dict.fromkeys(("file", "function"), str),
+    **dict.fromkeys(("train_samples", "parameters", "global_batch", "grains"), int | None),
+    "versions": dict[str, str],
+}
+
+
+def sound_result(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a `result.json` whose values are of their kind."""
+    return _sound(document, _RESULT)
+
+
+def sound_job(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a `job.json` whose values are of their kind; those of newer versions as they are."""
+    return _sound(document, _JOB)
+
+
+def _sound(document: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in document.items():
+        try:
+            if name in kinds:
+                _adapter(name, kinds is _JOB).validate_json(json.dumps(value), strict=True)
+            found[name] = value
+        except ValidationError:
+            continue
+    return found
+
+
+@cache
+def _adapter(name: str, of_job: bool) -> TypeAdapter[Any]:
+    return TypeAdapter((_JOB if of_job else _RESULT)[name])
+
+
+@cache
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Reader of values of a dataclass; keys of newer versions are left out. Raises: ValueError for other kinds."""
+    return TypeAdapter(kind)
