@@ -313,7 +313,11 @@ class RayRun:
                 actor.tell.remote(int(number))
 
     def _end_actors(self) -> None:
-        """Ends the actors, and their ranks with them."""
+        """Ends the actors, and their ranks with them; those that live remove their files before."""
+        closed = [actor.close.remote() for actor in self._actors]
+        if closed:
+            with contextlib.suppress(Exception):
+                self.ray.wait(closed, num_returns=len(closed), timeout=_GRACE_SECONDS)
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 self.ray.kill(actor, no_restart=True)

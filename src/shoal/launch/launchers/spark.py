@@ -55,7 +55,6 @@ def start(submission: Submission, signals: Signals) -> int:
     """Starts the ranks in tasks, shows rank 0's output, and starts all again where one was lost."""
     settings = parsed(SparkSettings, "spark", submission.options)
     with _session(settings, submission) as session, signals.handled():  # again: py4j puts handlers of its own
-        _refuse_without_slots(session.sparkContext, submission.num_processes)
         run = SparkRun(session, settings, submission, signals)
         try:
             return run.train()
@@ -164,9 +163,11 @@ class SparkRun:
         self._channel = TaskChannel(host, self._secret, _show)
 
     def train(self) -> int:
-        """The exit code, after as many stages as it takes; Spark itself starts one anew that has lost an executor."""
+        """The exit code, after as many stages as it takes: Spark itself never starts a stage with results anew."""
         recovery = Recovery(self.submission.max_restarts, RunDirectory(self.submission.out))
         while True:
+            # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
+            _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
             ends = self._trained()
             code, error = verdict(ends, stopped=bool(self.signals.received))
             pause = recovery.pause(error, time.time()) if not self.signals.received else None
@@ -210,7 +211,7 @@ class SparkRun:
         try:
             texts = context.parallelize(range(number), number).barrier().mapPartitions(task).collect()
         except Exception as error:
-            said = " ".join(str(error).split())[:400]
+            said = " ".join(str(error).rpartition("SparkException: ")[2].split())[:300]
             return [RankEnd(0, "Spark", gone=f"was lost with its stage: {said}")]
         values = [json.loads(text) for text in texts]
         return [RankEnd(value.pop("rank"), "Spark", RankLook(**value)) for value in values]
