@@ -159,8 +159,13 @@ def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
     return LoadedJob(job, request.function or "job", settings, digest, handed.code)
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hexadecimal digits. Raises: OSError."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _of_file(request: JobRequest, function: str, job: Job, settings: dict[str, Any]) -> LoadedJob:
-    digest = hashlib.sha256(request.path.read_bytes()).hexdigest()
+    digest = file_sha256(request.path)
     return LoadedJob(job, function, settings, digest, code(request.path, function))
 
 

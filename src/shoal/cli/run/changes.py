@@ -19,7 +19,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.errors import JobMismatchError
 from shoal.job import Epochs, Length, Progress, Samples, Steps
 from shoal.numerics.isolation import generators_kept
-from shoal.runs.job_file import JobRequest, load
+from shoal.runs.job_file import JobRequest, file_sha256, load
 from shoal.runs.job_sources import FREE, LENGTHS, changed
 from shoal.training.engine import Engine
 from shoal.training.same_job import differing_fields
@@ -87,6 +87,16 @@ def _settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in {**saved, **now}
         if name not in saved or name not in now or saved[name] != now[name]
     ]
+
+
+def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
+    """Whether the job's settings can be no others: as given, in the same file, which has the defaults."""
+    if dict(job.settings) != saved.get("given") or job.handed is not None:
+        return False
+    try:
+        return file_sha256(job.path) == saved.get("file_sha256")
+    except OSError:
+        return False
 
 
 def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint.run_state import RunState
-from shoal.cli.run.changes import Lengths, differences, fields_changed
+from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
 from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
 from shoal.cli.run.write_result import Result
 from shoal.data.opened import opened
@@ -122,7 +122,7 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
 def _compared(request: RunRequest) -> list[str] | None:
     """Fields of the job that a resume's other settings change; None where it cannot be told, or need not."""
     saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
-    if not saved or request.restarts or _same_settings(request, saved):
+    if not saved or request.restarts or same_settings(request.job, saved):
         return None
     try:
         fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
@@ -132,16 +132,6 @@ def _compared(request: RunRequest) -> list[str] | None:
         os.kill(os.getpid(), signal.SIGTERM)
         return None
     return fields
-
-
-def _same_settings(request: RunRequest, saved: dict[str, Any]) -> bool:
-    """Whether the job's settings can be no others: as given, in the same file, which has the defaults."""
-    if dict(request.job.settings) != saved.get("given") or request.job.handed is not None:
-        return False
-    try:
-        return hashlib.sha256(request.job.path.read_bytes()).hexdigest() == saved.get("file_sha256")
-    except OSError:
-        return False
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
