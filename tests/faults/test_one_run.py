@@ -45,5 +45,6 @@ def test_after_a_kill_the_directory_is_free(tmp_path: Path) -> None:
     with start(Run(JOB, out, 2, environment=gate.environment)) as first:
         first.until(lambda: gate.reached(2), "both ranks at the gate")
         first.process.kill()  # the launcher alone: its ranks die of that
+        first.process.wait()  # a signal is on its way for a while
         run(Run(JOB, out, None, arguments=("--resume", "--devices", "1"))).expect(0)
     assert not (out / "lock.json").exists()

@@ -79,6 +79,7 @@ def test_a_script_with_a_session_alone_and_under_torchrun(tmp_path: Path) -> Non
     assert told[0]["losses"][-2] < told[0]["losses"][0]
 
 
+@pytest.mark.slow
 def test_what_ends_forks_ends_interpreters(tmp_path: Path) -> None:
     """A signal, a mistake and a killed rank: the codes are those of tests/faults, and no process hangs at its end."""
     gate = Gate(tmp_path / "gate", 3)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,7 +72,7 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
         return []
     try:
         document = read_trace(newest)
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError, zlib.error):
         return []
     reads = read_backs(document, times)
     return [lost_in(reads, times, places_of(Path(str(files.job.get("file")))))] if reads is not None else []
@@ -80,7 +81,7 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
 def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
     """A plan file of each remedy that is one, by its name, in the run directory where that can be written."""
     kept, written = RunDirectory(files.path).plan, dict[str, Path]()
-    if not kept.exists():
+    if not kept.exists() or (files.path / "doctor").is_symlink():
         return written
     plan = read_plan(kept)
     for remedy in (remedy for loss in found for remedy in loss.remedies if remedy.sections or remedy.devices):
@@ -99,7 +100,7 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequ
     if not remedies:
         return []
     last = files.attempts[-1] if files.attempts else None
-    arguments = [text for name, value in files.job.get("given", {}).items() for text in ("--set", f"{name}={value}")]
+    arguments = _settings(files.job.get("given"))
     for option in ("evaluate_every", "checkpoint_every"):
         value = getattr(last, option) if last is not None else None
         if value is not None:
@@ -114,6 +115,16 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequ
         folder=files.path.absolute().parent,
     )
     return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _settings(given: Any) -> list[str]:
+    """The settings that a run was given, as words of the command."""
+    words: list[str] = []
+    for name, value in given.items() if isinstance(given, dict) else ():
+        value = value["value"] if isinstance(value, dict) and "value" in value else value
+        text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+        words += ["--set", f"{name}={text}"]
+    return words
 
 
 def _steps(times: RunTimes) -> int:

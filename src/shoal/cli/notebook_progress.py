@@ -72,8 +72,11 @@ class ProgressDisplay(io.TextIOBase):
         """Whether a line is about a step, which is shown."""
         if not line.startswith(MARK):
             return False
-        told = json.loads(line[len(MARK) :])
-        self._handle.update(_Shown(html_of(told["step"], told["last"], told["text"]), told["text"]))
+        try:
+            told = json.loads(line[len(MARK) :])
+            self._handle.update(_Shown(html_of(told["step"], told["last"], told["text"]), told["text"]))
+        except Exception:  # a line of the job's own, or a kernel that shows nothing now: never a reason to stop
+            return False
         return True
 
     def flush(self) -> None:

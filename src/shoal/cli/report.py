@@ -13,6 +13,7 @@ from shoal.report.page import render_report
 from shoal.report.quantities import seconds
 from shoal.report.run_page import run_page
 from shoal.report.several_runs import named, several_page
+from shoal.report.terminal import cut
 from shoal.runs.directory import write_file
 from shoal.runs.run_files import RunFiles, read_run
 
@@ -26,7 +27,8 @@ def report(options: ReportOptions) -> ExitCode:
         print(json.dumps(told[0] if len(told) == 1 else told, indent=2, allow_nan=False))
         return ExitCode.DONE
     for one in found:
-        print(f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}")
+        ended = f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}"
+        print(cut(ended, len(ended)))
     both = [(one, read.records) for one, read in zip(found, files, strict=True)]
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
     default = files[0].path / "report.html" if len(both) == 1 else Path("report.html")

@@ -87,9 +87,11 @@ def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> 
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all, through no link that lies there. Raises: OSError."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text, encoding="utf-8")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
     aside.replace(path)
 
 

@@ -108,6 +108,8 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "--resume": request.resume,
         "--checkpoint-every": request.checkpoint_every,
         "--keep-checkpoints": request.keep_checkpoints,
+        "--evaluate-every": request.evaluate_every,
+        "--trace": str(request.trace) if request.trace is not None else None,
         "--no-telemetry": not request.telemetry,
         "--init-from": dumped(request.initial_weights) if request.initial_weights is not None else None,
         "--require-certificate": request.certificate is not None,

@@ -126,10 +126,14 @@ class StepProfile(StepListener):
         assert self._profiler is not None
         profiler, self._profiler, self._is_done = self._profiler, None, True
         profiler.stop()
-        with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        events = []
+        try:
+            with tempfile.TemporaryDirectory(prefix="shoal-trace-") as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        except (OSError, ValueError, RuntimeError) as error:  # a trace is no reason to stop; the others wait for this
+            self._say(f"the trace has no operators of rank {self._mesh.rank}: {error}")
         marks = sorted(event["ts"] for event in events if event.get("name") == _MARK and event.get("ph") == "X")
         lags = [began - mark / 1e6 for began, mark in zip(self._marks, marks, strict=False)]
         events = [event for event in events if event.get("name") != _MARK]

@@ -104,3 +104,12 @@ def test_where_a_traceback_is_kept_is_told(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run").keep_traceback("rank-0", error)
     assert error.render().endswith(f"\n  traceback:      {tmp_path}/run/errors/rank-0.txt")
     assert (tmp_path / "run/errors/rank-0.txt").read_text() == "Traceback ..."
+
+
+def test_a_file_is_written_through_no_link(tmp_path: Path) -> None:
+    other, target = tmp_path / "other", tmp_path / "report.html"
+    other.write_text("kept")
+    (tmp_path / ".report.html.tmp").symlink_to(other)
+    with pytest.raises(OSError, match=r"report\.html\.tmp"):
+        write_file(target, "page")
+    assert other.read_text() == "kept"

@@ -33,6 +33,7 @@ _MAY_CHANGE = (
     "given",
     "stop_after",
     "keep_checkpoints",
+    "evaluate_every",
     "length",
     "lengths",
     "on_nonfinite",

@@ -37,8 +37,15 @@ def run(options: RunOptions) -> int:
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
-    if environment is None and (options.on != "local" or options.dry_run):
+    if options.dry_run or (environment is None and options.on != "local"):
         return submitted(options, requested(options))
+    if environment is not None and options.on != "local":
+        raise CommandError(
+            given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
+            f"{environment.rank} of {environment.world_size}",
+            conflict="ranks are started once: by that engine, or by --on",
+            remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
+        )
     request = requested(options)
     if options.out is not None and not options.resume:  # an engine's new start goes on
         request = request.restarted(restarts(os.environ))
@@ -147,10 +154,18 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         initial_weights=weights,
         trackers=trackers,
         trace=_trace(options.trace, asked),
-        evaluate_every=options.evaluate_every,
+        evaluate_every=_evaluate_every(options, kept),
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
+
+
+def _evaluate_every(options: RunOptions, kept: RunDirectory) -> int | None:
+    """Steps between evaluations; those of the run where it is resumed, on which early stopping depends."""
+    if options.evaluate_every is not None or not options.resume:
+        return options.evaluate_every
+    found = (read_json(kept.job) or {}).get("evaluate_every")
+    return found if isinstance(found, int) else None
 
 
 def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:

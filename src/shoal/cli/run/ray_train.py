@@ -10,7 +10,7 @@ from dataclasses import replace
 from shoal.cli.options import RunOptions, arguments_of
 from shoal.cli.run.start import RunEnd
 from shoal.launch.environment import INSIDE, LAUNCHER_PID
-from shoal.launch.environments.detect import detected
+from shoal.launch.environments.torchrun import TORCHRUN
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, verdict
 from shoal.launch.signals import Signals
 from shoal.runs.request import RunRequest
@@ -37,7 +37,7 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
     """
     import torch.distributed as dist
 
-    environment = detected(os.environ)
+    environment = TORCHRUN.read(os.environ)
     assert environment is not None, "RANK is set"
     rank, port = EngineRank(), [0]
     try:

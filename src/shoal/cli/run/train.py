@@ -350,6 +350,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "by_value": request.job.by_value,
         "stop_after": request.steps,
         "keep_checkpoints": request.keep_checkpoints or "all",
+        "evaluate_every": request.evaluate_every,
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,

@@ -29,17 +29,33 @@ def detected(variables: Mapping[str, str]) -> Environment | None:
     The first of `READERS` that says something holds. Raises: LaunchError where another says otherwise, where variables
     are incomplete or make no sense, or where they are words that nobody here reads: each process would train by itself.
     """
-    found = [(reader, said) for reader in READERS if (said := reader.read(variables)) is not None]
+    found = _read(variables)
     if not found:
         _refuse_unknown(variables)
         return None
     inner, environment = found[0]
-    if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own, which knew of the others
-        return environment
     for outer, said in found[1:]:
         if not _agree(environment, said, nested=inner.nests and _is_started(inner, variables)):
             raise _contradiction((inner, environment), (outer, said), variables)
     return environment
+
+
+def _read(variables: Mapping[str, str]) -> list[tuple[EnvironmentReader, Environment]]:
+    """Environments that the variables say, the innermost first. Raises: LaunchError."""
+    found: list[tuple[EnvironmentReader, Environment]] = []
+    for reader in READERS:
+        try:
+            said = reader.read(variables)
+        except LaunchError:
+            if found and _is_started(found[0][0], variables):
+                continue  # words that are left of what has started the inner launcher
+            raise
+        if said is None:
+            continue
+        found.append((reader, said))
+        if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own, which knew of the others
+            break
+    return found
 
 
 def joined(variables: Mapping[str, str]) -> Environment | None:
@@ -62,6 +78,8 @@ def restarts(variables: Mapping[str, str]) -> int:
 def refuse_rank(variables: Mapping[str, str], call: str) -> None:
     """Raises: LaunchError where a process that starts ranks is a rank itself, or one of a launcher's processes."""
     launched = detected(variables)
+    if launched is not None and launched.num_to_start and launched.num_hosts == 1:
+        launched = None  # a pod that is to start its ranks, as this process does
     if launched is None and INSIDE not in variables:
         return
     own = INSIDE in variables or LAUNCHER_PID in variables

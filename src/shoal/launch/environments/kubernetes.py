@@ -23,8 +23,8 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     """
     if _HOSTS not in variables and _INDEX not in variables:
         return None
-    if ":" in variables.get(_HOSTS, "") and "RANK" in variables:
-        return None  # torchrun has agreed on it and started this process
+    if "RANK" in variables and ("TORCHELASTIC_RUN_ID" in variables or ":" in variables.get(_HOSTS, "")):
+        return None  # torchrun has started this process, and these words are its own defaults
     if ":" in variables.get(_HOSTS, "") or "PET_RDZV_ENDPOINT" in variables:
         raise LaunchError(
             given=f"{_HOSTS}={variables.get(_HOSTS, '')}",

@@ -31,6 +31,7 @@ _HOPELESS = {
     "RunContainerError": "command",
 }
 _LOOK_SECONDS = 2.0
+_MOST_UNANSWERED = 60
 
 
 def render(submission: Submission) -> Mapping[str, str]:
@@ -137,6 +138,7 @@ class PodWatch:
     kubectl: Kubectl
     pause: Callable[[float], None] = time.sleep
     _shown: set[str] = field(default_factory=set)
+    _unanswered: int = 0  # looks in a row to which the server gave no answer
     _logs: subprocess.Popen[bytes] | None = None
 
     def follow(self, signals: Signals) -> int:
@@ -166,7 +168,14 @@ class PodWatch:
 
     def _ended(self, pods: list[dict[str, Any]]) -> int | None:
         """The exit code, once the object says that it is done or has failed."""
-        status = self.kubectl.json(self.run.watched[0]).get("status", {})
+        try:
+            status = json.loads(self.kubectl.call("get", self.run.watched[0], "-o", "json")).get("status", {})
+            self._unanswered = 0
+        except LaunchError as error:
+            self._unanswered += 1
+            if "NotFound" in error.conflict or self._unanswered >= _MOST_UNANSWERED:
+                raise  # deleted by somebody else, or a token that is expired: no look will ever tell the end
+            return None
         true = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
         if "Complete" in true or status.get("jobStatus") == "SUCCEEDED":
             return int(ExitCode.DONE)

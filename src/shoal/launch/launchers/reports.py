@@ -74,6 +74,8 @@ def until_done(
     while True:
         with _folder(submission.out) as folder:
             code, error = once(RankStart(submission, number, folder))
+        if signals.twice and isinstance(error, RankLostError):
+            return int(ExitCode.INTERRUPTED)  # as on one host
         noticed = time.time()
         pause = recovery.pause(error, noticed) if not signals.received else None
         if error is None:

@@ -95,10 +95,10 @@ def _script(submission: Submission, options: list[str]) -> str:
         *options,
     ]
     return _TEMPLATE.format(
-        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
+        directives="\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives),
         script=shlex.quote(str(_folder(submission, options) / SCRIPT)),
         threads=submission.threads or "${SLURM_CPUS_PER_TASK:-1}",
-        command=" ".join(_quoted(word) for word in words),
+        command=" ".join(_quoted(word) if array else shlex.quote(word) for word in words),
         restarts=RESTARTS,
         most=submission.max_restarts,
         lost=int(ExitCode.RANK_LOST),

@@ -21,6 +21,7 @@ _COMPUTING = ("forward", "backward")
 # Python between two reads of one loop.
 _GAP_MICROSECONDS = 60.0
 _FEWEST = 2
+_MOST_BYTES = 1 << 20  # of a job's file
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def lost_in(reads: ReadBacks, times: RunTimes, places: Sequence[str]) -> LostTim
 def places_of(path: Path) -> tuple[str, ...]:
     """Lines of a job's file that read numbers back. The file is read as text; nothing of it is run."""
     try:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a run directory may name anything
+            return ()
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()

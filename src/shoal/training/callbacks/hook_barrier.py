@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
@@ -55,7 +57,9 @@ class HookBarrier:
     def _say(self, how: str) -> None:
         if self._mesh is not None and self._store is not None:
             how = _GONE if self._gone else how
-            self._store.set(str(self._mesh.rank), json.dumps([self._hook, self._calls, how, self._raised, self._met]))
+            with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is gone: what ended it is the error
+                told = [self._hook, self._calls, how, self._raised, self._met]
+                self._store.set(str(self._mesh.rank), json.dumps(told))
 
     def wait(self, what: str) -> None:
         """Waits until every rank is at the same barrier; `what` is called there.

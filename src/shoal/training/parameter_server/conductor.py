@@ -173,8 +173,8 @@ class Conductor:
     def _next_pause(self, step: int) -> int:
         order, every = self._engine.order, self._engine.keeper.every_steps
         epoch = (order.epoch(step) + 1) * order.steps_per_epoch
-        planned = (step // every + 1) * every if every is not None else epoch
-        return min(self._num_steps, epoch, planned)
+        planned = [(step // n + 1) * n for n in (every, self._around.evaluate_every) if n is not None]
+        return min(self._num_steps, epoch, *planned)
 
     def _give_out(self) -> None:
         busy = {id(member) for member, _, _ in self._given.values()}

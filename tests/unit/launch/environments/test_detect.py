@@ -220,3 +220,18 @@ def test_new_starts_are_counted_also_where_a_process_is_alone() -> None:
     assert restarts({**SLURM_SCRIPT, "SLURM_RESTART_COUNT": "2", RESTARTS: "1"}) == 3
     assert restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
     assert restarts({}) == 0
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "a:1"},
+        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a"},
+        {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    ],
+)
+def test_words_that_are_left_of_what_has_started_torchrun_are_no_matter(left: dict[str, str]) -> None:
+    assert joined({**TORCHRUN, **left}) == joined(TORCHRUN)
+    with pytest.raises(LaunchError):
+        joined({"JOB_COMPLETION_INDEX": "1"})

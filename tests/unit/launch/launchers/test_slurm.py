@@ -22,7 +22,8 @@ def script(options: str = "", **changes: object) -> str:
 
 
 def directives(text: str) -> list[str]:
-    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    lines = (line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH "))
+    return [word for line in lines for word in shlex.split(line)]
 
 
 def test_options_of_sbatch_follow_those_of_the_run() -> None:
@@ -33,6 +34,12 @@ def test_options_of_sbatch_follow_those_of_the_run() -> None:
     assert found[-2:] == ["--partition=gpu", "--time=60"]
     with pytest.raises(CommandError, match="one word"):
         script("--partition gpu")
+
+
+def test_words_with_spaces_and_percents_are_whole() -> None:
+    text = script("'--comment=two words'", arguments=(*SUBMISSION.arguments, "--set", "format=%a %d"))
+    assert "#SBATCH '--comment=two words'" in text
+    assert "'format=%a %d'" in text
 
 
 def test_an_array_has_its_number_in_arguments_and_directory() -> None:

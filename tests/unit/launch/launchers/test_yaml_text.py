@@ -19,7 +19,9 @@ SCALARS = (
     | st.none()
     | st.sampled_from(["no", "on", "1e3", "0x1", "~", "- a", "a: b", "#", "2026-11-23", "\n", "{}"])
 )
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
+# YAML reads a key of at most 1,024 characters, escaped.
+KEYS = st.text(max_size=100)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=12)
 
 
 @settings(max_examples=150, deadline=None)
