@@ -7,6 +7,7 @@ written is one of an instant ago.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import mmap
 import signal
@@ -111,7 +112,7 @@ def read(path: Path) -> Reading | None:
 
 def end(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 2.0) -> str:
     """Ends a process, also a stopped one; the Python stacks that its threads were in, empty where it shows none."""
-    process.send_signal(STACKS)
+    _signal_main_thread(process, STACKS)
     process.send_signal(signal.SIGCONT)  # on which it goes no further: the other signal comes first
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_seconds)
@@ -119,6 +120,16 @@ def end(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 
     with contextlib.suppress(OSError):
         return _stacks_of(path).read_text(encoding="utf-8", errors="replace")
     return ""
+
+
+def _signal_main_thread(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signals the main thread of a process, which then stands still while all stacks are read.
+
+    A stopped process gives a signal of its own to whichever thread wakes first, while the main one runs on.
+    """
+    send = getattr(ctypes.CDLL(None), "tgkill", None)
+    if process.poll() is None and (send is None or send(process.pid, process.pid, number) != 0):
+        process.send_signal(number)
 
 
 def _stacks_of(path: Path) -> Path:
