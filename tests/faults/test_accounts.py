@@ -20,7 +20,7 @@ from shoal.runs.run_files import read_run
 pytestmark = pytest.mark.faults
 
 SUM = 0.005  # of the whole: the promise of a report
-ROUNDED_SECONDS = 0.05  # instants are in milliseconds, and a result is written after its own seconds were taken
+ROUNDED_SECONDS = 0.005  # instants are in milliseconds
 
 
 def accounted(ended: Ended, page: Path) -> Account:
@@ -38,7 +38,8 @@ def test_a_run_to_its_end(shared: Shared, tmp_path: Path) -> None:
     found = accounted(ended, tmp_path / "page.html")
     assert found.status == "completed"
     assert found.checkpoints == (4, 8, 12, 16)
-    assert abs(found.wall.seconds - ended.result["wall_seconds"]) < ROUNDED_SECONDS
+    # The account goes on to the last sign of the run; a result's own seconds are taken before it is written.
+    assert found.wall.seconds >= ended.result["wall_seconds"] - ROUNDED_SECONDS
     in_steps = sum(record["seconds"] - record["spans"]["checkpoint"] for record in ended.records)
     spans = ("data_wait", "host_to_device", "forward", "backward", "exposed_communication", "optimizer", "other")
     assert found.wall.of(*spans) == pytest.approx(in_steps)
