@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
 from shoal.launch import heartbeat
 from shoal.launch.rank_processes import LocalRun, RankProcess, tell, tell_groups
-from shoal.launch.signals import Signals, pausing
+from shoal.launch.signals import Signals, how_it_ended, pausing
 from shoal.launch.spares import Spares
 from shoal.launch.watch import Stuck, Watch
 
@@ -153,11 +153,7 @@ def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> t
 
 
 def _lost(worker: RankProcess) -> RankLostError:
-    code = worker.process.returncode
-    try:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    except ValueError:
-        how = f"ended with code {code}"
+    how = how_it_ended(worker.process.returncode)
     error = RankLostError(
         given=f"rank {worker.rank} (process {worker.process.pid})",
         conflict=f"it {worker.stuck or f'{how} without a word{worker.last_words()}'}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import PeerError, RankLostError, ShoalError
+from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError
+from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory, read_json
 
 # By default so often in a row, without a step that was never trained before.
@@ -66,6 +68,24 @@ class Recovery:
             return None
         self.count += 1
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_vain - 1)) if self.in_vain else 0.0
+
+    def until_done(
+        self, signals: Signals, once: Callable[[int, float], tuple[int, ShoalError | None, float]]
+    ) -> tuple[int, ShoalError | None]:
+        """The exit code and the root error of the last start: ranks start again where one was lost.
+
+        `once` starts them all, given how often before and when the loss was noticed; it returns the exit code, the
+        error, and when that was noticed. After a signal nothing starts again.
+        """
+        noticed_at = 0.0
+        while True:
+            code, error, noticed_at = once(self.count, noticed_at)
+            pause = self.pause(error, noticed_at) if not signals.received else None
+            if error is None or pause is None:
+                return code, error
+            print(f"note: {self.told(error, pause)}", file=sys.stderr)
+            if signals.wait(pause):
+                return int(ExitCode.PREEMPTED), None
 
     def told(self, error: ShoalError, pause_seconds: float) -> str:
         """A line about the loss and the new start."""

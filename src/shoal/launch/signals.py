@@ -101,3 +101,11 @@ def pausing(tell: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTSTP, before)
+
+
+def how_it_ended(code: int) -> str:
+    """A process's end in words: "was killed by SIGKILL" of code -9, else "ended with code N"."""
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from shoal.errors import ExitCode, ShoalError, from_json
-from shoal.launch.local import launch
+from shoal.errors import ShoalError, from_json
+from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
@@ -75,13 +75,10 @@ def trained(
         lock=lock.descriptor,
     )
     with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
-        while True:
-            code, error, failed_at = launch(run, signals, spares)
-            pause = recovery.pause(error, failed_at) if not signals.received else None
-            if error is None or pause is None:
-                return RunEnd(code, error, tuple(signals.received))
-            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-            if signals.wait(pause):
-                return RunEnd(int(ExitCode.PREEMPTED), None, tuple(signals.received))
-            request = request.again(recovery.count, failed_at)
-            run = replace(run, request=dumped(request))
+
+        def once(restarts: int, lost_at: float) -> LaunchEnd:
+            again = replace(run, request=dumped(request.again(restarts, lost_at))) if restarts else run
+            return launch(again, signals, spares)
+
+        code, error = recovery.until_done(signals, once)
+        return RunEnd(code, error, tuple(signals.received))

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from shoal.errors import CommandError
+from shoal.errors import CommandError, LaunchError
 from shoal.launch.signals import Signals
 
 # Modules, imported when their engine is asked for. Each is a `Launcher`.
@@ -79,3 +79,15 @@ def launcher(name: str) -> Launcher:
             remedy=f"use one of {', '.join(LAUNCHERS)}" + (f"; did you mean {near[0]!r}?" if near else ""),
         )
     return cast(Launcher, importlib.import_module(LAUNCHERS[name]))
+
+
+def library(engine: str, module: str, submission: Submission) -> Any:
+    """An engine's own package. Raises: LaunchError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise LaunchError(
+            given=f"--on {engine}:{submission.options}" if submission.options else f"--on {engine}",
+            conflict=f"the package {module.partition('.')[0]} is not installed here ({sys.executable})",
+            remedy=f'pip install "shoal[{engine}]", on every node of the cluster',
+        ) from None

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
 from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
+from shoal.launch.signals import how_it_ended
 from shoal.runs.directory import read_json
 
 _POLL_SECONDS = 0.05
@@ -195,11 +196,7 @@ class RankEnd:
 
     def error(self) -> ShoalError:
         """The rank's loss as an error."""
-        code = self.look.code if self.look.code is not None else 0
-        try:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        except ValueError:
-            how = f"ended with code {code}"
+        how = how_it_ended(self.look.code if self.look.code is not None else 0)
         error = RankLostError(
             given=f"rank {self.rank} on {self.host}",
             conflict=f"it {self.gone or f'{how} without a word{self.look.last}'}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import secrets
@@ -18,11 +17,10 @@ from typing import Any
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
 from shoal.launch.environment import RESTARTS
 from shoal.launch.launchers.argument import parsed
-from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.base import Submission, library
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
-from shoal.launch.recovery import Recovery
+from shoal.launch.launchers.reports import restarted
 from shoal.launch.signals import Signals
-from shoal.runs.directory import RunDirectory
 
 # Ranks share no objects: what Ray takes for its store by default is a third of the memory.
 _STORE_BYTES = 200 << 20
@@ -62,7 +60,7 @@ def start(submission: Submission, signals: Signals) -> int:
     settings = _settings(submission)
     if not _address(settings):
         _protect(os.environ)
-    ray = _library(submission)
+    ray = library("ray", "ray", submission)
     with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
         run = RayRun(ray, settings, submission, signals)
         try:
@@ -81,17 +79,6 @@ def _settings(submission: Submission) -> RaySettings:
             remedy=f"write a strategy of {', '.join(known)}; a rank has one GPU (gpus=1) or none (gpus=0)",
         )
     return settings
-
-
-def _library(submission: Submission) -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError:
-        raise LaunchError(
-            given=f"--on ray:{submission.options}" if submission.options else "--on ray",
-            conflict=f"the package ray is not installed here ({sys.executable})",
-            remedy='pip install "shoal[ray]", on every node of the cluster',
-        ) from None
 
 
 def _address(settings: RaySettings) -> str:
@@ -173,21 +160,14 @@ class RayRun:
 
     def train(self) -> int:
         """The exit code, after as many starts as it takes."""
-        recovery = Recovery(self.submission.max_restarts, RunDirectory(self.submission.out))
         self._group = self._placed()
-        while True:
-            if self._group is None:
-                return int(ExitCode.INTERRUPTED)
-            ends = self._trained(recovery.count)
-            code, error = verdict(ends, stopped=bool(self.signals.received))
-            pause = recovery.pause(error, time.time()) if not self.signals.received else None
-            if error is None or pause is None:
-                if error is not None:
-                    print(error.render(), file=sys.stderr)
-                return code
-            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-            if self.signals.wait(pause):
-                return int(ExitCode.PREEMPTED)
+        if self._group is None:
+            return int(ExitCode.INTERRUPTED)
+        return restarted(self.submission, self.signals, self._once)
+
+    def _once(self, restarts: int) -> tuple[int, ShoalError | None]:
+        ends = self._trained(restarts)
+        return verdict(ends, stopped=bool(self.signals.received))
 
     def close(self) -> None:
         """Ends the actors, and gives their resources back."""

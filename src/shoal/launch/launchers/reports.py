@@ -69,24 +69,24 @@ def until_done(
     submission: Submission, signals: Signals, once: Callable[[RankStart], tuple[int, ShoalError | None]]
 ) -> int:
     """Starts all ranks by `once`, again where one was lost, as on one host; prints the error, and gives its code."""
-    recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
-    number = 0
-    while True:
+
+    def start(number: int) -> tuple[int, ShoalError | None]:
         with _folder(submission.out) as folder:
             code, error = once(RankStart(submission, number, folder))
         if signals.twice and isinstance(error, RankLostError):
-            return int(ExitCode.INTERRUPTED)  # as on one host
-        noticed = time.time()
-        pause = recovery.pause(error, noticed) if not signals.received else None
-        if error is None:
-            return code
-        if pause is None:
-            print(error.render(), file=sys.stderr)
-            return code
-        print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-        if signals.wait(pause):
-            return int(ExitCode.PREEMPTED)
-        number += 1
+            return int(ExitCode.INTERRUPTED), None  # as on one host
+        return code, error
+
+    return restarted(submission, signals, start)
+
+
+def restarted(submission: Submission, signals: Signals, once: Callable[[int], tuple[int, ShoalError | None]]) -> int:
+    """As `until_done`, of an engine that knows how its ranks end; `once` is given how often they were started."""
+    recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
+    code, error = recovery.until_done(signals, lambda number, _: (*once(number), time.time()))
+    if error is not None:
+        print(error.render(), file=sys.stderr)
+    return code
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import re
@@ -18,14 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ExitCode, LaunchError
+from shoal.errors import LaunchError, ShoalError
 from shoal.launch.launchers.argument import parsed
-from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.base import Submission, library
 from shoal.launch.launchers.engine_rank import RankEnd, RankLook, verdict
+from shoal.launch.launchers.reports import restarted
 from shoal.launch.launchers.spark_task import BarrierTask, TaskChannel
-from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
-from shoal.runs.directory import RunDirectory
 
 _LEAST_JAVA = 17  # of Spark 4
 _LOOK_SECONDS, _SLOT_SECONDS = 0.2, 30.0
@@ -65,7 +63,7 @@ def start(submission: Submission, signals: Signals) -> int:
 @contextlib.contextmanager
 def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
     """The session: the active one, or a new one that ends with the run. Raises: LaunchError."""
-    sql = _library(submission)
+    sql = library("spark", "pyspark.sql", submission)
     active = sql.SparkSession.getActiveSession()
     if active is not None:
         if not hasattr(active, "sparkContext"):
@@ -99,17 +97,6 @@ def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
         yield session
     finally:
         session.stop()
-
-
-def _library(submission: Submission) -> Any:
-    try:
-        return importlib.import_module("pyspark.sql")
-    except ImportError:
-        raise LaunchError(
-            given=f"--on spark:{submission.options}" if submission.options else "--on spark",
-            conflict=f"the package pyspark is not installed here ({sys.executable})",
-            remedy='pip install "shoal[spark]", on every node of the cluster',
-        ) from None
 
 
 def _refuse_without_java(variables: Mapping[str, str]) -> None:
@@ -164,20 +151,13 @@ class SparkRun:
 
     def train(self) -> int:
         """The exit code, after as many stages as it takes: Spark itself never starts a stage with results anew."""
-        recovery = Recovery(self.submission.max_restarts, RunDirectory(self.submission.out))
-        while True:
-            # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
-            _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
-            ends = self._trained()
-            code, error = verdict(ends, stopped=bool(self.signals.received))
-            pause = recovery.pause(error, time.time()) if not self.signals.received else None
-            if error is None or pause is None:
-                if error is not None:
-                    print(error.render(), file=sys.stderr)
-                return code
-            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-            if self.signals.wait(pause):
-                return int(ExitCode.PREEMPTED)
+        return restarted(self.submission, self.signals, self._once)
+
+    def _once(self, _: int) -> tuple[int, ShoalError | None]:
+        # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
+        _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
+        ends = self._trained()
+        return verdict(ends, stopped=bool(self.signals.received))
 
     def close(self) -> None:
         """Hangs up on the tasks."""
