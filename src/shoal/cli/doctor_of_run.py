@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import DoctorOptions
+from shoal.cli.options import DoctorOptions, setting_text
 from shoal.cli.report import account_of
 from shoal.errors import CommandError, ExitCode, RunDirectoryError
 from shoal.planner.diagnose.causes import LostTime, Remedy, causes
@@ -118,12 +118,11 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequ
 
 
 def _settings(given: Any) -> list[str]:
-    """The settings that a run was given, as words of the command."""
+    """The settings that a run was given, as words of the command. Raises: CommandError where no word says one."""
     words: list[str] = []
-    for name, value in given.items() if isinstance(given, dict) else ():
-        value = value["value"] if isinstance(value, dict) and "value" in value else value
-        text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
-        words += ["--set", f"{name}={text}"]
+    for name, setting in given.items() if isinstance(given, dict) else ():
+        is_setting = isinstance(setting, str) or (isinstance(setting, dict) and "value" in setting)
+        words += ["--set", f"{name}={setting_text(name, setting if is_setting else {'value': setting})}"]
     return words
 
 

@@ -286,7 +286,7 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             continue
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, tuple):  # a job's setting
-                one = f"{one[0]}={_text_of(*one)}"
+                one = f"{one[0]}={setting_text(*one)}"
             if not isinstance(one, str | int | float):
                 raise CommandError(
                     given=f"{option.name}={one!r:.60}",
@@ -311,7 +311,7 @@ def _job_by_name(job: JobRequest) -> dict[str, Any]:
     return {"job": f"{job.path}:{job.function}" if job.function else str(job.path), "set": job.settings}
 
 
-def _text_of(name: str, setting: Setting) -> str:
+def setting_text(name: str, setting: Setting) -> str:
     """A setting as `--set` takes it. Raises: CommandError for a text that would be taken for another value there."""
     held = setting["value"] if isinstance(setting, dict) else setting
     if isinstance(setting, str) or not isinstance(held, str):
