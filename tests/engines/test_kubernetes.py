@@ -14,8 +14,7 @@ from tests.engines import namespaces
 from tests.engines.choice import needs
 from tests.engines.namespaces import Hosts
 from tests.engines.pods import trainer_variables, two_pods, variables
-from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
-from tests.sharing import Shared
+from tests.launching import JOBS, Ended, Gate, Started, start_command
 
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.kubernetes import pod_run
@@ -28,11 +27,6 @@ JOB = JOBS / "tiny.py"
 def submission(out: Path, options: str, processes: int = 2, *more: str) -> Submission:
     arguments = ("run", str(JOB), "--devices", str(processes), "--out", str(out), *more)
     return Submission(arguments, "tiny", out, Path.cwd(), processes, options)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 class PodSet:

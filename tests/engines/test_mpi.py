@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engines.choice import needs
-from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
-from tests.sharing import Shared
+from tests.engines.same_run import assert_same, result
+from tests.launching import JOBS, Ended, Gate, Started, start_command
 
 PROGRAMS = ("mpirun.openmpi", "mpirun.mpich")
 
@@ -30,15 +28,9 @@ JOB = str(JOBS / "tiny.py")
 STEP = 6
 SETTLING_SECONDS = 1.0  # until mpirun has handed a signal on; later, the run would only end without it
 LIMIT_SECONDS = 120.0
-SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
 VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(JOBS)}
 # More ranks than cores.
 MORE = {"mpirun.openmpi": ("--oversubscribe",), "mpirun.mpich": ()}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 def shoal(out: Path, ranks: int, *words: str) -> list[str]:
@@ -48,17 +40,6 @@ def shoal(out: Path, ranks: int, *words: str) -> list[str]:
 
 def on(program: str, out: Path, ranks: int, *words: str) -> list[str]:
     return shoal(out, ranks, "--on", " ".join([f"mpi:{program}", *MORE[program]]), *words)
-
-
-def result(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
-    return found
-
-
-def assert_same(out: Path, undisturbed: Ended) -> None:
-    found = result(out)
-    assert found["status"] == "completed"
-    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
 
 
 def ranks_of(started: Started) -> dict[int, int]:

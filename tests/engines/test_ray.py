@@ -17,19 +17,13 @@ import pytest
 from tests.engines import ray_cluster
 from tests.engines.choice import needs
 from tests.engines.ray_cluster import QUIET, RayCluster
+from tests.engines.same_run import assert_same
 from tests.launching import JOBS, Ended, Gate, Run, Started, start, start_command
-from tests.sharing import Shared
 
 pytestmark = [*needs("ray", ray_cluster.unavailable), pytest.mark.timeout(300)]
 
 JOB = JOBS / "tiny.py"
 LIMIT_SECONDS = 150.0
-SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +35,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def on_ray(out: Path, on: str = "ray", *arguments: str, restarts: int = 5, **environment: str) -> Run:
     words = ("--on", on, "--checkpoint-every", "3", *arguments)
     return Run(JOB, out, 2, True, words, environment={**QUIET, **environment}, fresh=True, restarts=restarts)
-
-
-def assert_same(out: Path, undisturbed: Ended) -> None:
-    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
-    assert {key: result[key] for key in SAME} == {key: undisturbed.result[key] for key in SAME}
 
 
 def kill(started: Started, which: str) -> None:

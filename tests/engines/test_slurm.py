@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from tests.engines import slurm_cluster
 from tests.engines.choice import needs
+from tests.engines.same_run import assert_same, result
 from tests.engines.slurm_cluster import Slurm
 from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
 from tests.sharing import Shared
@@ -23,18 +23,12 @@ JOB = str(JOBS / "tiny.py")
 TWO_NODES = "--nodes=2 --ntasks-per-node=1"
 LIMIT_SECONDS = 120.0
 STEPS, STEP = 16, 6
-SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with slurm_cluster.started(tmp_path_factory.mktemp("slurm"), "n1", "n2") as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 class Submitted:
@@ -84,17 +78,6 @@ def run(slurm: Slurm, out: Path, *words: str, gate: Gate | None = None, on: str 
     """A context with the command on its way, as a `Started`."""
     variables = {**slurm.variables, "PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
     return start_command(command(out, *words, on=on), out, variables)
-
-
-def result(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
-    return found
-
-
-def assert_same(out: Path, undisturbed: Ended) -> None:
-    found = result(out)
-    assert found["status"] == "completed"
-    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
 
 
 def test_two_nodes(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -12,30 +11,19 @@ from pathlib import Path
 import pytest
 from tests.engines import spark_session
 from tests.engines.choice import needs
+from tests.engines.same_run import assert_same
 from tests.engines.spark_session import FRAME_JOB, MASTER, QUIET, SESSION
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start, start_command
-from tests.sharing import Shared
 
 pytestmark = [*needs("spark", spark_session.unavailable), pytest.mark.timeout(400)]
 
 JOB = JOBS / "tiny.py"
 LIMIT_SECONDS = 200.0
-SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 def on_spark(out: Path, master: str = MASTER, **environment: str) -> Run:
     words = ("--on", f"spark:master={master}", "--checkpoint-every", "3")
     return Run(JOB, out, 2, True, words, environment={**QUIET, **environment}, fresh=True, restarts=5)
-
-
-def assert_same(out: Path, undisturbed: Ended) -> None:
-    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
-    assert {key: result[key] for key in SAME} == {key: undisturbed.result[key] for key in SAME}
 
 
 def parent(pid: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,16 +13,15 @@ from typing import Any
 import pytest
 from tests.engines import sshd
 from tests.engines.choice import needs
+from tests.engines.same_run import assert_same, result
 from tests.engines.sshd import SshHosts
-from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
-from tests.sharing import Shared
+from tests.launching import JOBS, Ended, Gate, Started, start_command
 
 pytestmark = needs("ssh", sshd.unavailable)
 
 JOB = str(JOBS / "tiny.py")
 STEP = 6
 LIMIT_SECONDS = 110.0
-SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
 
 
 @pytest.fixture
@@ -32,27 +30,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(shared: Shared) -> Ended:
-    return shared.run(Run(JOB, Path(), 1, exact=True))
-
-
 def run(hosts: SshHosts, out: Path, *words: str, gate: Gate | None = None, on: str = "h1,h2", devices: int = 2) -> Any:
     """A context with the command on its way, as a `Started`."""
     shared = ("--exact", "--devices", str(devices), "--out", str(out), "--on", f"hosts:{on} -F {hosts.config}")
     variables = {"PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
     return start_command([sys.executable, "-m", "shoal", "run", JOB, *shared, *words], out, variables)
-
-
-def result(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
-    return found
-
-
-def assert_same(out: Path, undisturbed: Ended) -> None:
-    found = result(out)
-    assert found["status"] == "completed"
-    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
 
 
 def ranks_of(started: Started) -> dict[int, int]:
