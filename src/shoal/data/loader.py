@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
-from shoal.data.sample_digest import Ids
+from shoal.data.sample_digest import Ids, grain_words
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
@@ -27,6 +27,8 @@ from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # A dataset worker that says nothing for so long is taken for stuck.
 WORKER_TIMEOUT_SECONDS = 300
+# So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
+_STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
 _OWN_MESSAGE = "look for its own message above; data.workers = 0 reads in the rank itself"
 _SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
@@ -36,6 +38,7 @@ class Microbatch:
     """Neighbouring grains that share one forward; `batch` is the collate function's result.
 
     `ids` holds one int64 array of sample ids a grain. `read` makes a microbatch of some of the samples, read again.
+    `known_words`: `words`, where they were computed before.
     """
 
     step: int
@@ -43,11 +46,17 @@ class Microbatch:
     ids: tuple[Ids, ...]
     batch: Any
     read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
+    known_words: list[float] | None = None
 
     @property
     def num_samples(self) -> int:
         """Samples in all its grains."""
         return sum(g.size for g in self.grains)
+
+    @property
+    def words(self) -> list[float]:
+        """The digests of its grains, added up."""
+        return self.known_words or grain_words(self.step, [grain.index for grain in self.grains], self.ids)
 
     def split(self) -> list[Microbatch]:
         """The same samples, read again, grain by grain."""
@@ -155,6 +164,12 @@ class _Request:
     step: int
     grains: tuple[Grain, ...]
     ids: tuple[Ids, ...]
+    words: list[float] | None = None
+
+    def digested(self) -> _Request:
+        """With the digests of its grains."""
+        words = grain_words(self.step, [grain.index for grain in self.grains], self.ids)
+        return _Request(self.step, self.grains, self.ids, words)
 
 
 class _Fetcher(Dataset[Any]):
@@ -212,14 +227,17 @@ class MapLoader(Loader):
         self._per_microbatch = order.num_grains
         self._batches: Iterator[Any] | None = None
         self._next = 0
+        self._known: dict[int, list[_Request]] = {}
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
+        self._known = {}
         self._per_microbatch, self._next = grains_per_microbatch, step
 
     def move(self, place: DataRank) -> None:
         """From now on reads what another data rank computes, and a step only once it is asked for."""
         self.close()
+        self._known = {}
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
@@ -242,9 +260,17 @@ class MapLoader(Loader):
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
-        requests = self.requests(step)
+        requests = self._own_requests(step)
         microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
+
+    def _own_requests(self, step: int) -> list[_Request]:
+        """This rank's, of several steps at once: after a backward, whose data fill the caches, each call is dear."""
+        if step not in self._known:
+            count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
+            ahead = range(step, step + count)
+            self._known = {number: [request.digested() for request in self.requests(number)] for number in ahead}
+        return self._known.pop(step)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
@@ -252,7 +278,7 @@ class MapLoader(Loader):
 
     def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
         read = functools.partial(self._read, request.step)
-        return Microbatch(request.step, request.grains, request.ids, batch, read)
+        return Microbatch(request.step, request.grains, request.ids, batch, read, request.words)
 
     def _fetch(self, request: _Request) -> Any:
         if not self._workers:

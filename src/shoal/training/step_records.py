@@ -150,6 +150,7 @@ class StepRecords:
     def timed(self, kind: str) -> Iterator[None]:
         """A context whose seconds are those of an evaluation or a checkpoint outside of any step's time."""
         began = time.perf_counter()
+        self.flush()
         try:
             yield
         finally:
@@ -185,6 +186,10 @@ class StepRecords:
             record, slowest = record.with_ranks(agreement.spreads), agreement.slowest_rank
         self._writer.write(record)
         self._around.on_step(record, slowest)
+
+    def flush(self) -> None:
+        """Writes what was recorded: before what takes long, and so that no checkpoint is of a step without a record."""
+        self._writer.flush()
 
     def conclude(self, state: RunState, status: str) -> Outcome:
         """Saves the last state, and evaluates it unless that was done. Collective: all ranks."""

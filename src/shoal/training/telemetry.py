@@ -21,6 +21,8 @@ from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
 _MEMORY_SECONDS = 0.05
+# Records are written at the latest when so many wait, or with the first one after so long.
+_TOGETHER, _TOGETHER_SECONDS = 64, 0.05
 
 
 class StepListener:
@@ -153,26 +155,40 @@ def peak_memory_bytes(device: torch.device) -> int:
 class RecordWriter:
     """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else.
 
+    Lines of short steps are written together, some 50 ms late: one by one each costs a step several times as much.
     `forgotten` is called with the records of steps that are about to be trained again.
     """
 
     def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
         self._path, self._forgotten = path, forgotten
         self._file = path.open("ab", buffering=0) if path else None
+        self._waiting: list[StepRecord] = []
+        self._written = 0.0
 
     def write(self, record: StepRecord) -> None:
-        """Appends one line and hands it to the operating system."""
+        """Appends one line, which is in the file after this call or one of the next 50 ms; `flush` does not wait."""
         if self._file is None:
             return
+        self._waiting.append(record)
+        if len(self._waiting) >= _TOGETHER or time.monotonic() - self._written >= _TOGETHER_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands the lines that wait to the operating system."""
+        waiting, self._waiting = self._waiting, []
+        self._written = time.monotonic()
+        if self._file is None or not waiting:
+            return
         try:
-            line = record.to_line().encode() + b"\n"
-            if self._file.write(line) != len(line):
+            lines = "".join(f"{record.to_line()}\n" for record in waiting).encode()
+            if self._file.write(lines) != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
             self._give_up(error)
 
     def forget_after(self, step: int) -> None:
         """Leaves out the records of steps after `step`: they are about to be trained again."""
+        self.flush()
         if self._path is None or self._file is None:
             return
         try:
@@ -193,7 +209,8 @@ class RecordWriter:
         warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Writes what waits, and closes the file."""
+        self.flush()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
