@@ -51,9 +51,9 @@ class RankSpread:
 class RunTimes:
     """Seconds a step of a run. `step` is without checkpoints; `spans` are rank 0's, and sum to it.
 
-    `checkpoint`: at its steps; `asked`: those that a callback asks for; `best`: after evaluations that improve a watched
-    metric. `undisturbed`: of each span a tenth of the steps of the least rank are as quick. `writing`: seconds of a
-    core that a thread takes for a checkpoint beside the steps, where the run said it.
+    `checkpoint`: at its steps; `asked`: those that a callback asks for; `best`: after evaluations that improve a
+    watched metric. `undisturbed`: of each span a tenth of the steps of the least rank are as quick. `writing`: seconds
+    of a core that a thread takes for a checkpoint beside the steps, where the run said it.
 
     `threads` of each process and `cores` of its host: None where the run did not say. `share_of_grains`: the most
     grains of a rank over their mean.
