@@ -41,8 +41,12 @@ def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str
         steps = max(planted.trial_steps, trial_steps(times, remedies)) if remedies else planted.trial_steps
         results = tried(replace(trial_job(str(JOB), files, times, steps), rounds=rounds), remedies, lambda text: None)
     causes = [(loss.cause, round(loss.regained, 3)) for loss in found]
+    # What is changed by hand has no remedy of its own that could be tried.
+    gain = found[0].regained if planted.mended and found else remedies[0].gain if remedies else None
     gains = [round(gain, 3) for result in results for gain in result.gains]
-    return {"name": name, "causes": causes, "gains": gains, "errors": [r.error for r in results if r.error]}
+    tried_out = remedies[0].name if remedies else None
+    errors = [result.error for result in results if result.error]
+    return {"name": name, "causes": causes, "tried": tried_out, "expected": gain, "gains": gains, "errors": errors}
 
 
 def main() -> None:

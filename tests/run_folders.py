@@ -34,6 +34,7 @@ PREDICTION = {
     "flops_per_sample": 1e12,
     "price_per_hour": 3.0,
     "sample_tokens": 1024,
+    "curve": {"1": 0.4, "2": 0.22, "4": 0.12, "8": 0.08, "64": 0.05},
 }
 
 

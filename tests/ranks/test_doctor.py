@@ -58,7 +58,7 @@ PLANTED = {
     "evaluation": Planted("evaluation", settings={"samples": 640, "evaluated": 1024}),
     "checkpoints": Planted("checkpoints", arguments=("--checkpoint-every", "1"), settings={"width": 512}),
     "numbers read back": Planted(
-        "read backs", arguments=("--trace", "30-31"), settings={"item": True}, mended=("--set", "item=false")
+        "read backs", arguments=("--trace", "30-33"), settings={"item": True}, mended=("--set", "item=false")
     ),
     "threads": Planted("threads", 2, settings={"width": 512}, threads=str(os.cpu_count() or 2)),
 }

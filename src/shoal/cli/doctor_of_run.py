@@ -8,7 +8,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from shoal.plans.plan import Plan, plan_text, read_plan
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.run_files import RunFiles, read_run
+from shoal.runs.trace_steps import TraceSteps
 
 _BEST = 3
 _LEAST_STEPS, _MOST_STEPS = 40, 400
 _PERIODS = 3
+_MOST_TRACED = 10_000
 _UNSTEADY = 1.5
 
 
@@ -53,7 +55,9 @@ def examine(options: DoctorOptions) -> ExitCode:
 
 def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     """Times of a run, and its causes of lost time. Raises: RunDirectoryError where its records are few."""
-    times = run_times(files, account_of(files))
+    traced = _traced_steps(files.path)
+    untraced = [record for record in files.records if record.step not in traced]
+    times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(
             given=str(files.path),
@@ -61,6 +65,16 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
             remedy="train some more steps, without --no-telemetry",
         )
     return times, causes(times, *_traced(files, times))
+
+
+def _traced_steps(path: Path) -> set[int]:
+    """Steps that a profiler made slower."""
+    found: set[int] = set()
+    for file in path.glob("trace-*.json.gz"):
+        with contextlib.suppress(CommandError):
+            steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
+            found |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
+    return found
 
 
 def _named(path: Path) -> str:

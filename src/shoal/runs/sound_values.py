@@ -81,7 +81,7 @@ _PREDICTION: dict[str, Any] = {
     **dict.fromkeys(("cluster", "device", "device_kind", "peak_dtype"), str | None),
     **dict.fromkeys(("step_seconds", "mfu", "peak_flops", "flops_per_sample", "price_per_hour"), float | None),
     **dict.fromkeys(("peak_bytes", "sample_tokens", "devices"), float | None),
-    **dict.fromkeys(("terms", "memory"), dict[str, float]),
+    **dict.fromkeys(("terms", "memory", "curve"), dict[str, float]),
 }
 # What is read of a plan without its reader, which refuses a file of a newer version.
 _PLAN: dict[str, dict[str, Any]] = {

@@ -192,6 +192,12 @@ def test_several_runs_say_what_differs_and_how_they_scale(tmp_path: Path) -> Non
     efficiencies = [row[4] for row in parts["scaling"].tables[0][1].rows]
     assert efficiencies[0] == "100%"
     assert [int(e[:-1]) for e in efficiencies[1:]] == pytest.approx([91, 77], abs=1)
+    chart = parts["scaling"].charts[0]
+    assert list(chart.x) == [1, 2, 4, 8]  # not 64, which no run is near
+    curves = {curve.name: curve.values for curve in chart.curves}
+    assert curves["the planner's curve"] == pytest.approx([64 / 0.4, 64 / 0.22, 64 / 0.12, 64 / 0.08])
+    assert curves["measured"][3] is None
+    assert [row[2] for row in parts["scaling"].tables[1][1].rows] == ["100%", "91%", "83%", "62%", "12%"]
     assert page.summary.startswith("on-4 has the most samples a second in its steps: 3.")
 
 

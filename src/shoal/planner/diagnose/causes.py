@@ -215,7 +215,8 @@ def _slow_rank(times: RunTimes) -> Losses:
         return
     ratio, often = busy.most / max(busy.least, 1e-9), busy.how_often
     seen = f"rank {busy.rank_of_most} is {ratio:.2g} times as long busy as the quickest, in {often:.0%} of steps"
-    found = on_devices(times, times.world_size - 1, busy.least)
+    quick = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
+    found = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
     remedies = []
     if found is not None and found < times.step:
         words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"

@@ -22,6 +22,7 @@ _SUMS = ("all_reduce", "all_gather")
 
 # Of the steps at hand: the quickest, in which least else went on.
 _QUICKEST = 10
+_HELD_UP = 3.0  # times the median
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,11 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     if len(records) < 4:
         return None
     plain, step = _plain(records), median(_plain(records))
-    scale = step / mean(plain)  # a step that something else held up is none of the run's
-    spans = {name: scale * mean(r.spans.get(name, 0.0) for r in records) for name in SPANS if name != "checkpoint"}
+    scale = step / mean(plain)
+    # A step that something else held up is none of the run's: another program, or Python's collection of garbage.
+    usual = [record for record, seconds in zip(records, plain, strict=True) if seconds <= _HELD_UP * step]
+    of_usual = step / mean(_plain(usual))
+    spans = {name: of_usual * mean(r.spans.get(name, 0.0) for r in usual) for name in SPANS if name != "checkpoint"}
     last = files.attempts[-1] if files.attempts else None
     ordered = sorted(plain)
     grains, degrees = int(files.job.get("grains") or 1), _degrees(files.plan)
