@@ -260,7 +260,7 @@ def _pairs(told: Waits) -> list[tuple[str, Table]]:
         [f"rank {rank}", *(share(told.pairs[rank].get(other, 0.0)) if rank != other else "-" for other in ranks)]
         for rank in ranks
     ]
-    return [("Row waited for column", Table(["", *(f"rank {rank}" for rank in ranks)], rows))]
+    return [("Row waited for column", Table(["waited", *(f"for rank {rank}" for rank in ranks)], rows))]
 
 
 def _quantity(name: str, value: float) -> str:
