@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.planner.diagnose.fewer_devices import on_devices
+from shoal.planner.diagnose.fewer_devices import on_devices, planned_ratio
 from shoal.planner.diagnose.run_times import RunTimes
 
 # What is less is not told: no remedy is worth a change for it, and no account is that exact.
@@ -339,6 +339,8 @@ def _devices(times: RunTimes) -> Losses:
         seen += f"; {times.world_size} processes on {times.cores} cores"
     price = f"at {best / times.world_size:.0%} of the price an hour"
     words = f"{_devices_of(best)} instead of {times.world_size}, {price}"
+    if (planned := planned_ratio(times, best)) is not None:
+        words += f" (its plan expected {planned:.2g} times the time of a step)"
     remedy = Remedy("fewer-devices", words, lost / times.total, devices=best)
     yield _lost(times, "devices", "more devices than the batch has work for", lost, seen, remedy)
 

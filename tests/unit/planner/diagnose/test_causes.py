@@ -158,6 +158,16 @@ def test_the_first_cause_is_what_was_planted(name: str) -> None:
     assert found == pytest.approx(gain, rel=0.1 if name == "too many ranks" else 1e-6)
 
 
+def test_what_the_planner_expected_of_fewer_devices_is_told() -> None:
+    times = PLANTED["too many ranks"][0]
+    first = causes(
+        replace(times, plan={**times.plan, "prediction": {"step_seconds": 0.1, "curve": {"1": 0.5, "8": 0.1}}})
+    )
+    told = next(loss for loss in first if loss.cause == "devices").remedies[0]
+    assert told.devices == 1
+    assert "its plan expected 5 times the time" in told.words
+
+
 def test_checkpoints_that_a_callback_asks_for_are_for_people_to_change() -> None:
     (asked,) = causes(run(asked=Periodic(0.04, 1.0, 0.04)))
     assert asked.cause == "checkpoints"
