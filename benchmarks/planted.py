@@ -36,17 +36,21 @@ def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str
         variables = {**os.environ, "OMP_NUM_THREADS": planted.threads}
         subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
         files = read_run(run)
-        times, found = diagnosis(files)
-        remedies = [Remedy("mended", "", 0.0, arguments=planted.mended)] if planted.mended else best_remedies(found)[:1]
+        times, losses = diagnosis(files)
+        remedies = (
+            [Remedy("mended", "", 0.0, arguments=planted.mended)] if planted.mended else best_remedies(losses)[:1]
+        )
         steps = max(planted.trial_steps, trial_steps(times, remedies)) if remedies else planted.trial_steps
         results = tried(replace(trial_job(str(JOB), files, times, steps), rounds=rounds), remedies, lambda text: None)
-    causes = [(loss.cause, round(loss.regained, 3)) for loss in found]
+    causes = [(loss.cause, round(loss.regained, 3)) for loss in losses]
     # What is changed by hand has no remedy of its own that could be tried.
-    gain = found[0].regained if planted.mended and found else remedies[0].gain if remedies else None
+    gain = losses[0].regained if planted.mended and losses else remedies[0].gain if remedies else None
     gains = [round(gain, 3) for result in results for gain in result.gains]
     tried_out = remedies[0].name if remedies else None
     errors = [result.error for result in results if result.error]
-    return {"name": name, "causes": causes, "tried": tried_out, "expected": gain, "gains": gains, "errors": errors}
+    load = os.getloadavg()[0]  # of the last minute, this benchmark's own included
+    found = {"name": name, "causes": causes, "tried": tried_out, "expected": gain, "gains": gains, "errors": errors}
+    return {**found, "load": load}
 
 
 def main() -> None:
