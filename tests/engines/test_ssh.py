@@ -138,4 +138,4 @@ def test_the_doctor_finds_what_keeps_hosts_apart(hosts: SshHosts, tmp_path: Path
     assert told["h1 to h2"][0] == "error"
     assert f"{second.address} is not reached at ports " in told["h1 to h2"][1]
     with doctor(hosts, tmp_path, on="h1,nowhere") as started:
-        assert "host nowhere" in started.wait(LIMIT_SECONDS).expect(4).stderr
+        assert "host nowhere" in started.wait(LIMIT_SECONDS).expect(2).stderr
