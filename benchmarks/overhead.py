@@ -42,6 +42,13 @@ from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
 UNCOUNTED, BLOCK = 10, 80
+# `mlp20k` has 19,690 parameters.
+JOBS: dict[str, Callable[..., shoal.Job]] = {
+    "lenet": small_jobs.lenet,
+    "mlp": small_jobs.mlp,
+    "mlp20k": partial(small_jobs.mlp, width=24),
+    "gpt": small_jobs.gpt,
+}
 Seconds = tuple[float, float]
 Batches = Iterator[tuple[Tensor, Tensor]]
 
@@ -143,13 +150,13 @@ def compared(found: dict[str, list[Seconds]], clock: int) -> dict[str, object]:
 def main() -> None:
     """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", choices=["lenet", "mlp", "gpt"], default="lenet")
+    parser.add_argument("--job", choices=list(JOBS), default="lenet")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     prepare_process(exact=False, num_threads=1)
-    job = partial(getattr(small_jobs, options.job), batch=options.batch)()
+    job = JOBS[options.job](batch=options.batch)
     found = measure(job, options.blocks)
     clocks = {name: compared(found, clock) for clock, name in enumerate(("wall", "cpu"))}
     text = json.dumps({"job": options.job, "batch": options.batch, "torch": torch.__version__, **clocks}, indent=2)

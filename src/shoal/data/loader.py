@@ -48,10 +48,10 @@ class Microbatch:
     read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
     known_words: list[float] | None = None
 
-    @property
+    @functools.cached_property
     def num_samples(self) -> int:
         """Samples in all its grains."""
-        return sum(g.size for g in self.grains)
+        return sum([g.size for g in self.grains])
 
     @property
     def words(self) -> list[float]:

@@ -28,7 +28,11 @@ _BITS, _WIDE_BITS = 24, 40
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
     """The Euclidean norm over all the gradients together: dense or sparse, real or complex, of any floating dtypes."""
-    found = _norm(gradients)
+    return settled(gradients, _norm(gradients))
+
+
+def settled(gradients: Sequence[Tensor], found: float) -> float:
+    """The norm over all the gradients, of which `found` is the number in `norm_tensor`."""
     return found if _LEAST < found < math.inf else _scaled(gradients, found)
 
 
@@ -42,6 +46,12 @@ def rounded(norm: float, dtypes: Iterable[torch.dtype]) -> float:
 
 
 def _norm(gradients: Sequence[Tensor]) -> float:
+    found = norm_tensor(gradients)
+    return float(found) if found is not None else 0.0
+
+
+def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
+    """The norm, float64 [], where the gradients are, as far as squares stay in range; None where there are none."""
     small: list[Tensor] = []
     pieces: list[Tensor] = []  # flat, with the same norm as a gradient and few elements
     for gradient in gradients:
@@ -54,7 +64,7 @@ def _norm(gradients: Sequence[Tensor]) -> float:
         pieces.append(_real(torch._C._nn.flatten_dense_tensors(small)))
     if len({piece.device for piece in pieces}) > 1:
         pieces = [piece.cpu() for piece in pieces]
-    return float(torch.linalg.vector_norm(torch.cat(pieces).double())) if pieces else 0.0
+    return torch.linalg.vector_norm(torch.cat(pieces).double()) if pieces else None
 
 
 def _rows(gradient: Tensor) -> list[Tensor]:

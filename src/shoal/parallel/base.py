@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS
+from shoal.numerics import device_reads
 from shoal.numerics.gradient_norm import rounded
 from shoal.numerics.losses import refuse_weight
 from shoal.parallel.backward import run_backward
@@ -49,6 +50,7 @@ class StepSums:
     flags: Flags
     rows: npt.NDArray[np.float64] | None = None  # [world_size, n]: every rank's row, where they travelled with the sums
     compared: Comparison | None = None  # compressed with exact gradients, in a sampled step
+    norm: float | None = None  # of the summed gradients, as `settled` takes it, where it was read with the sums
 
     @property
     def loss(self) -> float:
@@ -80,7 +82,7 @@ class StepSums:
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
-    here = total.device.type == "cpu"
+    here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words])).to(buffers.device)
     if not here:

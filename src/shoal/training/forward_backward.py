@@ -85,6 +85,8 @@ def labelled(
     clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
 ) -> contextlib.AbstractContextManager[None]:
     """A context that a trace names by the grains of a microbatch."""
+    if not clock.is_listened_to:
+        return contextlib.nullcontext()
     numbers = [grain.index for grain in microbatch.grains]
     grains = f"grains {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"grain {numbers[0]}"
     return clock.labelled(f"{what}{grains}", grains=numbers, samples=microbatch.num_samples, **about)

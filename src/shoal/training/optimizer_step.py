@@ -16,7 +16,7 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred, is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
-from shoal.numerics.gradient_norm import clip_values, global_norm
+from shoal.numerics.gradient_norm import clip_values, global_norm, settled
 from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
@@ -239,30 +239,36 @@ class Updater:
         self._parameters = [
             (p, sharded_model.counts(name)) for name, p in sharded_model.parameters() if p.requires_grad
         ]
+        # Without a function called for each parameter in every step.
+        self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, also one that has raised in the midst of it
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
 
-    def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
+    def step(
+        self, loss: float, weight: float, loss_scale: LossScale, progress: Progress, norm: float | None = None
+    ) -> Update:
         """Divides the summed gradients by `weight` and by the loss's factor, clips them, and steps.
 
-        `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
-        that it was skipped. Collective: as the strategy's `norm` and `update`. Raises: LossError for such a weight.
+        `loss` is the mean; `norm` the number in `norm_tensor` of all the gradients, where it was read. It counts every
+        trainable parameter once. Nothing is changed where the update says that it was skipped. Collective: as the
+        strategy's `norm` and `update`. Raises: LossError for such a weight.
         """
         rate = self.stepper.set_rates(progress)
         if refuse_weight(weight) == 0.0:  # on a device only the sum is looked at: nothing waits for each microbatch
             return Update(0.0, rate, "weightless")
-        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        gradients, counted = self._gradients()
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
-        norm = self._strategy.norm(global_norm([gradient for gradient, counts in held if counts])) * abs(scale)
+        own = global_norm(counted) if norm is None else settled(counted, norm)
+        norm = self._strategy.norm(own) * abs(scale)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None:
             return Update(norm, rate, skipped)
         scale *= clipping(self._job.clip_norm, norm)
-        if held and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
-            torch._foreach_mul_([gradient for gradient, _ in held], scale)
-        clip_values([gradient for gradient, _ in held], self._job.clip_value)
+        if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
+            torch._foreach_mul_(gradients, scale)
+        clip_values(gradients, self._job.clip_value)
         self._observer.clipped(norm)
         self.stepper.seed(progress.step)
         self.num_begun += 1
@@ -271,6 +277,14 @@ class Updater:
             self._refuse_whole_state()
             self._judged = True
         return Update(norm, rate, None)
+
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's gradients, without a history, and those of them that count in its norm."""
+        if self._whole:
+            found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
+            return found, found
+        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        return [gradient for gradient, _ in held], [gradient for gradient, counts in held if counts]
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""

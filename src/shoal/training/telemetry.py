@@ -114,6 +114,11 @@ class StepClock:
         total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
         return total, dict(zip(self._seconds, spans, strict=True))
 
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether anybody asks for the names of parts."""
+        return self._listener is not None
+
     def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
         """A context that is a part of a step with a name, for whoever listens."""
         return _UNLABELLED if self._listener is None else self._listener.labelled(name, **about)

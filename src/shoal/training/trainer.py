@@ -158,7 +158,7 @@ class Trainer:
         if found is not None:
             update = Update(math.nan, math.nan, "nonfinite")
         else:
-            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress)
+            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress, sums.norm)
             if update.skipped == "nonfinite":
                 found = self._nonfinite(computed)
                 if found is None:

@@ -16,7 +16,9 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
+from shoal.numerics import device_reads
 from shoal.numerics.flat import views_of
+from shoal.numerics.gradient_norm import norm_tensor
 from shoal.parallel.backward import run_backward
 from shoal.parallel.base import NUM_SUMS, WEIGHT, AccumulatingStrategy, Flags, Mark, StepSums, Strategy
 from shoal.parallel.data.buckets import GradientBuckets
@@ -48,7 +50,7 @@ class DataParallel(AccumulatingStrategy):
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
-        self._factor, self._reduce = 1.0, reduce
+        self._factor, self._reduce, self._parameters = 1.0, reduce, list(parameters)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -72,7 +74,7 @@ class DataParallel(AccumulatingStrategy):
         world_size = self._mesh.world_size
         if world_size == 1 or self._reduce != torch.float32 or self._mesh.num_data_ranks < world_size:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            return StepSums(sums.cpu().numpy(), flags) if world_size == 1 else all_sums(sums, flags)
+            return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags)
         rows = torch.zeros(world_size, len(row))
         rows[self._mesh.rank] = torch.tensor(row)
         extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
@@ -80,6 +82,15 @@ class DataParallel(AccumulatingStrategy):
         cut = len(extras) - rows.numel()
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
+
+    def _read(self, sums: Tensor, flags: Flags) -> StepSums:
+        """One process's sums, and with them the norm, in one copy where a copy waits for the device."""
+        if device_reads.waits(sums.device):
+            norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
+            if norm is not None and norm.device == sums.device:
+                read = torch.cat([sums, norm.reshape(1)]).cpu().numpy()
+                return StepSums(read[:-1], flags, norm=float(read[-1]))
+        return StepSums(sums.cpu().numpy(), flags)
 
     def gradient_buffers(self) -> list[Tensor]:
         return self._buckets.buffers()
