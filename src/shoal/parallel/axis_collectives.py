@@ -5,6 +5,7 @@ As in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,12 @@ from torch import Tensor
 from shoal.distributed.mesh import Mesh
 
 Change = Callable[[Tensor], Tensor]
+
+
+def is_without_data(tensor: Tensor) -> bool:
+    """Whether a model is only being followed, of which torch before 2.13 knows no collective but the all-reduce."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # which nothing else loads
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,8 @@ class TensorAxis:
             own = tensor.new_zeros(shape)
             own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         rows = [torch.empty_like(own) for _ in sizes]
-        dist.all_gather(rows, own, group=self.group)
+        if not is_without_data(own):
+            dist.all_gather(rows, own, group=self.group)
         return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
 
     def own(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -72,7 +80,8 @@ class TensorAxis:
         wide = tensor.float() if tensor.itemsize < 4 and tensor.device.type == "cpu" else tensor
         parts = [part.contiguous() for part in wide.chunk(self.degree, dim)]
         found = torch.empty_like(parts[self.place])
-        dist.reduce_scatter(found, parts, group=self.group)
+        if not is_without_data(found):
+            dist.reduce_scatter(found, parts, group=self.group)
         return found.to(tensor.dtype)
 
 

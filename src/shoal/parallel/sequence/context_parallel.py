@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.errors import ShoalError
-from shoal.parallel.axis_collectives import TensorAxis, enter
+from shoal.parallel.axis_collectives import TensorAxis, enter, is_without_data
 from shoal.parallel.model.trial import ModelTrial, Values, first_line
-from shoal.parallel.sequence.attention import Sliced, is_without_data
+from shoal.parallel.sequence.attention import Sliced
 from shoal.parallel.sequence.plan import BlockPlan, ContextPlan, decide
 from shoal.parallel.sequence.positions import (
     BlockRole,
