@@ -106,7 +106,8 @@ class StepClock:
         """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
         self.mark("other")
         self.heartbeat.enter("away")
-        total = time.perf_counter() - self._began
+        spans_end = not self._cuda and (self.enabled or self._listener is not None)  # and the step with them
+        total = (self._since if spans_end else time.perf_counter()) - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
         if self._listener is not None:
