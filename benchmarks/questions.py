@@ -114,7 +114,7 @@ QUESTIONS = (
     Asked("GPT-NeoX-20B", "text", "512xA100-40-SXM", 1536, "bf16", "gpt-neox-20b", 2048,
           why="its authors report 117 TFLOP/s a device, 38 %, on 96 such A100 (arXiv:2204.06745)"),
     Asked("Mixtral-8x7B", "text", "512xH100", 1024, "bf16", "mixtral-8x7b", 4096,
-          why="counted are the two experts of a token, while all eight are held; experts are not divided, so stages are"),
+          why="two experts of eight compute a token, all are held and updated: experts are not divided, stages are"),
     Asked("Llama-3-70B", "text", "4096xH100", 2048, "bf16", "llama-3-70b", 8192,
           why="Llama 3's authors report 38 to 43 % for 405 B on 8,192 and 16,384 H100 (arXiv:2407.21783)"),
     Asked("OPT-175B", "text", "4096xA100-80", 2048, "bf16", "opt-175b", 2048,
