@@ -114,14 +114,14 @@ QUESTIONS = (
     Asked("GPT-NeoX-20B", "text", "512xA100-40-SXM", 1536, "bf16", "gpt-neox-20b", 2048,
           why="its authors report 117 TFLOP/s a device, 38 %, on 96 such A100 (arXiv:2204.06745)"),
     Asked("Mixtral-8x7B", "text", "512xH100", 1024, "bf16", "mixtral-8x7b", 4096,
-          why="its experts multiply in float32, which autocast leaves as it is, at 7 % of the peak for bfloat16"),
+          why="two experts of eight compute a token, all are held and updated: experts are not divided, stages are"),
     Asked("Llama-3-70B", "text", "4096xH100", 2048, "bf16", "llama-3-70b", 8192,
           why="Llama 3's authors report 38 to 43 % for 405 B on 8,192 and 16,384 H100 (arXiv:2407.21783)"),
     Asked("OPT-175B", "text", "4096xA100-80", 2048, "bf16", "opt-175b", 2048,
           why="its authors report up to 147 TFLOP/s a device, 47 %, on 992 A100-80 (arXiv:2205.01068)"),
     Asked("Llama-3.1-405B", "text", "16384xH100", 2048, "bf16", "llama-3.1-405b", 8192,
-          why="its authors report 41 % on 16,384 H100 with tensor 8, pipeline 16, data 128 (arXiv:2407.21783), and"
-          " sequences divided between stages, which this version refuses"),
+          why="its authors report 41 % on 16,384 H100 with tensor 8, pipeline 16, data 128 (arXiv:2407.21783) and"
+          " nothing recomputed, for which this engine keeps too much"),
 )  # fmt: skip
 
 

@@ -622,13 +622,25 @@ SEQUENCE: dict[str, dict[str, Any]] = {
     "2, computed again": {"layout": {"tensor": 2}, "memory": {"recompute": "full"}},
     "2 x shard 2, parameters": {"layout": {"tensor": 2, "shard": 2}},
     "2, bf16": {"layout": {"tensor": 2}, "precision": {"compute": "bfloat16"}},
+    "2 x pipeline 2": {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}},
+    "2 x pipeline 2, zero bubble": {
+        "layout": {"tensor": 2, "pipeline": 2},
+        "batch": {"grains_per_microbatch": 1},
+        "pipeline": {"schedule": "zero_bubble"},
+    },
+    "2 x pipeline 2, in turn, computed again": {
+        "layout": {"tensor": 2, "pipeline": 2},
+        "batch": {"grains_per_microbatch": 1},
+        "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+        "memory": {"recompute": "full"},
+    },
 }
 
 
 @parametrize("name", SEQUENCE, usual=["3"])
 def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path: Path) -> None:
     def model() -> nn.Module:
-        return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
+        return GPT(layers=4 if "pipeline" in name else 2, width=32, heads=4, block=16, dropout=0.2)
 
     job = examples_job(model, partial(tokens, 256), language, 4)
     plan = judged(job, shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True})).plan

@@ -60,6 +60,11 @@ def sent(ended: Ended) -> Any:
     return ended.result["traffic"]["ranks"][0]["measured"]
 
 
+def handed_on(ended: Ended) -> Any:
+    """What rank 0 and its neighbour on the pipeline hand each other in a step."""
+    return sent(ended)["pipeline"]
+
+
 def heard(words: str) -> Any:
     """Whether the run says them."""
     return lambda ended: words in ended.expect_done().said
@@ -135,8 +140,10 @@ SHARD: Table = {
 TENSOR: Table = {
     "tensor.sequence": Acts(layout(2, GPT, tensor=2, tensor_={"sequence": True}), layout(2, GPT, tensor=2), sent),
     "tensor.sequence: without an axis": idle("tensor.sequence = true: no effect", tensor={"sequence": True}),
-    "tensor.sequence: with a pipeline": refused(
-        "whole sequences from stage to stage", layout={"tensor": 2, "pipeline": 2}, tensor={"sequence": True}
+    "tensor.sequence: with a pipeline": Acts(
+        layout(4, GPT, tensor=2, pipeline=2, tensor_={"sequence": True}),
+        layout(4, GPT, tensor=2, pipeline=2),
+        handed_on,
     ),
     "tensor.sequence: with context": refused(
         "both divide the positions", layout={"tensor": 2, "context": 2}, tensor={"sequence": True}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shoal.errors import JobError
+from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 from shoal.plans.plan import PrecisionSection
 
@@ -51,6 +52,7 @@ class Precision:
         """The context of a forward: autocast where compute differs from the parameters."""
         if self.compute == self.parameters:
             return contextlib.nullcontext()
+        cast_grouped_products()
         return torch.autocast(self.device.type, dtype=self.compute)
 
     def products(self) -> contextlib.AbstractContextManager[Any]:

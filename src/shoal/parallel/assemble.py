@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from shoal.plans.resolve import CompletePlan
 if TYPE_CHECKING:
     from shoal.parallel.model.trial import ModelTrial
     from shoal.parallel.pipeline.pipeline import Pipeline
-    from shoal.parallel.pipeline.stages import Function
+    from shoal.parallel.pipeline.stages import Follower, Function
     from shoal.parallel.sequence.plan import ContextPlan
 
 
@@ -160,11 +160,12 @@ class _Axes:
         from shoal.parallel.pipeline.stage_units import StageUnits
         from shoal.parallel.pipeline.stages import Stages
 
-        section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
-        if mesh.layout.context > 1:
-            from shoal.parallel.sequence.context_parallel import roles
+        section, mesh, batch = self.plan.pipeline, self.mesh, self._batch()
+        followers: Mapping[str, Follower] = {}
+        if mesh.layout.context > 1 or self.plan.tensor.sequence:
+            from shoal.parallel.sequence.positions import block_roles
 
-            followers = roles(self.model)
+            followers = block_roles(self.model)
         stages = Stages.build(
             self.model,
             self.made.pair,

@@ -126,12 +126,6 @@ CONFLICTS: tuple[Rule, ...] = (
         'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     Rule(
-        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "pipeline"),
-        ("tensor.sequence", "layout.tensor", "layout.pipeline"),
-        "this version hands whole sequences from stage to stage",
-        "tensor.sequence = false, or layout.pipeline = 1",
-    ),
-    Rule(
         lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "context"),
         ("tensor.sequence", "layout.tensor", "layout.context"),
         "both divide the positions of a sequence, and a rank would have a part of a part",

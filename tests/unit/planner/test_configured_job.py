@@ -11,7 +11,7 @@ import torch
 
 from shoal.cli.options import PlanOptions
 from shoal.cli.plan import plan
-from shoal.errors import CommandError, ExitCode, JobFileError
+from shoal.errors import CommandError, ExitCode, JobError, JobFileError
 from shoal.planner.configured_job import configured_job
 from shoal.runs.job_file import parse_target
 
@@ -81,6 +81,15 @@ def test_a_configuration_is_planned(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert plan(options) is ExitCode.DONE
     assert 'compute = "bfloat16"' in Path(output).read_text()
     assert "shoal run JOBFILE --plan" in capsys.readouterr().out
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_refused(tmp_path: Path) -> None:
+    """On one batch without values nothing looks up a row; a run would, in its first step."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({**gpt2, "vocab_size": 96}))
+    options = PlanOptions(job=f"hf:{tmp_path}", cluster="2xH100", seq=17, batch=16)
+    with pytest.raises(JobError, match=r"looks up row 16.*at most 16 tokens"):
+        plan(options)
 
 
 def test_options_of_the_other_are_refused(tmp_path: Path) -> None:

@@ -293,11 +293,6 @@ EXCLUDED += [
         'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     (
-        of(layout={"pipeline": 2, "tensor": 2}, tensor={"sequence": True}, batch={"grains_per_microbatch": 1}),
-        "tensor.sequence = true, layout.tensor = 2, layout.pipeline = 2",
-        "tensor.sequence = false, or layout.pipeline = 1",
-    ),
-    (
         of(layout={"tensor": 2, "context": 2}, tensor={"sequence": True}),
         "tensor.sequence = true, layout.tensor = 2, layout.context = 2",
         "tensor.sequence = false, or layout.context = 1",

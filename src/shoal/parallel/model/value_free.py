@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.errors import JobError
 from shoal.numerics.operators import is_random, roles, storage_key, tensors_in
 
 # The largest result that is computed: a mask of 16,384 positions by as many.
@@ -47,6 +48,8 @@ class IntegerEvaluation(TorchDispatchMode):
         rule = _SHAPES.get(func)
         if rule is not None:
             return rule(*args, **kwargs)
+        if func is torch.ops.aten.embedding.default and self._has_values(args[1]):
+            _refuse_rows(*args[:2])
         if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
             return func(*args, **kwargs)  # the most there are, without a walk through arguments
         if self.paused or not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
@@ -91,6 +94,21 @@ class _Unseen(TorchFunctionMode):
 
 def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _refuse_rows(weight: Tensor, indices: Tensor) -> None:
+    """Raises: JobError where a table has no such rows, which a run would find out in its first step."""
+    with unset_fake_temporarily():
+        low, high = (int(end) for end in indices.aminmax()) if indices.numel() else (0, 0)
+    rows = weight.shape[0]
+    if low < 0 or high >= rows:
+        raise JobError(
+            given=f"an embedding of {rows:,} rows",
+            conflict=f"the model looks up row {low if low < 0 else high:,} of it: positions and tokens are counted "
+            f"from 0 to {rows - 1:,}",
+            remedy=f"use samples of at most {rows:,} tokens where its rows are positions (--seq), tokens below "
+            f"{rows:,} where they are words; or a model with a larger table",
+        )
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

@@ -27,10 +27,8 @@ from shoal.parallel.sequence.positions import (
     Path,
     Span,
     Stream,
-    Surrounded,
     refusal,
     surround,
-    tensors_by_path,
 )
 from shoal.parallel.sequence.trace import BlockTrace, length_of, observe, shortened_to, sliced
 from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
@@ -45,16 +43,6 @@ class BlockWrapper(BlockRole):
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
         """Attention, and dropout as the plan says."""
         return Sliced(span, self.stream.axis, self.name, self.plan.dropouts)
-
-    def begin(self) -> None:
-        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
-        self.stream.span = None
-
-    def stubbed(self, args: Any, kwargs: Any) -> None:
-        """Takes note of the sequence where another stage computes the block."""
-        hidden = dict(tensors_by_path([args, kwargs])).get(self.plan.hidden)
-        if self.plan.opens and hidden is not None:
-            self.stream.open(hidden)
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
         """A slice of what is as long as the sequence. Collective in the backward: the axis."""
@@ -75,11 +63,6 @@ class BlockWrapper(BlockRole):
             )
         axis = self.stream.axis
         return enter(tensor, axis) if dim is None else span.scatter(tensor, dim, axis)
-
-
-def roles(model: nn.Module) -> dict[str, BlockWrapper]:
-    """The divided blocks' by their names."""
-    return {name: m.sequence_role for name, m in model.named_modules() if isinstance(m, Surrounded)}
 
 
 _WHY = (

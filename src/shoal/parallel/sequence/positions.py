@@ -181,6 +181,16 @@ class BlockRole:
         """The context of the block's forward, whose hidden state has so many dims."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
+        self.stream.span = None
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Takes note of the sequence where another stage computes the block."""
+        hidden = dict(tensors_by_path([args, kwargs])).get(self.plan.hidden)
+        if self.plan.opens and hidden is not None:
+            self.stream.open(hidden)
+
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Cuts what comes in whole, computes, and puts together what has to go out whole.
 
@@ -212,6 +222,12 @@ class BlockRole:
             return with_tensors(result, {plan.result: stream.whole(outputs[plan.result])})
         stream.mark(outputs[plan.result])
         return result
+
+
+def block_roles(model: nn.Module) -> dict[str, BlockRole]:
+    """Roles of the divided blocks by their names."""
+    found = ((name, m.sequence_role) for name, m in model.named_modules() if isinstance(m, Surrounded))
+    return {name: role for name, role in found if isinstance(role, BlockRole)}
 
 
 class PartDropout(TorchFunctionMode):

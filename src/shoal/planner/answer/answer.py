@@ -331,6 +331,9 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         if collected:
+            # Into the oldest generation, unlooked at: else the next collection goes through some millions of nodes.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import twin
 from shoal.parallel.model.structure import repeated_blocks
@@ -126,6 +127,7 @@ class OperatorTracer:
         precision = self._setting.precision
         if precision.compute == precision.parameters:
             return contextlib.nullcontext()
+        cast_grouped_products()
         return torch.autocast("cpu", dtype=_DTYPES[precision.compute])
 
     def _input(self, batch: Any) -> Any:
