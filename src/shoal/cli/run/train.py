@@ -32,7 +32,6 @@ from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import in_child
-from shoal.launch.recovery import Events
 from shoal.launch.signals import Signals
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
@@ -40,6 +39,7 @@ from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
+from shoal.runs.events import Events
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
