@@ -270,7 +270,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 engine.rehearse()
             log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
             _tell_start(log, call, engine, (state, num_steps))
-            result.log = log
+            result.log, result.began_at = log, time.time()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
