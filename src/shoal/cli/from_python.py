@@ -64,6 +64,8 @@ def run(
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
     trace: str | int | None = None,
+    bad_samples: int | None = None,
+    check_replicas: int | None = None,
     max_restarts: int = 5,
     init_from: PathText | None = None,
     init_allow: str | None = None,
@@ -91,6 +93,7 @@ def run(
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |
     | `trace` | steps of which torch's profile is written, "10-12", for Perfetto |
+    | `bad_samples`, `check_replicas` | samples that may be left out; steps between comparisons of replicas |
     | `max_restarts` | starts of lost ranks in a row that bring nothing new |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
     | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |

@@ -79,7 +79,7 @@ class StepSums:
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
-    words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
+    words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.read_ids)
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]

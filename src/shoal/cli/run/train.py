@@ -195,6 +195,8 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
+        bad_samples=request.bad_samples,
+        check_replicas=request.check_replicas,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
         observer=observer,
@@ -258,13 +260,15 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
 
+            events = Events(directory.events if mesh.rank == 0 else None)
+
             def on_step(record: StepRecord, slowest_rank: int) -> None:
-                if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
-                    Events(directory.events).add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+                if request.lost_at is not None and result.first_step_at is None:
+                    events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
-            about = (request.out, loaded.settings, description, request.evaluate_every)
+            about = (request.out, loaded.settings, description, request.evaluate_every, events)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
             if first < num_steps:
                 engine.rehearse()
@@ -351,6 +355,8 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "stop_after": request.steps,
         "keep_checkpoints": request.keep_checkpoints or "all",
         "evaluate_every": request.evaluate_every,
+        "bad_samples": request.bad_samples,
+        "check_replicas": request.check_replicas,
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
