@@ -118,7 +118,8 @@ class Options:
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
-    `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them.
+    `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
+    `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
     `listener` is told of the steps' spans and microbatches.
     """
 
@@ -135,6 +136,7 @@ class Options:
     listener: StepListener | None = None
     bad_samples: int = 0
     check_replicas: int | None = None
+    mtbf_seconds: float | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
@@ -144,7 +146,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
-    notes_of_options = _without_effect(data, mesh, options)
+    notes_of_options = _notes(data, mesh, options)
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
     taken = _taken(options, sharded_model)
@@ -192,9 +194,11 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _without_effect(data: Opened, mesh: Mesh, options: Options) -> Iterator[str]:
+def _notes(data: Opened, mesh: Mesh, options: Options) -> Iterator[str]:
     if options.bad_samples and not isinstance(data.source, MapSource):
         yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
+    if options.mtbf_seconds is not None and options.checkpoint_every is None:
+        yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
     if options.check_replicas and mesh.layout.data == 1:
         yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
 
@@ -219,7 +223,7 @@ def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[Ev
 def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
     folder = options.checkpoints
     store = Store(folder, options.keep_checkpoints, mark=options.saved) if folder is not None else None
-    return Keeper(mesh, store, trained, options.checkpoint_every)
+    return Keeper(mesh, store, trained, options.checkpoint_every, options.mtbf_seconds)
 
 
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:

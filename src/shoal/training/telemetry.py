@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
 _MEMORY_SECONDS = 0.05
+# Records that wait for a disk, the newest of them, and the time between two attempts.
+_MOST_LATE, _RETRY_SECONDS = 10_000, 1.0
 
 
 class StepListener:
@@ -151,7 +154,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RecordWriter:
-    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else.
+    """Writer of step records, a line each; a disk that refuses warns once, and gets them later.
 
     `forgotten` is called with the records of steps that are about to be trained again.
     """
@@ -159,17 +162,34 @@ class RecordWriter:
     def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
         self._path, self._forgotten = path, forgotten
         self._file = path.open("ab", buffering=0) if path else None
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=_MOST_LATE)
+        self._next_try = 0.0
 
     def write(self, record: StepRecord) -> None:
         """Appends one line and hands it to the operating system."""
         if self._file is None:
             return
+        self._late.append((record.step, record.to_line().encode() + b"\n"))
+        if time.monotonic() >= self._next_try:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Appends what was not written yet; a later time where the disk refuses."""
+        assert self._file is not None
+        content = b"".join(line for _, line in self._late)
         try:
-            line = record.to_line().encode() + b"\n"
-            if self._file.write(line) != len(line):
+            written = self._file.write(content)
+            if written != len(content):  # half a line would spoil the next one
+                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            if not self._next_try:
+                text = f"step records are kept until they can be written: {self._path}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            self._next_try = time.monotonic() + _RETRY_SECONDS
+        else:
+            self._late.clear()
+            self._next_try = 0.0
 
     def forget_after(self, step: int) -> None:
         """Leaves out the records of steps after `step`: they are about to be trained again."""
@@ -178,6 +198,8 @@ class RecordWriter:
         try:
             self._file.close()
             records = list(read_steps(self._path))
+            for late in [one for one in self._late if one[0] > step]:
+                self._late.remove(late)
             kept = [record.to_line() + "\n" for record in records if record.step <= step]
             fresh = self._path.with_suffix(".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
@@ -189,12 +211,15 @@ class RecordWriter:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        self._late.clear()
         self.close()
         warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, after a last attempt to write what is late."""
         if self._file is not None:
+            if self._late:
+                self._flush()
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None

@@ -44,7 +44,12 @@ class Trainer:
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
         self._ended_by: dict[str, Any] | None = None
+        parts.keeper.tell_failures(self._unwritten)
         self._go_back(state.step)
+
+    def _unwritten(self, reason: str) -> None:
+        done = "the last good one stays, and the training goes on"
+        self._around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
 
     def train(self) -> Outcome:
         """Trains to the end, or to the first step at which any rank was asked to stop.

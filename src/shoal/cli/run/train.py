@@ -39,7 +39,7 @@ from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
-from shoal.runs.events import Events
+from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
@@ -197,6 +197,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         telemetry=request.telemetry,
         bad_samples=request.bad_samples,
         check_replicas=request.check_replicas,
+        mtbf_seconds=mtbf_seconds(kept.events, request.started_at, time.time()),
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
         observer=observer,
