@@ -16,10 +16,11 @@ SLOW = pytest.mark.slow
 
 def needs_zero23() -> pytest.MarkDecorator:
     """Of what cuts gradients or parameters, which is refused before torch 2.13."""
-    from torch.distributed.fsdp import FSDPModule
+    from shoal.parallel.shard import torch_release
 
-    lacks = not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-    return pytest.mark.skipif(lacks, reason="ZeRO-2 and 3 are refused in words before torch 2.13")
+    return pytest.mark.skipif(
+        bool(torch_release.missing()), reason="ZeRO-2 and 3 are refused in words before torch 2.13"
+    )
 
 
 def parametrize(

@@ -184,7 +184,7 @@ SLICED: dict[str, dict[str, Any]] = {
 STAGED |= SLICED
 
 
-@parametrize("sections", STAGED.values(), ids=STAGED, usual=["1f1b", "context, pipeline"])
+@parametrize("sections", STAGED.values(), ids=STAGED, usual=["context, pipeline"])
 def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(transformer(optimizer=adamw, model=partial(Transformer, blocks=4)), sections, tmp_path / "r"):
         found, wanted = told["measured"], told["predicted"]
@@ -224,13 +224,14 @@ def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[st
 SHARED = {"collectives": {"all_reduce": "shared_memory"}}
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("job", "sections"),
     [
         (JOBS_TO_COUNT["transformer"], PLANS["zero 3, hybrid"]),
         (gpt, {"layout": {"tensor": 2}, "tensor": {"sequence": True}}),
     ],
     ids=["zero 3", "tensor"],
+    usual=["tensor"],
 )
 def test_groups_in_shared_memory_count_the_same(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
     """What fully_shard and a tensor axis ask torch for is a message wherever it goes."""

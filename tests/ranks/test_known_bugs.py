@@ -423,7 +423,7 @@ def test_planted_into_the_engine_it_is_seen(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["tensor 2", "context 2"])
+@parametrize("name", ["tensor 2", "context 2"], usual=["tensor 2"])
 def test_a_chunked_loss(name: str, wanted: Trained, tmp_path: Path) -> None:
     assert_same(in_ranks(job(chunked), LAYOUTS[name], tmp_path / "ranks"), wanted)
 

@@ -493,6 +493,10 @@ PREDICT_OPTIONS: Table = {
     "--data: none such": Refuses(predict("--data", "others"), "the job has eval, train"),
     "--step": Acts(predict("--step", "1"), PREDICTED, rows),
     "--ema": Acts(predict("--ema", after=AVERAGED_RUN), predict(after=AVERAGED_RUN), rows),
+    "--devices": Acts(
+        predict("--devices", "2"), PREDICTED, lambda ended: (ended.out / "logs" / "rank-1.txt").exists(), True
+    ),
+    "--devices: too many": Refuses(predict("--devices", "9"), "9 data ranks for a job of grains=8"),
     "--set": Acts(predict("--set", "change=eval_data"), PREDICTED, lambda ended: rows(ended)["ids"][0], (11,)),
     "--set: no data": Refuses(predict("--set", "change=no eval_data"), "write --data train"),
 }

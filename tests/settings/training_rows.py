@@ -133,6 +133,11 @@ def steps(ended: Ended) -> Any:
     return ended.result["steps"]
 
 
+def num_kept(ended: Ended) -> int:
+    """Checkpoints that a loop has left."""
+    return len(list((ended.folder / "kept").glob("step-*")))
+
+
 SESSION: Table = {
     "global_batch": Acts(loop("global_batch"), OWN, steps),
     "grains": Acts(loop("grains, fuse"), loop("fuse"), forwards, 4),
@@ -152,6 +157,13 @@ SESSION: Table = {
     ),
     "skip_nonfinite: without": Refuses(STOPPED, "Session(skip_nonfinite=True)"),
     "checkpoints": Acts(loop("checkpoints"), OWN, lambda ended: (ended.folder / "kept").exists(), True),
+    "checkpoint_every": Acts(loop("checkpoint_every"), loop("checkpoints"), num_kept, 3),
+    "checkpoint_every: none": Refuses(loop("checkpoint_every 0"), "checkpoint_every is a whole number of at least 1"),
+    "checkpoint_every: without checkpoints": Refuses(
+        loop("checkpoint_every without checkpoints"), "checkpoint_every=1 without checkpoints"
+    ),
+    "keep_checkpoints": Acts(loop("keep_checkpoints"), loop("checkpoint_every"), num_kept, 4),
+    "keep_checkpoints: none": Refuses(loop("keep_checkpoints 0"), "keep_checkpoints is a whole number of at least 1"),
     "resume": Acts(
         Call(job=None, loop="resume", after=loop("checkpoints in out")),
         loop("checkpoints"),

@@ -107,6 +107,7 @@ def predict(
     settings: Mapping[str, Any] | None = None,
     step: Step = "last",
     ema: bool = False,
+    devices: int | None = None,
     **job_settings: Any,
 ) -> dict[str, Tensor]:
     """Outputs of a run's model for each sample of a data set, by name, with `ids`; in the order of the data.
@@ -120,8 +121,9 @@ def predict(
     | `settings` | parameters of the job function; further keywords are such too; as those of the run otherwise |
     | `step` | "last", "best", or the step of a checkpoint |
     | `ema` | the averaged weights of a run with the callback EMA |
+    | `devices` | processes, each with the whole model; 1 |
 
-    Computed by one process, a new interpreter. The command `shoal predict` writes the file, whatever its size.
+    Each process is a new interpreter, as of `shoal.run`. The command `shoal predict` writes the file, of any size.
     Raises: the errors of the command; LaunchError inside of a rank; KeyboardInterrupt.
     """
     return _predict(dict(locals()))
@@ -158,7 +160,7 @@ def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
         request = predict_request(options, quiet=True)
         if data is not None and named is None:
             request = replace(request, handed=hand_over_value(data, Path(folder)))
-        ended = in_ranks(request, "predict", 1, signals, other_stream())
+        ended = in_ranks(request, "predict", options.devices or 1, signals, other_stream())
         _raise(ended.error, ended.code, signals)
         return read(Path(output))
 

@@ -212,6 +212,7 @@ class PredictOptions:
     data: str | None = _option("eval (default), train, or the name of one of several evaluation sets", "NAME")
     step: str = _option(_STEP, "STEP", default="last")
     ema: bool = _switch("the averaged weights of a run with the callback EMA")
+    devices: int | None = _option("processes, each with the whole model (default: 1)", "N", least=1)
     set: tuple[str | tuple[str, Setting], ...] = _option(*_SET_AS_RUN, default=(), action="append")
 
 

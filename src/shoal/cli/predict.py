@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import PredictOptions
-from shoal.cli.trained_engine import PredictRequest, handed_over, trained_engine
+from shoal.cli.trained_engine import PredictRequest, handed_over, in_ranks, trained_engine
 from shoal.data.opened import open_evaluation, said_of
 from shoal.data.source import Opened
+from shoal.distributed.agreement import together
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode, nearest
 from shoal.job import Job
@@ -24,11 +26,17 @@ _TRAIN, _EVAL = "train", "eval"
 
 
 def predict(options: PredictOptions) -> ExitCode:
-    """Predicts in this process. Raises: ShoalError."""
+    """Predicts in this process, or with ranks on this host that it starts. Raises: ShoalError."""
     request = handed_over(PredictRequest)
     if request is None:
         refuse_rank(os.environ, "shoal predict")
         request = predict_request(options)
+        devices = options.devices or 1
+        if devices > 1:
+            ended = in_ranks(request, "predict", devices)
+            if ended.error is not None:
+                print(ended.error.render(), file=sys.stderr)
+            return ExitCode(ended.code)
     environment = joined(os.environ) or Environment()
     with inside_run(os.environ):
         return as_rank(environment, lambda: _predict(request, environment))
@@ -44,17 +52,18 @@ def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
 
 
 def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
-    """Predicts with the run's plan on one device, whatever layout trained it."""
+    """Predicts with the whole model on each rank, whatever layout trained it. Collective: all ranks."""
     job = request.loaded_job.job
     name, data = _data_of(job, request)
-    with trained_engine(request, 1, environment, job) as (mesh, _, engine, saved):
-        source = data if isinstance(data, Opened) else open_evaluation(name, data, job.collate)
+    with trained_engine(request, environment.world_size, environment, job) as (mesh, _, engine, saved):
+        source = data if isinstance(data, Opened) else together(mesh, lambda: open_evaluation(name, data, job.collate))
         evaluator = Evaluator(engine.job, mesh, engine.precision, source, {}, name=name)
-        predictions = Predictions(request.output)
+        predictions = Predictions(mesh, request.output)
         with contextlib.closing(predictions):
-            evaluator.predict(engine.model, job.predict or of_first_part, predictions.add)
+            function = job.predict or of_first_part
+            together(mesh, lambda: evaluator.predict(engine.model, function, predictions.add))
             predictions.write()
-    if not request.quiet:
+    if environment.rank == 0 and not request.quiet:
         weights = "averaged weights of step" if request.ema else "step"
         print(f"{request.run} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
     return ExitCode.DONE

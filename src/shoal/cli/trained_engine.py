@@ -91,6 +91,10 @@ class PredictRequest(WeightsRequest):
     handed: HandedJob | None = None
     quiet: bool = False
 
+    def plan(self, devices: int) -> Plan:
+        """The run's plan with the model whole on each of so many data ranks."""
+        return super().plan(1).with_sections(layout={"data": devices})
+
 
 def handed_over(kind: type[_Value]) -> _Value | None:
     """The request of the process that has started this one, if one has."""

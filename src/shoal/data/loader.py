@@ -20,12 +20,15 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
 from shoal.data.quarantine import Fetched, Quarantine, with_replaced
-from shoal.data.sample_digest import Ids
+from shoal.data.sample_digest import Ids, grain_words
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
 from shoal.errors import ShoalError
 from shoal.launch.signals import stop_signals
 from shoal.plans.grains import Grain, microbatches, random_key, share
+
+# So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
+_STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Microbatch:
 
     `ids` holds one int64 array of sample ids a grain, `replaced` which sample was read in the place of one that could
     not be. `read` makes a microbatch of some of the samples, read again.
+    `known_words`: `words`, where they were computed before.
     """
 
     step: int
@@ -41,6 +45,7 @@ class Microbatch:
     ids: tuple[Ids, ...]
     batch: Any
     read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
+    known_words: list[float] | None = None
     replaced: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -52,6 +57,11 @@ class Microbatch:
     def num_samples(self) -> int:
         """Samples in all its grains."""
         return sum(g.size for g in self.grains)
+
+    @property
+    def words(self) -> list[float]:
+        """The digests of its grains, added up."""
+        return self.known_words or grain_words(self.step, [grain.index for grain in self.grains], self.read_ids)
 
     def split(self) -> list[Microbatch]:
         """The same samples, read again, grain by grain."""
@@ -65,7 +75,7 @@ class Microbatch:
 
     def without_batch(self) -> Microbatch:
         """The same, which keeps no tensors; dataclasses.replace would take three times as long."""
-        return Microbatch(self.step, self.grains, self.ids, None, self.read, self.replaced)
+        return Microbatch(self.step, self.grains, self.ids, None, self.read, self.known_words, self.replaced)
 
 
 @dataclass(frozen=True)
@@ -175,6 +185,12 @@ class _Request:
     step: int
     grains: tuple[Grain, ...]
     ids: tuple[Ids, ...]
+    words: list[float] | None = None
+
+    def digested(self) -> _Request:
+        """With the digests of its grains."""
+        words = grain_words(self.step, [grain.index for grain in self.grains], self.ids)
+        return _Request(self.step, self.grains, self.ids, words)
 
 
 class _Fetcher(Dataset[Any]):
@@ -241,14 +257,17 @@ class MapLoader(Loader):
         told, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
         self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
         self._next = 0
+        self._known: dict[int, list[_Request]] = {}
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
+        self._known = {}
         self._per_microbatch, self._next = grains_per_microbatch, step
 
     def move(self, place: DataRank) -> None:
         """From now on reads what another data rank computes, and a step only once it is asked for."""
         self.close()
+        self._known = {}
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
@@ -271,9 +290,17 @@ class MapLoader(Loader):
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
-        requests = self.requests(step)
+        requests = self._own_requests(step)
         microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
+
+    def _own_requests(self, step: int) -> list[_Request]:
+        """This rank's, of several steps at once: after a backward, whose data fill the caches, each call is dear."""
+        if step not in self._known:
+            count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
+            ahead = range(step, step + count)
+            self._known = {number: [request.digested() for request in self.requests(number)] for number in ahead}
+        return self._known.pop(step)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
@@ -281,7 +308,8 @@ class MapLoader(Loader):
 
     def _microbatch(self, request: _Request, fetched: Fetched) -> Microbatch:
         read = functools.partial(self._read, request.step)
-        return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, fetched.replaced)
+        known = None if fetched.replaced else request.words
+        return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, known, fetched.replaced)
 
     def _fetch(self, request: _Request) -> Fetched:
         found = self._processes.next(request) if self._processes is not None else self._fetcher.fetch(request)

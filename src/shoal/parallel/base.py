@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
-from shoal.data.sample_digest import DIGEST_WORDS, grain_words
+from shoal.data.sample_digest import DIGEST_WORDS
 from shoal.numerics.gradient_norm import rounded
 from shoal.numerics.losses import refuse_weight
 from shoal.parallel.backward import run_backward
@@ -79,11 +79,10 @@ class StepSums:
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
-    words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.read_ids)
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
-    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *words])).to(buffers.device)
+    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words])).to(buffers.device)
     if not here:
         sums[TOTAL] = total.detach()
         sums[WEIGHT] = weight

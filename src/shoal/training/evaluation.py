@@ -130,7 +130,7 @@ class Evaluator:
             yield size, batch
 
     def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
-        """Gives `take` the number of samples of each chunk, in order, and what `function` makes of it.
+        """Gives `take` the number of samples of each of this rank's chunks, in order, and what `function` makes of it.
 
         Of a model that this process has whole, in eval mode and without gradients. Raises: UserCodeError.
         """
@@ -138,7 +138,7 @@ class Evaluator:
         model.eval()
         try:
             with torch.no_grad():
-                for size, batch in self._batches(DataRank(0, 1)):
+                for size, batch in self._batches(DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)):
                     with self._precision.products(), self._precision.autocast():
                         found = _predicted(function, model, batch)
                     take(size, found)

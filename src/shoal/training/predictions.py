@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 import uuid
@@ -16,10 +18,14 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state import raw
 from shoal.checkpoint.tensor_file import DTYPE_NAMES, tensor_file_head
+from shoal.distributed.agreement import together
+from shoal.distributed.mesh import Mesh
 from shoal.errors import CommandError, JobError
 
 SUFFIXES = (".npz", ".safetensors")
 IDS, OUTPUTS = "ids", "outputs"
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a sample's row
 
 
 def refuse_file(path: Path) -> None:
@@ -52,24 +58,26 @@ def of_first_part(model: nn.Module, batch: Any) -> Any:
 class Predictions:
     """Outputs by name, collected on disk until all are known; `write` makes one file of them, in constant memory.
 
-    Of every sample its id, int64, and a row of each output: the samples are those of the data in order.
+    Of every sample its id, int64, and a row of each output: the samples are those of the data in order. Chunk c is
+    collected by rank c modulo their number; all chunks but the last are of one size.
     """
 
-    def __init__(self, path: Path) -> None:
-        """`path`: the file that they are to be in, beside which they are collected."""
-        self._path = path
-        self._aside = path.parent / f".{path.name}-{uuid.uuid4().hex[:12]}"
-        self._aside.mkdir(mode=0o700, parents=True)
-        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # dtype and shape of a sample's row
+    def __init__(self, mesh: Mesh, path: Path) -> None:
+        """`path`: the file that they are to be in, beside which they are collected. Collective: all ranks."""
+        self._mesh, self._path = mesh, path
+        names = mesh.gather_json(f".{path.name}-{uuid.uuid4().hex[:12]}")
+        self._aside: Path = path.parent / names[0]
+        together(mesh, lambda: self._aside.mkdir(mode=0o700, parents=True, exist_ok=True))
+        self._kinds: dict[str, Kind] = {}
+        self._here = 0  # samples of this rank
+        self._chunk = 0
         self.count = 0
 
     def add(self, size: int, outputs: Any) -> None:
-        """Adds the outputs of the next `size` samples. Raises: JobError where they are not a row for each."""
+        """Adds the outputs of this rank's next chunk. Raises: JobError where they are not a row for each sample."""
         named = dict(self._named(outputs))
         if IDS in named:
             raise _no_rows("an output named 'ids'", "that is what the samples' ids are called", "rename it")
-        named[IDS] = torch.arange(self.count, self.count + size)
-        kinds = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in named.items()}
         for name, tensor in named.items():
             if tensor.ndim == 0 or len(tensor) != size:
                 raise _no_rows(
@@ -77,19 +85,14 @@ class Predictions:
                     "an output has a row for each sample",
                     "return tensors whose first dim is that of the batch",
                 )
+        kinds = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in named.items()}
         self._kinds = self._kinds or kinds
-        if kinds != self._kinds:
-            apart = next(name for name in {**kinds, **self._kinds} if kinds.get(name) != self._kinds.get(name))
-            here, before = _said(kinds.get(apart)), _said(self._kinds.get(apart))
-            raise _no_rows(
-                f"{apart} of {here} for some samples, and of {before} for others",
-                "rows of one output have one shape and dtype",
-                "reduce or pad them in predict: the argmax, or a fixed length",
-            )
+        _refuse_apart(kinds, self._kinds)
         for name, tensor in named.items():
-            with self._part(name).open("ab") as file:
+            with self._part(name, self._mesh.rank).open("ab") as file:
                 file.write(raw(self._writable(tensor)))
-        self.count += size
+        self._here += size
+        self._chunk = max(self._chunk, size)
 
     def _named(self, outputs: Any) -> Iterator[tuple[str, Tensor]]:
         if isinstance(outputs, tuple | list):
@@ -112,18 +115,31 @@ class Predictions:
         narrow = tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.float32, torch.float16)
         return tensor.float() if narrow and self._path.suffix == ".npz" else tensor
 
-    def _part(self, name: str) -> Path:
-        return self._aside / f"{list(self._kinds).index(name)}.raw"
+    def _part(self, name: str, rank: int) -> Path:
+        return self._aside / f"{rank}-{list(self._kinds).index(name)}.raw"
 
     def write(self) -> None:
-        """Writes the file; it is there whole, or not at all. Raises: OSError."""
+        """Writes the file; it is there whole, or not at all. Collective: all ranks. Raises: OSError, JobError."""
+        told = self._mesh.gather_json([self._here, self._chunk, _as_json(self._kinds)])
+        self.count, self._chunk = sum(here for here, _, _ in told), max(chunk for _, chunk, _ in told)
+        own = [_from_json(kinds) for _, _, kinds in told if kinds]
+        self._kinds = own[0] if own else {}
+        for kinds in own:
+            _refuse_apart(kinds, self._kinds)
+        together(self._mesh, self._write if self._mesh.rank == 0 else lambda: None)
+
+    def _write(self) -> None:
         whole = self._aside / self._path.name
         (self._write_npz if self._path.suffix == ".npz" else self._write_safetensors)(whole)
         os.replace(whole, self._path)
 
+    @property
+    def _all_kinds(self) -> dict[str, Kind]:
+        return {**self._kinds, IDS: (torch.int64, ())}
+
     def _write_npz(self, path: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-            for name, (dtype, shape) in self._kinds.items():
+            for name, (dtype, shape) in self._all_kinds.items():
                 kind = self._writable(torch.empty(0, dtype=dtype)).numpy().dtype
                 header = {"descr": kind.str, "fortran_order": False, "shape": (self.count, *shape)}
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -131,20 +147,52 @@ class Predictions:
                     self._copy(name, file.write)
 
     def _write_safetensors(self, path: Path) -> None:
-        order, head = tensor_file_head({n: (dtype, (self.count, *shape)) for n, (dtype, shape) in self._kinds.items()})
+        kinds = {name: (dtype, (self.count, *shape)) for name, (dtype, shape) in self._all_kinds.items()}
+        order, head = tensor_file_head(kinds)
         with path.open("wb") as file:
             file.write(head)
             for name in order:
                 self._copy(name, file.write)
 
     def _copy(self, name: str, write: Callable[[bytes], Any]) -> None:
-        with self._part(name).open("rb") as part:
-            while chunk := part.read(1 << 22):
-                write(chunk)
+        """Writes the rows of an output, chunk by chunk from the rank that has it."""
+        starts = range(0, self.count, max(1, self._chunk))
+        if name == IDS:
+            for start in starts:
+                write(np.arange(start, min(start + self._chunk, self.count), dtype=np.int64).tobytes())
+            return
+        dtype, shape = self._kinds[name]
+        row_bytes = self._writable(torch.empty(0, dtype=dtype)).element_size() * math.prod(shape)
+        with contextlib.ExitStack() as opened:
+            ranks = [rank for rank in range(self._mesh.world_size) if rank * self._chunk < self.count]
+            parts = [opened.enter_context(self._part(name, rank).open("rb")) for rank in ranks]
+            for number, start in enumerate(starts):
+                write(parts[number % self._mesh.world_size].read(min(self._chunk, self.count - start) * row_bytes))
 
     def close(self) -> None:
-        """Removes what was collected."""
+        """Removes what was collected, of which no rank needs any more."""
         shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def _refuse_apart(kinds: dict[str, Kind], before: dict[str, Kind]) -> None:
+    """Raises: JobError for outputs of several names, shapes or dtypes."""
+    if kinds == before:
+        return
+    apart = next(name for name in {**kinds, **before} if kinds.get(name) != before.get(name))
+    raise _no_rows(
+        f"{apart} of {_said(kinds.get(apart))} for some samples, and of {_said(before.get(apart))} for others",
+        "rows of one output have one shape and dtype",
+        "reduce or pad them in predict: the argmax, or a fixed length",
+    )
+
+
+def _as_json(kinds: dict[str, Kind]) -> dict[str, Any]:
+    return {name: [DTYPE_NAMES[dtype], shape] for name, (dtype, shape) in kinds.items()}
+
+
+def _from_json(document: dict[str, Any]) -> dict[str, Kind]:
+    dtypes = {text: dtype for dtype, text in DTYPE_NAMES.items()}
+    return {name: (dtypes[text], tuple(shape)) for name, (text, shape) in document.items()}
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -158,7 +206,7 @@ def read(path: Path) -> dict[str, Tensor]:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
-def _said(kind: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+def _said(kind: Kind | None) -> str:
     return "nothing" if kind is None else f"{str(kind[0]).removeprefix('torch.')} {list(kind[1])}"
 
 

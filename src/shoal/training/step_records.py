@@ -158,6 +158,7 @@ class StepRecords:
     def timed(self, kind: str) -> Iterator[None]:
         """A context whose seconds are those of an evaluation or a checkpoint outside of any step's time."""
         began = time.perf_counter()
+        self.flush()
         try:
             yield
         finally:
@@ -209,6 +210,10 @@ class StepRecords:
         }
         done = "nothing: the others wait for it"
         self._around.events.add("straggler", step=record.step, noticed=f"{WINDOW} steps", done=done, **told)
+
+    def flush(self) -> None:
+        """Writes what was recorded: before what takes long, and so that no checkpoint is of a step without a record."""
+        self._writer.flush()
 
     def conclude(self, state: RunState, status: str) -> Outcome:
         """Saves the last state, and evaluates it unless that was done. Collective: all ranks."""

@@ -11,6 +11,7 @@ from shoal.plans.plan import Plan
 from shoal.runs.records import SPANS, Spread
 
 WINDOW = 20  # steps
+_EVERY = 5  # steps: to look costs a short step some percent
 _MOST_OF_THEM = 16  # in which the same rank has to be the slowest
 # Beyond what the shares of grains explain: so many times the fastest rank's time, and so much more than it.
 _RATIO, _SECONDS = 1.3, 0.001
@@ -48,6 +49,7 @@ class StragglerWatch:
         self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
         self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
+        self._taken = 0
         self._known: int | None = None
 
     def take(self, spreads: Mapping[str, Spread]) -> Straggler | None:
@@ -55,7 +57,8 @@ class StragglerWatch:
         if not self._is_on or "busy_seconds" not in spreads:
             return None
         self._steps.append(spreads)
-        if len(self._steps) < WINDOW:
+        self._taken += 1
+        if len(self._steps) < WINDOW or self._taken % _EVERY:
             return None
         slowest = [step["busy_seconds"].rank_of_max for step in self._steps]
         rank = statistics.mode(slowest)

@@ -107,6 +107,7 @@ class Trainer:
                 break
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
+                self._records.flush()
                 parts.keeper.save(self.state)
             try:
                 factor = self.state.loss_scale.factor(parts.job.global_batch)

@@ -256,6 +256,7 @@ AFTER: dict[str, dict[str, tuple[list[str], dict[str, Any]]]] = {
         "data": (["--data", "train"], {"data": "train"}),
         "step": (["--step", "7"], {"step": 7}),
         "ema": (["--ema"], {"ema": True}),
+        "devices": (["--devices", "2"], {"devices": 2}),
         "set": (["--set", "lr=0.5"], {"lr": "0.5"}),
     },
 }

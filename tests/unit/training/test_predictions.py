@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.distributed.mesh import alone
 from shoal.errors import CommandError, JobError
 from shoal.training.predictions import Predictions, of_first_part, read, refuse_file
 
@@ -23,7 +24,7 @@ def chunks(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def written(path: Path, outputs: list[Any]) -> dict[str, Tensor]:
-    found = Predictions(path)
+    found = Predictions(alone(torch.device("cpu")), path)
     try:
         for size, output in zip(SIZES, outputs, strict=True):
             found.add(size, output)

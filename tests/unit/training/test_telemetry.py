@@ -87,10 +87,31 @@ def test_records_are_appended_a_line_each(tmp_path: Path) -> None:
         writer = RecordWriter(path)
         for step in steps:
             writer.write(replace(RECORD, step=step))
+        assert read_steps(path)  # the first one's line at once, those of short steps after it together
+        writer.flush()
         assert [r.step for r in read_steps(path)] == list(range(1, steps[-1] + 1))  # on the disk before `close`
         writer.close()
     writer.write(RECORD)  # after the end: nothing
     assert len(list(read_steps(path))) == 3
+
+
+def test_lines_wait_no_longer_than_a_time_or_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = tmp_path / "records.jsonl", [100.0]
+    monkeypatch.setattr(shoal.training.telemetry.time, "monotonic", lambda: now[0])
+    writer = RecordWriter(path)
+
+    def after(*seconds: float) -> int:
+        for pause in seconds:
+            now[0] += pause
+            writer.write(RECORD)
+        return len(list(read_steps(path)))
+
+    assert after(1.0) == 1  # a step that took long
+    assert after(0.01, 0.01) == 1
+    assert after(0.04) == 4
+    assert after(*[0.0] * 63) == 4
+    assert after(0.0) == 68
+    writer.close()
 
 
 def test_steps_that_are_trained_again_are_forgotten(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.shard.param_groups import param_groups
+from shoal.parallel.shard.param_groups import param_groups, release_gathered
 from shoal.plans.schedule import Action, ActionKind, Actions
 
 # A backward that gives weights their gradients.
@@ -142,11 +142,8 @@ class StageUnits:
             own.enter((), {})
         yield own.leave if own is not None else lambda _: None
         for unit in self.of(stage)[:1]:
-            context = unit.group.comm_ctx
-            if context.all_gather_state is not None:
-                unit.group._wait_all_gather_streams_on_event(context.all_gather_state.event)
-                context.all_gather_state = None
-            context.post_forward_order.clear()
+            release_gathered(unit.group)
+            unit.group.comm_ctx.post_forward_order.clear()
 
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, enter
 from shoal.parallel.model.trial import ModelTrial, Values, first_line
-from shoal.parallel.sequence.attention import Sliced
+from shoal.parallel.sequence.attention import Sliced, is_without_data
 from shoal.parallel.sequence.plan import BlockPlan, ContextPlan, decide
 from shoal.parallel.sequence.positions import (
     BlockRole,
@@ -67,7 +67,7 @@ class BlockWrapper(BlockRole):
                 f"an argument of shape {list(tensor.shape)} is not as long as the sequence of {span.length}",
                 "use context = 1: only attention within one sequence is divided",
             )
-        elif dim is None and path not in self.plan.kept and not _is_without_data(tensor):
+        elif dim is None and path not in self.plan.kept and not is_without_data(tensor):
             raise refusal(
                 self.name,
                 f"it is given a tensor of shape {list(tensor.shape)} that it was not in the first batch",
@@ -75,13 +75,6 @@ class BlockWrapper(BlockRole):
             )
         axis = self.stream.axis
         return enter(tensor, axis) if dim is None else span.scatter(tensor, dim, axis)
-
-
-def _is_without_data(tensor: Tensor) -> bool:
-    """Whether a model is only being followed: transformers make masks then that they do without for real tensors."""
-    from torch._subclasses import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def roles(model: nn.Module) -> dict[str, BlockWrapper]:

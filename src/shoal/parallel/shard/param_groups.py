@@ -11,3 +11,13 @@ def param_groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def release_gathered(group: Any) -> None:
+    """Frees what a group's units have left of the last all-gather. torch 2.15 has a method for it, of its context."""
+    context = group.comm_ctx
+    if hasattr(context, "release_all_gather_state_for_comm_reuse"):
+        context.release_all_gather_state_for_comm_reuse()
+    elif context.all_gather_state is not None:
+        group._wait_all_gather_streams_on_event(context.all_gather_state.event)
+        context.all_gather_state = None

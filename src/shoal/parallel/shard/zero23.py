@@ -27,6 +27,7 @@ from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, StepSums
 from shoal.parallel.data.replicated import all_sums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.shard import torch_release
 from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.plan import Plan
 
@@ -43,11 +44,12 @@ def shard(
     Names do not change; `absent` ones are of other stages. Collective: none; each unit's forward and backward are.
     Raises: PlanError; JobError for what fully_shard does not cut.
     """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    lacking = torch_release.missing()
+    if lacking:
         raise PlanError(
             given=f"shard.level = {plan.shard.level!r} with torch {torch.__version__}",
-            conflict="before 2.13 its fully_shard adds other parameters' gradients to those that a rank has none of",
-            remedy='use torch 2.13 or newer, or shard.level = "optimizer"',
+            conflict=lacking,
+            remedy=f'use torch {torch_release.OLDEST_TEXT} or newer, or shard.level = "optimizer"',
         )
     keep = plan.shard.level == "gradients"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()

@@ -26,6 +26,7 @@ from shoal.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
+from shoal.parallel.shard import torch_release
 from shoal.planner.answer.finer import Finer, finer
 from shoal.planner.answer.outlook import (
     Case,
@@ -108,13 +109,19 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     numbers, (facts, uncut) = counts(cluster, most), _facts(job, model)
     work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
     stages = len(segments(profile.units, facts.places))
-    space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut)
+    space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut, whole=_whole(cluster_name))
     is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
     others = {ranks: name for ranks, name in fastest.items() if name != "native"}
     space = replace(space, tensor=is_cut, all_reduces=others if cluster.num_hosts == 1 else {})
     case = Case(work, cluster, space, correction=read_correction(cluster.name))
     return Question(case, _num_steps(job), grains.why, _sample_tokens(job), _precise(job, case))
+
+
+def _whole(cluster_name: str) -> str:
+    """Why this machine divides no gradients and parameters, where the plan is for it; what others have is not known."""
+    lacking = torch_release.missing() if cluster_name == "here" else ""
+    return lacking and f"this machine has torch {torch.__version__}: {lacking}"
 
 
 def _precise(job: Job, case: Case) -> tuple[str, Callable[[], Case]] | None:

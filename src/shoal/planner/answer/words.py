@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.answer import SearchResult
 from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND
 from shoal.planner.answer.utilisation import lost_shares, wide_products
@@ -74,6 +75,7 @@ def key_rows(answer: SearchResult) -> Rows:
         ["whole job", whole_job(answer)],
         ["price", price(answer)],
         ["energy", energy(answer)],
+        ["needs", needs(answer)],
     ]
     return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
 
@@ -89,6 +91,12 @@ def step(answer: SearchResult) -> str:
     told += f", {seconds(bar.least_seconds)} to {seconds(bar.most_seconds)} for four of five like it"
     told += f" (the errors of {bar.num_rows:,} published rows, {bar.like}"
     return told + (f"; {bar.num_beyond:,} more took over twice their prediction)" if bar.num_beyond else ")")
+
+
+def needs(answer: SearchResult) -> str:
+    """The release of torch that the chosen plan needs; empty where it is any that shoal takes."""
+    plan = answer.chosen.plan
+    return f'torch {OLDEST_TEXT} or newer, for shard.level = "{plan.shard.level}"' if plan.shards_model else ""
 
 
 def energy(answer: SearchResult) -> str:

@@ -112,6 +112,7 @@ class Space:
     engine: bool = True  # only what this version executes
     tensor: bool = True  # whether it is known what a tensor axis would cut; else there is none
     uncut: str = ""  # why a pipeline cannot divide the model at all
+    whole: str = ""  # why gradients and parameters cannot be divided at all
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
     _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
@@ -179,6 +180,8 @@ class Space:
             )
         if not self.tensor and most > 1:
             yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")
+        if self.whole and most > 1:
+            yield Illegal('shard.level = "gradients", "parameters"', self.whole)
         if heads is not None and most > 1:
             yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
         if self.facts.sequence is None or heads is None:
@@ -295,7 +298,9 @@ class Space:
             probe = replace(self, facts=replace(self.facts, num_grains=2))
             way = MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
             self._known_levels[cut] = tuple(
-                level for level in LEVELS if not probe.refusal(self.plan(Degrees(2, cut), way, 2, level))
+                level
+                for level in (LEVELS[:1] if self.whole else LEVELS)
+                if not probe.refusal(self.plan(Degrees(2, cut), way, 2, level))
             )
         return self._known_levels[cut]
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -88,6 +88,8 @@ class TrainingKeywords(TypedDict, total=False):
     fuse: bool
     skip_nonfinite: bool
     checkpoints: str | os.PathLike[str] | None
+    checkpoint_every: int | None
+    keep_checkpoints: int | Literal["all"]
     resume: bool
 
 
@@ -96,7 +98,8 @@ class Training:
     """Numerical settings of a Session; the fields are a Job's, see there. `grains` None: as fits model and dataset.
 
     `fuse`: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
-    `checkpoints`: a directory for them, or None; `resume`: go on from the newest good one there.
+    `checkpoints`: a directory for them, or None, of which the newest `keep_checkpoints` are kept; `checkpoint_every`:
+    steps between them, None for a time that costs little; `resume`: go on from the newest good one there.
     """
 
     global_batch: int
@@ -110,6 +113,8 @@ class Training:
     fuse: bool = True
     skip_nonfinite: bool = False
     checkpoints: str | os.PathLike[str] | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int | Literal["all"] = 3
     resume: bool = False
 
     @classmethod
@@ -144,12 +149,31 @@ class Training:
                 remedy='write checkpoints="runs/mine" too, the directory that the first run kept them in',
             )
 
+        self._refuse_counts()
+
         def unused(*_: Any) -> Any:
             raise AssertionError("a Session's loop computes its own loss")
 
         own = ("global_batch", "grains", "seed", "clip_norm", "clip_value", "schedule", "collate", "shuffle", "fuse")
         told = {name: getattr(self, name) for name in own}
         return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
+
+    def _refuse_counts(self) -> None:
+        """Raises: JobError for a number of checkpoints, or of steps between them, that is none or has no effect."""
+        for name, none, write in (("checkpoint_every", None, "500"), ("keep_checkpoints", "all", '3 or "all"')):
+            value = getattr(self, name)
+            if self.checkpoints is None and value != getattr(type(self), name):
+                raise JobError(
+                    given=f"{name}={value!r:.40} without checkpoints",
+                    conflict="none are written",
+                    remedy='write checkpoints="runs/mine" too',
+                )
+            if value != none and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise JobError(
+                    given=f"Session({name}={value!r:.40})",
+                    conflict=f"{name} is a whole number of at least 1",
+                    remedy=f"write {name}={write}, say",
+                )
 
 
 class Prepared:

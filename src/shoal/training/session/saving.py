@@ -55,7 +55,8 @@ class Saving:
     ) -> None:
         """Raises: JobError for schedulers whose state no checkpoint can keep."""
         folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
-        store = None if folder is None else Store(Path(folder))
+        kept = base.training.keep_checkpoints
+        store = None if folder is None else Store(Path(folder), None if kept == "all" else kept)
         self._held = contextlib.ExitStack()
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
@@ -65,7 +66,7 @@ class Saving:
         try:
             if store is not None:
                 together(base.mesh, lambda: self._take(store, base.training.resume))
-            self._keeper = Keeper(base.mesh, store, trained, None)
+            self._keeper = Keeper(base.mesh, store, trained, base.training.checkpoint_every)
         except BaseException:
             self._held.close()
             raise

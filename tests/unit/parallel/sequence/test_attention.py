@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from shoal.errors import PlanError
-from shoal.parallel.sequence.attention import Heads, Span, refuse_degree
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.sequence.attention import Heads, Span, _exchange, refuse_degree
 
 
 @given(st.integers(1, 40), st.integers(2, 8))
@@ -44,3 +46,14 @@ def test_more_ranks_than_heads_are_refused() -> None:
     refuse_degree(3, 3, "blocks.0")
     with pytest.raises(PlanError, match="at most 3"):
         refuse_degree(3, 4, "blocks.0")
+
+
+def test_a_model_without_data_is_followed_without_an_exchange() -> None:
+    """Torch before 2.13 has no all-to-all of tensors without data: there is no process group that it could go to."""
+    axis = TensorAxis(2, 0)
+    with FakeTensorMode():
+        given = torch.ones(6, requires_grad=True)
+        (found,), (other,) = _exchange([[given[:4]], [given[4:]]], [[torch.Size((3,))], [torch.Size((2,))]], axis)
+        assert (found.shape, other.shape) == ((3,), (2,))
+        (found.sum() + other.sum()).backward()
+        assert given.grad is not None

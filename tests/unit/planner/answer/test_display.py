@@ -170,3 +170,12 @@ def test_recomputation_and_the_batch_are_among_what_would_change_it(one: SearchR
     assert "recompute = full" in told
     assert "twice the batch (128 samples)" in told
     assert "half the batch (32 samples)" in told  # in half as many grains of one sample
+
+
+def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
+    def needs(**sections: dict[str, Any]) -> str:
+        plan = one.chosen.plan.with_sections(layout={"data": 1, "shard": 8}, **sections)
+        return words.needs(replace(one, choice=replace(one.choice, chosen=replace(one.chosen, plan=plan))))
+
+    assert needs(shard={"level": "optimizer"}) == ""
+    assert needs(shard={"level": "parameters"}) == 'torch 2.13 or newer, for shard.level = "parameters"'

@@ -307,6 +307,13 @@ def test_without_known_cuts_there_is_no_tensor_axis() -> None:
     assert "tensor > 1" in [found.what for found in space.illegal()]
 
 
+def test_where_gradients_cannot_be_divided_the_optimizer_alone_is() -> None:
+    space = Space(Plan(), facts(6, layers=4, heads=4), (1, 2, 4), whole="this torch is too old")
+    levels = {plan.shard.level for plan in every_plan(space) if plan.layout.shard > 1}
+    assert levels == {"optimizer"}
+    assert "this torch is too old" in [found.reason for found in space.illegal()]
+
+
 def test_every_plan_is_one_that_the_engine_admits() -> None:
     found = facts(6, layers=4, heads=4)
     space = Space(Plan(), found, (1, 2, 4, 8))

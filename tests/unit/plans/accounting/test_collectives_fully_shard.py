@@ -46,5 +46,10 @@ def test_sent_and_held_in_large_worlds(replicas: int, degree: int, case: Case) -
     state = [cut(a, RANK % degree, degree) for unit in expected.units for a in unit]
     assert found.parameters == sharded_parameters(expected)
     assert found.gathered == gathered_parameters(expected)
-    assert found.gradients == scattered_gradients(expected)
+    planned = scattered_gradients(expected)
+    if torch.__version__ >= (2, 14) and case.bf16 and not case.reduce_every:
+        # fully_shard no longer holds a gradient in both dtypes while it accumulates; planned is what 2.13 holds.
+        assert planned - 2 * expected.root_early <= found.gradients <= planned
+    else:
+        assert found.gradients == planned
     assert found.optimizer == optimizer_state(state, StateShape(2, 4))
