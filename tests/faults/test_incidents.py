@@ -91,6 +91,7 @@ def test_a_flipped_bit_is_found_and_taken_back(devices: int, victim: int, tmp_pa
     assert ("one of ranks 0, 1" if devices == 2 else f"of rank {victim} ") in found["what"]
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named_and_nobody_else(tmp_path: Path) -> None:
     wanted = [Run(f"{JOB}:slow", tmp_path / name, 2, environment={"TEST_SLOW": name}) for name in ("1", "none")]
     slow, even = (run(one).expect(0) for one in wanted)
