@@ -54,7 +54,7 @@ class NonFiniteStep:
 
     @property
     def cause(self) -> str:
-        """What is not finite, and where it comes from."""
+        """Words for what is not finite, and where it comes from."""
         return f"{self._what} is not finite: {self._culprit}"
 
     def __str__(self) -> str:

@@ -261,21 +261,19 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
 
-            events = Events(directory.events if mesh.rank == 0 else None)
-
             def on_step(record: StepRecord, slowest_rank: int) -> None:
                 if request.lost_at is not None and result.first_step_at is None:
-                    events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+                    around.events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
+            events = Events(directory.events if mesh.rank == 0 else None)
             about = (request.out, loaded.settings, description, request.evaluate_every, events)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
             if first < num_steps:
                 engine.rehearse()
-            log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
-            _tell_start(log, call, engine, (state, num_steps))
-            result.log, result.began_at = log, time.time()
+            result.log = log = _tell_start(call, engine, (state, num_steps))
+            result.began_at = time.time()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
@@ -304,9 +302,10 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
     call.profile.conclude()
 
 
-def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
-    """Writes when this attempt began, what its start-up took, and what it is."""
+def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
+    """The log of attempts, in which is when this one began, what its start-up took, and what it is."""
     state, num_steps = course
+    log = AttemptLog(RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None)
     call.start_up.ends("prepare")
     device = engine.mesh.device.type
     log.began(
@@ -323,6 +322,7 @@ def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunS
         host=platform.node(),
         device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
     )
+    return log
 
 
 def _trained(
