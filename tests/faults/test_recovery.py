@@ -91,6 +91,7 @@ def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path
     assert_same(ended, undisturbed)
     lost = events(ended)[0]
     assert lost["rank"] == 1
+    assert lost["noticed"] == ("its state" if how == "stopped" else "its heartbeat")
     assert ("SIGSTOP" if how == "stopped" else "has been in optimizer") in lost["what"]
     assert "witness.py" in lost["what"], "its stack, with the line that it hangs in"
     assert "wait_at_gate" in lost["what"]
