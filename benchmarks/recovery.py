@@ -172,6 +172,8 @@ def table() -> str:
         found = json.loads(path.read_text())
         for tool in ("shoal", "torchrun"):
             own = found[tool]
+            if not own["kills"]:
+                continue
             times = [
                 ", ".join(f"{own[name][key]:.2f}" for key in ("median", "p95", "most")) + " s" if name in own else ""
                 for name in ("noticed", "first_new_step")
