@@ -333,6 +333,12 @@ class Keeper:
             self._writer.failure = None  # that of a snapshot that is no longer the newest
         return RunState.from_json(document["run"], loss_scale)
 
+    @property
+    def writing(self) -> float | None:
+        """Seconds of a core that a checkpoint takes beside training; None where no thread has written one."""
+        taken = self._writer.cpu_seconds if self._writer is not None else []
+        return round(sum(taken) / len(taken), 6) if taken else None
+
     def close(self) -> None:
         """Waits for what is being written."""
         if self._writer is not None:

@@ -71,6 +71,7 @@ class CheckpointWriter:
         self._given_up: Future[float] | None = None
         self._cost_seconds = 0.0
         self._last = time.monotonic()
+        self.cpu_seconds: list[float] = []  # of this thread, for each checkpoint
         self.failure: OSError | None = None
         self.told: Callable[[str], None] = lambda reason: None
 
@@ -87,8 +88,9 @@ class CheckpointWriter:
         self._last = time.monotonic()
 
     def _timed_write(self, snapshot: Snapshot) -> float:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.thread_time()
         self._store.write(snapshot)
+        self.cpu_seconds.append(time.thread_time() - cpu)
         return time.monotonic() - began
 
     def is_free(self) -> bool:

@@ -123,7 +123,8 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 write_file(self.path, record.to_json())
-                self.log.ended(record.status, record.steps, self.trained_at or time.time(), self.after)
+                trained_at, writing = self.trained_at or time.time(), self.engine.keeper.writing
+                self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:
             return StorageError(
                 given=str(self.path),
