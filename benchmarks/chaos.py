@@ -52,9 +52,9 @@ def leftovers(mark: str) -> list[int]:
     return found
 
 
-def files() -> set[str]:
-    """Names of shoal's in the places for what does not last."""
-    return {str(path) for place in ("/tmp", "/dev/shm") for path in Path(place).glob("shoal*")}
+def files(temporary: Path) -> set[str]:
+    """What lies in a run's own place for temporary files, and shoal's segments of shared memory."""
+    return {str(path) for path in (*temporary.iterdir(), *Path("/dev/shm").glob("shoal*"))}
 
 
 def train(arguments: list[str], mtbf: float | None, drawn: random.Random) -> tuple[int, Counter[str], float, list[int]]:
@@ -91,15 +91,18 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.0, help="the least effective share of the time")
     options = parser.parse_args()
     job = ["run", "examples/digits.py", "--exact", "--set", f"epochs={options.epochs}"]
-    before = files()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        alone, out = Path(folder) / "alone", Path(folder) / "run"
+        alone, out, temporary = Path(folder) / "alone", Path(folder) / "run", Path(folder) / "tmp"
+        temporary.mkdir()
+        os.environ["TMPDIR"] = str(temporary)
+        before = files(temporary)
         train([*job, "--evaluate-every", "100000", "--out", str(alone)], None, random.Random())
         more = ["--evaluate-every", "100000", "--devices", str(options.devices), "--out", str(out)]
         drawn = random.Random(options.seed)
         code, faults, seconds, left = train([*job, *more], options.mtbf, drawn)
         undisturbed = json.loads((alone / "result.json").read_text())
         result = json.loads((out / "result.json").read_text())
+        remains = sorted(files(temporary) - before)
         lost = [line for line in (out / "events.jsonl").read_text().splitlines() if '"lost"' in line]
     found: dict[str, Any] = {
         "seed": options.seed,
@@ -113,7 +116,7 @@ def main() -> None:
         "same_weights": result["weights_sha256"] == undisturbed["weights_sha256"],
         "same_samples": result["sample_digest"] == undisturbed["sample_digest"],
         "processes_left": len(left),
-        "files_left": sorted(files() - before),
+        "files_left": remains,
     }
     print(json.dumps(found, indent=2))
     kept = found["same_weights"] and found["same_samples"] and not left and not found["files_left"] and code == 0
