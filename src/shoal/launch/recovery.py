@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError
 from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.events import Events, instant
 
 # By default so often in a row, without a step that was never trained before.
 MOST = 5
@@ -62,7 +62,7 @@ class Recovery:
         elif self.in_vain >= self.most:
             reason = f"{self.in_vain} starts in a row got no further than step {self._furthest}"
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
-        self.events.add("lost", error, at=_text(noticed_at), after_step=reached, done=done)
+        self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done, noticed=_noticed(error))
         if reason is not None:
             error.remedy = f"{reason}; {error.remedy}"
             return None
@@ -105,23 +105,13 @@ class Recovery:
         return int((read_json(self.directory.saved) or {}).get("step", 0))
 
 
-class Events:
-    """Account of what befell a run, in `events.jsonl`: a line each. A disk that refuses is no error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
-        """Appends an event, with rank, host and cause where an error says them."""
-        event: dict[str, Any] = {"at": _text(time.time()), "kind": kind}
-        if error is not None:
-            event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**event, **more}) + "\n")
-
-
-def _text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+def _noticed(error: ShoalError) -> str:
+    """By what a loss was noticed."""
+    if isinstance(error, PeerError):
+        return "an error of the ranks' collectives"
+    said = error.conflict.split("\n")[0]
+    ways = {"was stopped (": "its state", "has been in ": "its heartbeat"}
+    return next((way for words, way in ways.items() if words in said), "the end of its process")
 
 
 def last_step(records: Path) -> int:

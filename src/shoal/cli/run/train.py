@@ -32,7 +32,6 @@ from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import in_child
-from shoal.launch.recovery import Events
 from shoal.launch.signals import Signals
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
@@ -40,6 +39,7 @@ from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
+from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
@@ -195,6 +195,9 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
+        bad_samples=request.bad_samples,
+        check_replicas=request.check_replicas,
+        mtbf_seconds=mtbf_seconds(kept.events, request.started_at, time.time()),
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
         observer=observer,
@@ -259,18 +262,18 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
 
             def on_step(record: StepRecord, slowest_rank: int) -> None:
-                if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
-                    Events(directory.events).add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+                if request.lost_at is not None and result.first_step_at is None:
+                    around.events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
-            about = (request.out, loaded.settings, description, request.evaluate_every)
+            events = Events(directory.events if mesh.rank == 0 else None)
+            about = (request.out, loaded.settings, description, request.evaluate_every, events)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
             if first < num_steps:
                 engine.rehearse()
-            log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
-            _tell_start(log, call, engine, (state, num_steps))
-            result.log = log
+            result.log = log = _tell_start(call, engine, (state, num_steps))
+            result.began_at = time.time()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
@@ -299,9 +302,10 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
     call.profile.conclude()
 
 
-def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
-    """Writes when this attempt began, what its start-up took, and what it is."""
+def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
+    """The log of attempts, in which is when this one began, what its start-up took, and what it is."""
     state, num_steps = course
+    log = AttemptLog(RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None)
     call.start_up.ends("prepare")
     device = engine.mesh.device.type
     log.began(
@@ -318,6 +322,7 @@ def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunS
         host=platform.node(),
         device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
     )
+    return log
 
 
 def _trained(
@@ -351,6 +356,8 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "stop_after": request.steps,
         "keep_checkpoints": request.keep_checkpoints or "all",
         "evaluate_every": request.evaluate_every,
+        "bad_samples": request.bad_samples,
+        "check_replicas": request.check_replicas,
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
