@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,6 +108,9 @@ class RunReader:
         self._grow(self._lines["events"], self._events, _object)
         saved = (read_json(files.saved) or {}).get("step")
         now, held, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
+        if held and attempts:
+            newest = self._records[-1].at if self._records else None
+            attempts += _starting(attempts[-1], _begun(files.path, self._events, newest), now)
         return RunFiles(
             path=files.path,
             read_at=now,
@@ -114,7 +118,7 @@ class RunReader:
             plan=_plan(files.plan),
             result=sound_result(read_json(files.result) or {}),
             records=tuple(self._records),
-            attempts=(*attempts, *_starting(attempts, held_since(files.path), now)) if held else attempts,
+            attempts=attempts,
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,
             is_held=held,
@@ -133,13 +137,27 @@ def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:
     return RunReader(path, clock).read()
 
 
-def _starting(attempts: Sequence[Attempt], since: float | None, now: float) -> tuple[Attempt, ...]:
-    """The attempt whose ranks are about to start: a call that goes on with a run writes of it when they have."""
-    if not attempts or since is None or attempts[-1].began_at >= since:
+def _begun(path: Path, events: Sequence[Mapping[str, Any]], newest: float | None) -> tuple[float, bool]:
+    """When the newest start of a run began that is held, and whether a lost rank was its cause.
+
+    That is when the call took the directory, or when it noticed the loss: unless a step came after that.
+    """
+    since, lost = held_since(path) or 0.0, 0.0
+    for event in events:
+        with contextlib.suppress(ValueError, TypeError):
+            if event.get("kind") == "lost":
+                lost = max(lost, datetime.fromisoformat(str(event.get("at"))).timestamp())
+    return (lost, True) if lost > max(since, newest or 0.0) else (since, False)
+
+
+def _starting(last: Attempt, begun: tuple[float, bool], now: float) -> tuple[Attempt, ...]:
+    """The attempt whose ranks are about to start, after the last one that is told of: it is told when they have."""
+    since, is_restart = begun
+    if last.began_at >= since:
         return ()
-    last = attempts[-1]
     about = {name: getattr(last, name) for name in ("num_steps", "world_size", "host", "device", "threads", "cores")}
-    return (Attempt(started_at=min(since, now), began_at=now, resumed_from=last.step, **about),)
+    restarts = last.restarts + 1 if is_restart else 0
+    return (Attempt(started_at=min(since, now), began_at=now, resumed_from=last.step, restarts=restarts, **about),)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,25 @@ def test_a_call_that_is_about_to_go_on_starts_up_after_a_night(tmp_path: Path, m
     found = accounted(run)
     assert (found.status, found.num_steps, found.steps) == ("running", 100, 10)
     assert_as_told(found, run)
+
+
+def test_ranks_that_are_about_to_start_again_start_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path / "run", ranks=2)
+    run.begins()
+    run.steps(9)
+    run.one_step(0.1)
+    run.is_lost(4.0)
+    at = datetime.fromtimestamp(run.now, UTC).isoformat(timespec="milliseconds")
+    (run.path / "events.jsonl").write_text(json.dumps({"kind": "lost", "at": at, "rank": 0}) + "\n")
+    run.takes("start_up", 3.0)  # up to now
+    monkeypatch.setattr("shoal.runs.run_files.is_held", lambda folder: True)
+    monkeypatch.setattr("shoal.runs.run_files.held_since", lambda folder: BEGAN)
+    found = accounted(run)
+    assert found.status == "running"
+    assert_as_told(found, run)
+    run.one_step(0.1)  # without a start that is told of: somebody else went on
+    run.now = (run.records[-1].at or 0.0) + 1.0
+    assert len(read_run(run.written(), lambda: run.now).attempts) == 1
 
 
 def test_a_plan_with_values_of_other_kinds_is_read_without_them(tmp_path: Path) -> None:
