@@ -23,6 +23,7 @@ from shoal.launch.environment import GATE_FD, LAUNCHER_PID, LOCK_FD, REPORT_FILE
 from shoal.launch.output import OutputRelay
 from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import NAME
+from shoal.runs.generation import FOLDER as GENERATIONS
 
 _REQUEST = "request.json"
 
@@ -195,7 +196,7 @@ class Start:
         if worker.log is None or not folder.parent.is_dir():
             return
         with contextlib.suppress(OSError):
-            began = any(path.name != NAME for path in folder.parent.iterdir())
+            began = any(path.name not in (NAME, GENERATIONS) for path in folder.parent.iterdir())
             if began and worker.log.stat().st_size:
                 folder.mkdir(exist_ok=True)
                 shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")

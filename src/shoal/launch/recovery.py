@@ -16,6 +16,7 @@ from typing import Any
 from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError
 from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.generation import Fence
 
 # By default so often in a row, without a step that was never trained before.
 MOST = 5
@@ -75,11 +76,14 @@ class Recovery:
         """The exit code and the root error of the last start: ranks start again where one was lost.
 
         `once` starts them all, given how often before and when the loss was noticed; it returns the exit code, the
-        error, and when that was noticed. After a signal nothing starts again.
+        error, and when that was noticed. After a signal nothing starts again. Raises: FencedError where another process
+        goes on with the run.
         """
         noticed_at = 0.0
         while True:
             code, error, noticed_at = once(self.count, noticed_at)
+            if error is not None:
+                self.events.fence.check()
             pause = self.pause(error, noticed_at) if not signals.received else None
             if error is None or pause is None:
                 return code, error
@@ -106,18 +110,21 @@ class Recovery:
 
 
 class Events:
-    """Account of what befell a run, in `events.jsonl`: a line each. A disk that refuses is no error."""
+    """Account of what befell a run, in `events.jsonl`: a line each. A disk that refuses is no error.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    `fence`: of the generation that writes; with another, `add` raises FencedError and writes nothing.
+    """
+
+    def __init__(self, path: Path, fence: Fence | None = None) -> None:
+        self._path, self.fence = path, fence or Fence()
 
     def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
         """Appends an event, with rank, host and cause where an error says them."""
-        event: dict[str, Any] = {"at": _text(time.time()), "kind": kind}
+        event: dict[str, Any] = {"at": _text(time.time()), "kind": kind, "generation": self.fence.generation}
         if error is not None:
             event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**event, **more}) + "\n")
+        with contextlib.suppress(OSError):
+            self.fence.append(self._path, json.dumps({**event, **more}))
 
 
 def _text(seconds: float) -> str:

@@ -88,11 +88,16 @@ def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> 
 
 def write_file(path: Path, text: str) -> None:
     """Writes a file whole or not at all, through no link that lies there. Raises: OSError."""
+    write_aside(path, text).replace(path)
+
+
+def write_aside(path: Path, text: str) -> Path:
+    """Writes the content of a file beside it, through no link that lies there: where that lies. Raises: OSError."""
     aside = path.with_name(f".{path.name}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
         file.write(text)
-    aside.replace(path)
+    return aside
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.errors import ExitCode, InUseError, RunDirectoryError
+from shoal.runs.generation import withdraw
 
 NAME = "lock.json"
 # What the system answers where a file system has no OS locks, or no hard links.
@@ -141,6 +142,7 @@ class DirectoryLock:
             if _same(self.folder / NAME, self.descriptor):
                 (self.folder / NAME).unlink()
         os.close(self.descriptor)
+        withdraw(self.folder)
         _unmake(self._made)
 
     def __enter__(self) -> DirectoryLock:

@@ -21,6 +21,7 @@ from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
+from shoal.runs.generation import Fence
 from shoal.runs.initial_weights import InitialWeights
 from shoal.runs.job_file import JobRequest
 from shoal.runs.trace_steps import TraceSteps
@@ -45,6 +46,7 @@ class RunRequest:
     max_restarts: int = 0  # in a row, none of which got further than those before
     restarts: int = 0  # of this call's ranks so far
     lost_at: float | None = None  # when they were lost last, in seconds since the epoch
+    generation: int = 0  # of the ranks; 0: nothing has taken the directory for them yet
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = 3  # of the newest; None: all
     telemetry: bool = True
@@ -90,6 +92,18 @@ class RunRequest:
         """The request that goes on where ranks were lost, from the newest checkpoint if there is one."""
         begun = RunDirectory(self.out).job.exists()
         return replace(self, resume=self.resume or begun, restarts=restarts, lost_at=lost_at)
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of these ranks' generation."""
+        return Fence(self.out, self.generation) if self.generation else Fence()
+
+    def begun(self, reason: str = "") -> RunRequest:
+        """The request of ranks that are about to be started, a generation of their own. Raises: as `Fence.next`."""
+        reason = reason or ("resumed" if self.resume else "begun")
+        after = self.fence if self.generation else None
+        found = Fence.next(self.out, self.plan.num_processes, reason, after)
+        return replace(self, generation=found.generation)
 
     def claim(self) -> DirectoryLock:
         """The directory for this process alone, until it is released: `out`, or of another number.

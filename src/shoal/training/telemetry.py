@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shoal.launch.heartbeat import Heartbeat
+from shoal.runs.generation import Fence
 from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
@@ -159,8 +160,13 @@ class RecordWriter:
     `forgotten` is called with the records of steps that are about to be trained again.
     """
 
-    def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
-        self._path, self._forgotten = path, forgotten
+    def __init__(
+        self,
+        path: Path | None,
+        forgotten: Callable[[list[StepRecord]], None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
         self._file = path.open("ab", buffering=0) if path else None
         self._waiting: list[StepRecord] = []
         self._written = 0.0
@@ -195,9 +201,7 @@ class RecordWriter:
             self._file.close()
             records = list(read_steps(self._path))
             kept = [record.to_line() + "\n" for record in records if record.step <= step]
-            fresh = self._path.with_suffix(".tmp")
-            fresh.write_text("".join(kept), encoding="utf-8")
-            fresh.replace(self._path)
+            self._fence.write(self._path, "".join(kept))  # what an earlier generation still appends to is gone then
             self._file = self._path.open("ab", buffering=0)
             if self._forgotten is not None and len(kept) < len(records):
                 self._forgotten([record for record in records if record.step > step])

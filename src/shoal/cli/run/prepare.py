@@ -65,7 +65,7 @@ def run(options: RunOptions) -> int:
     with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:
             with inside_run(os.environ):
-                return _train(request, Environment())
+                return _train(request.begun(), Environment())
         tell_notes(request)
         try:
             request, signals = looked_at(request) if request.needs_look else request, Signals(impatient=False)

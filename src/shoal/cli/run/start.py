@@ -77,8 +77,10 @@ def trained(
     with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
 
         def once(restarts: int, lost_at: float) -> LaunchEnd:
-            again = replace(run, request=dumped(request.again(restarts, lost_at))) if restarts else run
-            return launch(again, signals, spares)
+            nonlocal request
+            request = request.again(restarts, lost_at).begun("lost ranks") if restarts else request.begun()
+            recovery.events.fence = request.fence
+            return launch(replace(run, request=dumped(request)), signals, spares)
 
         code, error = recovery.until_done(signals, once)
         return RunEnd(code, error, tuple(signals.received))

@@ -23,7 +23,7 @@ from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.runs.attempts import AttemptLog
-from shoal.runs.directory import write_file
+from shoal.runs.generation import Fence
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine
@@ -47,6 +47,7 @@ class Result:
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
     restarts: int = 0
+    fence: Fence = field(default_factory=Fence)
     log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
@@ -102,7 +103,7 @@ class Result:
         """Writes the file, on rank 0; the error where that could not be."""
         try:
             if self.engine.mesh.rank == 0:
-                write_file(self.path, record.to_json())
+                self.fence.write(self.path, record.to_json())
                 self.log.ended(record.status, record.steps, self.trained_at or time.time(), self.after)
         except OSError as error:
             return StorageError(
