@@ -25,6 +25,7 @@ class RunDirectory:
         self.result = path / "result.json"  # how the run ended
         self.checkpoints = path / "checkpoints"  # a directory each
         self.saved = path / "saved.json"  # the step of the newest of them that was written
+        self.resize = path / "resize.json"  # the number of processes that it is asked to go on with
         self.model = path / "model"  # of a Transformers model its configuration
         self.errors = path / "errors"  # tracebacks, a text file a rank
 

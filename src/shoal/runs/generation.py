@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import FencedError, RunDirectoryError
 from shoal.runs.directory import read_json, write_aside
@@ -36,8 +37,12 @@ class Fence:
     generation: int = 0
 
     @classmethod
-    def next(cls, folder: Path, world_size: int, reason: str, after: Fence | None = None) -> Fence:
+    def next(
+        cls, folder: Path, world_size: int, reason: str, after: Fence | None = None, *, resizable: bool = False
+    ) -> Fence:
         """The generation that begins now, of a process that has the directory. `after`: the one that it replaces.
+
+        `resizable`: whether who begins it can go on with another number of processes.
 
         Raises: FencedError where another process has begun one since; RunDirectoryError where nothing can be written.
         """
@@ -47,10 +52,10 @@ class Fence:
             if after is not None:
                 after.check()
             found = cls(folder, newest(folder) + 1)
-            about = {"generation": found.generation, "world_size": world_size, "reason": reason}
-            about |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
+            said = {"generation": found.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
+            said |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
             with contextlib.suppress(FileExistsError), open(found._path, "x", encoding="utf-8") as file:
-                file.write(json.dumps(about) + "\n")
+                file.write(json.dumps(said) + "\n")
                 found.check()
                 found._fence_others_out(place)
                 return found
@@ -111,8 +116,8 @@ class Fence:
     def _error(self) -> FencedError:
         assert self.folder is not None, "a fence without a folder is open"
         now = newest(self.folder)
-        about = read_json(self.folder / FOLDER / f"{now:06d}") or {}
-        by = f", by process {about['pid']} on {about['host']} ({about['reason']})" if "pid" in about else ""
+        said = about(self.folder, now)
+        by = f", by process {said['pid']} on {said['host']} ({said['reason']})" if "pid" in said else ""
         return FencedError(
             given=f"process {os.getpid()} on {socket.gethostname()}, of generation {self.generation} of {self.folder}",
             conflict=f"generation {now} has begun{by}, while this process stood still or could not be reached",
@@ -150,6 +155,11 @@ def newest(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return max((int(name) for name in os.listdir(folder / FOLDER) if name.isdecimal()), default=0)
     return 0
+
+
+def about(folder: Path, generation: int) -> dict[str, Any]:
+    """Facts of a generation in its file: world_size, reason, resizable, host, pid, began_at; empty without a file."""
+    return read_json(folder / FOLDER / f"{generation:06d}") or {}
 
 
 def withdraw(folder: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from shoal.checkpoint.run_state import RunState
 from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
-from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
+from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
 from shoal.cli.run.description import (
     certified,
     describe,
@@ -46,6 +46,7 @@ from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
+from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
 from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
@@ -273,16 +274,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             engine.keeper.save(engine.first_state(), wait=True)
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
-
-            def on_step(record: StepRecord, slowest_rank: int) -> None:
-                if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
-                    seconds = time.time() - request.lost_at
-                    Events(directory.events, request.fence).add("going_on", step=record.step, seconds=seconds)
-                result.take(record)
-                reporter.step(record, slowest_rank)
-
-            about = (request.out, loaded.settings, description, request.evaluate_every)
-            around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
+            around = _surroundings(call, mesh, reporter, result, description)
             if first < num_steps:
                 engine.rehearse()
             log = AttemptLog(directory.attempts if mesh.rank == 0 else None, fence=request.fence)
@@ -304,6 +296,24 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+def _surroundings(
+    call: _Call, mesh: Mesh, reporter: Reporter, result: Result, description: dict[str, Any]
+) -> Surroundings:
+    """What a training tells of its steps, and by what it is asked to stop: a signal, or a wish for other processes."""
+    request, directory = call.request, RunDirectory(call.request.out)
+
+    def on_step(record: StepRecord, slowest_rank: int) -> None:
+        if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
+            seconds = time.time() - request.lost_at
+            Events(directory.events, request.fence).add("going_on", step=record.step, seconds=seconds)
+        result.take(record)
+        reporter.step(record, slowest_rank)
+
+    resize = ResizeWish(directory if mesh.rank == 0 and request.resizable else None)
+    about = (request.out, call.loaded.settings, description, request.evaluate_every)
+    return Surroundings(reporter.note, on_step, lambda: bool(call.signals.received or resize), *about)
 
 
 @contextlib.contextmanager
