@@ -91,9 +91,14 @@ class RunRequest:
         return replace(self, resume=True, restarts=restarts) if begun else self
 
     def again(self, restarts: int, lost_at: float) -> RunRequest:
-        """The request that goes on where ranks were lost, from the newest checkpoint if there is one."""
-        begun = RunDirectory(self.out).job.exists()
-        return replace(self, resume=self.resume or begun, restarts=restarts, lost_at=lost_at)
+        """The request that goes on where ranks were lost, from the newest checkpoint if there is one.
+
+        The number of grains is that of the run: to find it anew may take an outline of the model.
+        """
+        job = RunDirectory(self.out).job
+        grains = self.recorded_grains or (read_json(job) or {}).get("grains")
+        resume = self.resume or job.exists()
+        return replace(self, resume=resume, restarts=restarts, lost_at=lost_at, recorded_grains=grains)
 
     @property
     def fence(self) -> Fence:
