@@ -277,6 +277,7 @@ class Store:
 
     def clean(self) -> None:
         """Removes what a killed writer left half done, and puts back what it had moved aside last."""
+        self._fence.check()
         if not self.folder.is_dir():
             return
         for path in self.folder.glob(".old-step-*"):

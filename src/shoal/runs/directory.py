@@ -92,9 +92,9 @@ def write_file(path: Path, text: str) -> None:
     write_aside(path, text).replace(path)
 
 
-def write_aside(path: Path, text: str) -> Path:
+def write_aside(path: Path, text: str, mark: str = "") -> Path:
     """Writes the content of a file beside it, through no link that lies there: where that lies. Raises: OSError."""
-    aside = path.with_name(f".{path.name}.tmp")
+    aside = path.with_name(f".{path.name}{mark}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
         file.write(text)

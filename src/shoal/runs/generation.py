@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -25,6 +26,7 @@ from shoal.errors import FencedError, RunDirectoryError
 from shoal.runs.directory import read_json, write_aside
 
 FOLDER = "generations"
+_ASIDE = re.compile(r"\.(\d{6,})\.tmp$")
 # Between two looks of a process that writes nothing meanwhile.
 _LOOK_SECONDS = 0.5
 
@@ -73,7 +75,9 @@ class Fence:
             if path.name.isdecimal() and int(path.name) < self.generation:
                 path.unlink(missing_ok=True)
         for aside in place.parent.glob(".*.tmp"):
-            aside.unlink(missing_ok=True)
+            found = _ASIDE.search(aside.name)
+            if found is not None and int(found[1]) < self.generation:
+                aside.unlink(missing_ok=True)
 
     @property
     def _path(self) -> Path:
@@ -97,7 +101,7 @@ class Fence:
 
     def write(self, path: Path, text: str) -> None:
         """Writes a file whole or not at all. Raises: OSError; FencedError."""
-        aside = write_aside(path, text)
+        aside = write_aside(path, text, f".{self.generation:06d}")
         if not self.is_open:
             aside.unlink(missing_ok=True)
             raise self._error()
