@@ -37,7 +37,7 @@ def content(folder: Path) -> dict[str, bytes]:
     ("devices", "then", "code"),
     [(1, 1, LATE), (1, 2, ELSEWHERE), (2, 1, ELSEWHERE)],
     ids=["one process at its next checkpoint", "one process", "a launcher and two ranks"],
-    usual=["one process at its next checkpoint", "a launcher and two ranks"],
+    usual=["one process at its next checkpoint"],
 )
 def test_a_host_that_stood_still(devices: int, then: int, code: str, undisturbed: Ended, tmp_path: Path) -> None:
     gate, out = Gate(tmp_path / "gate", 6), tmp_path / "run"

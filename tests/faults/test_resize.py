@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.test_preempted import CHECKPOINTS, JOB, assert_same
+from tests.faults.test_preempted import JOB, assert_same
 from tests.launching import Ended, Gate, Run, run, start, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
@@ -37,6 +37,8 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
     with start(Run(JOB, out, sizes[0], True, environment=all_gates, restarts=5)) as started:
         for gate, before, after in zip(gates, sizes[:-1], sizes[1:], strict=True):
             started.until(lambda gate=gate, before=before: gate.reached(before), f"step {gate.step}")
+            if gate is gates[0]:
+                assert_refused(out, before)
             with start_command(resize(out, after), tmp_path / "resize") as asked:
                 asked.until(lambda: read_json(out / "resize.json"), "the wish")
                 gate.open()
@@ -50,21 +52,18 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["processes"] for line in lines if line["kind"] == "resized"] == list(sizes[1:])
     assert not (out / "resize.json").exists()
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    gate, out = Gate(tmp_path / "gate", 3), tmp_path / "run"
-    with start(Run(JOB, out, 2, True, CHECKPOINTS, environment=gate.environment)) as started:
-        started.until(lambda: gate.reached(2), "the gate")
-        for devices, said in ((99, "99 data ranks"), (2, "trains on 2 processes already")):
-            with start_command(resize(out, devices), tmp_path / "resize") as asked:
-                assert said in asked.wait().output
-        gate.open()
-        started.wait().expect(0)
     with start_command(resize(out, 1), tmp_path / "resize") as asked:
         assert "no run trains there now" in asked.wait().expect(2).stderr
 
 
+def assert_refused(out: Path, devices: int) -> None:
+    """What leaves a run that trains on so many processes as it is."""
+    for number, said in ((99, "99 data ranks"), (devices, f"trains on {devices} process")):
+        with start_command(resize(out, number), out.parent / "resize") as asked:
+            assert said in asked.wait().output
+
+
+@pytest.mark.slow
 def test_a_wish_that_was_left_there_is_of_another_call(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(Run(JOB, out, 2, arguments=("--steps", "2"))).expect(0)
