@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError
 from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.generation import Fence
+from shoal.runs.events import Events, instant
 
 # By default so often in a row, without a step that was never trained before.
 MOST = 5
@@ -63,7 +62,7 @@ class Recovery:
         elif self.in_vain >= self.most:
             reason = f"{self.in_vain} starts in a row got no further than step {self._furthest}"
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
-        self.events.add("lost", error, at=_text(noticed_at), after_step=reached, done=done)
+        self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done)
         if reason is not None:
             error.remedy = f"{reason}; {error.remedy}"
             return None
@@ -107,28 +106,6 @@ class Recovery:
 
     def _newest(self) -> int:
         return int((read_json(self.directory.saved) or {}).get("step", 0))
-
-
-class Events:
-    """Account of what befell a run, in `events.jsonl`: a line each. A disk that refuses is no error.
-
-    `fence`: of the generation that writes; with another, `add` raises FencedError and writes nothing.
-    """
-
-    def __init__(self, path: Path, fence: Fence | None = None) -> None:
-        self._path, self.fence = path, fence or Fence()
-
-    def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
-        """Appends an event, with rank, host and cause where an error says them."""
-        event: dict[str, Any] = {"at": _text(time.time()), "kind": kind, "generation": self.fence.generation}
-        if error is not None:
-            event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
-        with contextlib.suppress(OSError):
-            self.fence.append(self._path, json.dumps({**event, **more}))
-
-
-def _text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def last_step(records: Path) -> int:

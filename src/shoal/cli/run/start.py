@@ -14,11 +14,12 @@ from shoal.errors import ExitCode, ShoalError, from_json
 from shoal.hardware.detect import gpus
 from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
-from shoal.launch.recovery import Events, Recovery
+from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
 from shoal.launch.spares import Spares
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.events import Events
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 from shoal.runs.resize import granted, wished
 

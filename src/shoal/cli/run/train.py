@@ -38,11 +38,11 @@ from shoal.job import Job
 from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import in_child
-from shoal.launch.recovery import Events
 from shoal.launch.signals import Signals
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.events import Events
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
