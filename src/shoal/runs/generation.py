@@ -28,7 +28,7 @@ from shoal.runs.directory import read_json, write_aside
 FOLDER = "generations"
 _ASIDE = re.compile(r"\.(\d{6,})\.tmp$")
 # Between two looks of a process that writes nothing meanwhile.
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _SELDOM_SECONDS = 0.5, 5.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Fence:
         )
 
     @contextlib.contextmanager
-    def watched(self, *, says: bool) -> Iterator[None]:
+    def watched(self, *, says: bool, seldom: bool = False) -> Iterator[None]:
         """A context in which this process ends, with code 69, soon after a later generation has begun."""
         if self.folder is None:
             yield
@@ -137,7 +137,7 @@ class Fence:
         over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(_LOOK_SECONDS):
+            while not over.wait(_SELDOM_SECONDS if seldom else _LOOK_SECONDS):
                 if not self.is_open:
                     error = self._error()
                     if says:

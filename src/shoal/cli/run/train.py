@@ -87,7 +87,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     start_up.ends("launch")
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
-            held.enter_context(_fenced(request))
+            held.enter_context(_fenced(request, environment))
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
             loaded = _attempt(request)
@@ -103,7 +103,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     request, directory = replace(request, out=out), RunDirectory(out)
                     generation = decided_by_rank_0(mesh, int, lambda: request.begun().generation)
                     request = replace(request, generation=generation)
-                    held.enter_context(_fenced(request))
+                    held.enter_context(_fenced(request, environment))
                     call = replace(call, request=request)
                 return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
@@ -114,9 +114,15 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
             raise error from None
 
 
-def _fenced(request: RunRequest) -> AbstractContextManager[None]:
-    """A context in which this process ends by itself once a later generation goes on with the run."""
-    return request.fence.watched(says=REPORT_FILE not in os.environ)
+def _fenced(request: RunRequest, environment: Environment) -> AbstractContextManager[None]:
+    """A context in which this process ends by itself once a later generation goes on with the run.
+
+    One of each host looks, and less often where there are many: the others lose it, and are told then.
+    """
+    if environment.local_rank != 0:
+        return contextlib.nullcontext()
+    many = not environment.single_host
+    return request.fence.watched(says=REPORT_FILE not in os.environ, seldom=many)
 
 
 def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
