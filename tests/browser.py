@@ -76,14 +76,14 @@ class Browser:
             self._loaded = True
         return said
 
-    def open(self, page: Path, *, width: int = 1200, dark: bool = False) -> None:
-        """Opens a file in a window of a width, and waits until it is loaded."""
+    def open(self, page: Path, *, width: int = 1200, dark: bool = False, media: str = "") -> None:
+        """Opens a file in a window of a width, on a medium such as "print", and waits until it is loaded."""
         self.messages.clear()
         self.requests.clear()
         self._loaded = False
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+        self.ask("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self.ask("Page.navigate", url=page.as_uri())
         while not self._loaded:
             self._next()

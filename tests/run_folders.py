@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from shoal.runs.attempts import AttemptLog
-from shoal.runs.records import SPANS, RunRecord, Spread, StepRecord
+from shoal.runs.records import SPANS, RankTimes, RunRecord, Spread, StepRecord
 
 BEGAN = 1_700_000_000.0
 # Shares of a step, by span of rank 0.
@@ -34,6 +34,7 @@ PREDICTION = {
     "flops_per_sample": 1e12,
     "price_per_hour": 3.0,
     "sample_tokens": 1024,
+    "curve": {"1": 0.4, "2": 0.22, "4": 0.12, "8": 0.08, "64": 0.05},
 }
 
 
@@ -46,6 +47,7 @@ class RunFolder:
         path.mkdir(parents=True)
         self.path, self.ranks, self.batch, self.now = path, ranks, batch, BEGAN
         self.seconds: Counter[str] = Counter()
+        self.waits: dict[int, list[float]] = {}
         self.step, self.records, self.random = 0, list[StepRecord](), random.Random(0)
         self.log = AttemptLog(path / "attempts.jsonl", lambda: self.now)
         settings = {"lr": 0.1, "name": name}
@@ -112,9 +114,19 @@ class RunFolder:
             memory_bytes=2 << 30,
             digest=f"{self.step:064x}",
             at=self.now,
+            by_rank=self._by_rank(slowest, whole),
         )
         self.records.append(replace(record, **more))
         self.takes("between_steps", between)
+
+    def _by_rank(self, slowest: int, seconds: float) -> RankTimes | None:
+        """Each tenth record is of the ten steps before: in each all ranks waited a fifth for the slowest."""
+        waits = self.waits.setdefault(slowest, [0.0] * self.ranks)
+        self.waits[slowest] = [w + 0.2 * seconds * (rank != slowest) for rank, w in enumerate(waits)]
+        if self.ranks == 1 or self.step % 10:
+            return None
+        found, self.waits = RankTimes(10, [0.8 * seconds] * self.ranks, self.waits), {}
+        return found
 
     def evaluates(self, seconds: float = 0.5, **metrics: float) -> None:
         metrics = metrics or {"loss": 2.1 / self.step**0.3, "accuracy": 1 - 1 / self.step}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -105,3 +107,35 @@ def test_the_command_is_killed_and_no_rank_is_left(hosts: SshHosts, tmp_path: Pa
         os.kill(started.pid, signal.SIGKILL)
         started.process.wait()
         started.wait_until_gone()
+
+
+def doctor(hosts: SshHosts, out: Path, on: str = "h1,h2") -> Any:
+    """A context with `shoal doctor --hosts` on its way."""
+    words = ("doctor", "--json", "--folder", str(out), "--hosts", f"{on} -F {hosts.config}")
+    return start_command([sys.executable, "-m", "shoal", *words], out / "doctor")
+
+
+def ports_between(ended: Ended) -> dict[str, tuple[str, str]]:
+    """Severity and words of each pair of hosts."""
+    told = json.loads(ended.stdout)["checks"]
+    return {check["subject"]: (check["severity"], check["seen"]) for check in told if " to " in check["subject"]}
+
+
+def test_the_doctor_finds_what_keeps_hosts_apart(hosts: SshHosts, tmp_path: Path) -> None:
+    first, second = hosts.hosts.hosts
+    with doctor(hosts, tmp_path) as started:
+        told = ports_between(started.wait(LIMIT_SECONDS).expect(0))
+    assert {pair: severity for pair, (severity, _) in told.items()} == {"h1 to h2": "ok", "h2 to h1": "ok"}
+    assert f"{second.address} is reached at ports " in told["h1 to h2"][1]
+    # What h1 sends to h2 is refused on the way; ssh comes from a third host.
+    route = ["ip", "route", "add", "prohibit", second.address]
+    subprocess.run(first.command(route), check=True)
+    try:
+        with doctor(hosts, tmp_path) as started:
+            told = ports_between(started.wait(LIMIT_SECONDS).expect(1))
+    finally:
+        subprocess.run(first.command([*route[:2], "del", *route[3:]]), check=True)
+    assert told["h1 to h2"][0] == "error"
+    assert f"{second.address} is not reached at ports " in told["h1 to h2"][1]
+    with doctor(hosts, tmp_path, on="h1,nowhere") as started:
+        assert "host nowhere" in started.wait(LIMIT_SECONDS).expect(2).stderr

@@ -19,7 +19,8 @@ AXE = Path(
     os.environ.get("SHOAL_AXE", Path(__file__).resolve().parents[2] / "node_modules" / "axe-core" / "axe.min.js")
 )
 MOST_BYTES = 1_500_000
-VIEWS = [(1200, False), (1200, True), (390, False), (390, True)]
+# Width, dark or not, and the medium.
+VIEWS = [(1200, False, ""), (1200, True, ""), (390, False, ""), (390, True, ""), (800, False, "print")]
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,8 +52,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_page_opens(name: str, pages: dict[str, Path], opened: Browser) -> None:
     page = pages[name]
     assert page.stat().st_size <= MOST_BYTES
-    for width, dark in VIEWS:
-        opened.open(page, width=width, dark=dark)
+    for width, dark, media in VIEWS:
+        opened.open(page, width=width, dark=dark, media=media)
         assert opened.value("document.documentElement.dataset.drawn") == "yes"
         assert opened.value("document.querySelectorAll('.chart').length === document.querySelectorAll('canvas').length")
         assert opened.value("document.documentElement.scrollWidth <= innerWidth"), "it is wider than the window"
@@ -62,8 +63,8 @@ def test_a_page_opens(name: str, pages: dict[str, Path], opened: Browser) -> Non
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed: npm install --no-save axe-core")
 @pytest.mark.parametrize("name", [*STORIES, "several"])
 def test_axe_finds_no_violation(name: str, pages: dict[str, Path], opened: Browser) -> None:
-    for width, dark in VIEWS:
-        opened.open(pages[name], width=width, dark=dark)
+    for width, dark, media in VIEWS:
+        opened.open(pages[name], width=width, dark=dark, media=media)
         opened.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
         opened.value(f"{AXE.read_text(encoding='utf-8')};0")
         found = "axe.run().then(found => found.violations.map(one => one.id + ' ' + one.nodes[0].html.slice(0, 200)))"

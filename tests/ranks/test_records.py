@@ -70,6 +70,19 @@ def test_each_record_has_the_spread_over_ranks(three: Ended) -> None:
     )
 
 
+def test_one_record_in_ten_says_who_waited_for_whom(three: Ended) -> None:
+    told = {record["step"]: record["by_rank"] for record in three.records if record["by_rank"]}
+    assert list(told) == [10]
+    sums, own = told[10], three.records[:10]
+    assert sums["steps"] == 10
+    assert min(sums["busy_seconds"]) >= sum(r["ranks"]["busy_seconds"]["min"] for r in own) - 1e-5
+    assert max(sums["busy_seconds"]) <= sum(r["ranks"]["busy_seconds"]["max"] for r in own) + 1e-5
+    for rank, waited in sums["waits"].items():
+        slowest = [r["ranks"]["busy_seconds"] for r in own if r["ranks"]["busy_seconds"]["rank_of_max"] == int(rank)]
+        assert waited[int(rank)] == 0.0
+        assert max(waited) <= sum(spread["max"] - spread["min"] for spread in slowest) + 1e-5
+
+
 def test_the_result_is_whole(three: Ended) -> None:
     result = three.result
     assert set(RESULT_KEYS) <= set(result)

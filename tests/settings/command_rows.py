@@ -523,6 +523,8 @@ DOCTOR_OPTIONS: Table = {
     "--job": Refuses(doctor("--try"), "add --job"),
     "--job: of the machine": Refuses(Call("doctor", ("--job", "job.py"), job=None), "is about a run"),
     "--try": Refuses(Call("doctor", ("--try",), job=None), "is about a run"),
+    "--hosts": Refuses(Call("doctor", ("--hosts", "one,one"), job=None), "between two hosts or more"),
+    "--hosts: of a run": Refuses(doctor("--hosts", "a,b", after=None), "a run is given"),
     "--steps": Refuses(doctor("--steps", "3"), "--steps takes a whole number of at least 10"),
     "--folder": Acts(
         Call("doctor", ("--json", "--folder", ".."), job=None),

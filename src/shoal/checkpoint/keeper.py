@@ -41,6 +41,7 @@ class CheckpointWriter:
         self._pending: Future[float] | None = None
         self._cost_seconds = 0.0
         self._last = time.monotonic()
+        self.cpu_seconds: list[float] = []  # of this thread, for each checkpoint
         self.failure: OSError | None = None
 
     def due(self) -> bool:
@@ -55,8 +56,9 @@ class CheckpointWriter:
         self._last = time.monotonic()
 
     def _timed_write(self, snapshot: Snapshot) -> float:
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.thread_time()
         self._store.write(snapshot)
+        self.cpu_seconds.append(time.thread_time() - cpu)
         return time.monotonic() - began
 
     def wait(self) -> None:
@@ -377,6 +379,12 @@ class Keeper:
         if self._writer is not None:
             self._writer.failure = None  # that of a snapshot that is no longer the newest
         return RunState.from_json(document["run"], loss_scale)
+
+    @property
+    def writing(self) -> float | None:
+        """Seconds of a core that a checkpoint takes beside training; None where no thread has written one."""
+        taken = self._writer.cpu_seconds if self._writer is not None else []
+        return round(sum(taken) / len(taken), 6) if taken else None
 
     def close(self) -> None:
         """Waits for what is being written."""

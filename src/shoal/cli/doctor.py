@@ -15,8 +15,14 @@ _SIGNS = {Severity.OK: "ok", Severity.NOTE: "note", Severity.WARNING: "SLOW", Se
 
 
 def doctor(options: DoctorOptions) -> ExitCode:
-    """Examines this machine, or a run. Raises: CommandError; as `shoal.cli.doctor_of_run`."""
+    """Examines this machine, or a run. Raises: CommandError, LaunchError; as `shoal.cli.doctor_of_run`."""
     if options.run is not None:
+        if options.hosts:
+            raise CommandError(
+                given=f"shoal doctor {options.run} --hosts {options.hosts}",
+                conflict="ports between hosts are of machines, and a run is given",
+                remedy="leave one of them out",
+            )
         from shoal.cli.doctor_of_run import examine  # plans and their reader, which a machine's examination needs not
 
         return examine(options)
@@ -30,6 +36,10 @@ def doctor(options: DoctorOptions) -> ExitCode:
         )
     facts = host_facts(Path(options.folder))
     checks = judged(facts)
+    if options.hosts:
+        from shoal.launch.launchers.ssh_ports import between  # of other hosts, which few ask for
+
+        checks = (*checks, *between(options.hosts))
     if options.json:
         told = {"host": facts.name, "severity": worst(checks).value, "checks": [asdict(check) for check in checks]}
         print(json.dumps(told, indent=2))

@@ -8,7 +8,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from shoal.plans.plan import Plan, plan_text, read_plan
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.run_files import RunFiles, read_run
+from shoal.runs.trace_steps import TraceSteps
 
 _BEST = 3
 _LEAST_STEPS, _MOST_STEPS = 40, 400
 _PERIODS = 3
+_MOST_TRACED = 10_000
 _UNSTEADY = 1.5
 
 
@@ -40,14 +42,7 @@ def examine(options: DoctorOptions) -> ExitCode:
             remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(path)}",
         )
     files = read_run(path)
-    times = run_times(files, account_of(files))
-    if times is None:
-        raise RunDirectoryError(
-            given=str(path),
-            conflict="the run has records of fewer than four steps, from which nothing follows",
-            remedy="train some more steps, without --no-telemetry",
-        )
-    found = causes(times, *_traced(files, times))
+    times, found = diagnosis(files)
     plans = _write_plans(files, found)
     results = _tried(options, files, times, found) if options.try_out else []
     if options.json:
@@ -56,6 +51,30 @@ def examine(options: DoctorOptions) -> ExitCode:
         print("\n".join(_lines(path, times, found, plans)))
         print("\n".join(_result_lines(results)))
     return ExitCode.DONE
+
+
+def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
+    """Times of a run, and its causes of lost time. Raises: RunDirectoryError where its records are few."""
+    traced = _traced_steps(files.path)
+    untraced = [record for record in files.records if record.step not in traced]
+    times = run_times(replace(files, records=tuple(untraced)), account_of(files))
+    if times is None:
+        raise RunDirectoryError(
+            given=str(files.path),
+            conflict="the run has records of fewer than four steps, from which nothing follows",
+            remedy="train some more steps, without --no-telemetry",
+        )
+    return times, causes(times, *_traced(files, times))
+
+
+def _traced_steps(path: Path) -> set[int]:
+    """Steps that a profiler made slower."""
+    found: set[int] = set()
+    for file in path.glob("trace-*.json.gz"):
+        with contextlib.suppress(CommandError):
+            steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
+            found |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
+    return found
 
 
 def _named(path: Path) -> str:
@@ -95,10 +114,21 @@ def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
 
 def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequence[LostTime]) -> list[TrialResult]:
     """The best remedies that can be tried, as they ran."""
-    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
-    remedies = [remedy for remedy in best if remedy is not None][:_BEST]
+    remedies = best_remedies(found)[:_BEST]
     if not remedies:
         return []
+    job = trial_job(str(options.job), files, times, options.steps or trial_steps(times, remedies))
+    return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def best_remedies(found: Sequence[LostTime]) -> list[Remedy]:
+    """Of each cause the best remedy that a run of the same job can show."""
+    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
+    return [remedy for remedy in best if remedy is not None]
+
+
+def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
+    """A run's job as a trial runs it: with the run's plan, settings, options and threads."""
     last = files.attempts[-1] if files.attempts else None
     arguments = _settings(files.job.get("given"))
     for option in ("evaluate_every", "checkpoint_every"):
@@ -106,15 +136,8 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequ
         if value is not None:
             arguments += [f"--{option.replace('_', '-')}", str(value)]
     kept = RunDirectory(files.path).plan
-    job = TrialJob(
-        str(options.job),
-        read_plan(kept) if kept.exists() else Plan(),
-        options.steps or _steps(times),
-        tuple(arguments),
-        _variables(times),
-        folder=files.path.absolute().parent,
-    )
-    return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+    plan = read_plan(kept) if kept.exists() else Plan()
+    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=files.path.absolute().parent)
 
 
 def _settings(given: Any) -> list[str]:
@@ -126,10 +149,11 @@ def _settings(given: Any) -> list[str]:
     return words
 
 
-def _steps(times: RunTimes) -> int:
-    """Steps of a trial: some periods of what comes now and then."""
+def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:
+    """Steps of a trial: some periods of what comes now and then, also where a remedy makes it rarer."""
     longest = max(times.evaluation.every or 0.0, times.checkpoint.every or 0.0)
-    return min(_MOST_STEPS, max(_LEAST_STEPS, round(_PERIODS * longest) + 3))
+    wanted = max(_PERIODS * longest, 2.0 * max(remedy.period for remedy in remedies))
+    return min(_MOST_STEPS, max(_LEAST_STEPS, round(wanted) + 3))
 
 
 def _variables(times: RunTimes) -> dict[str, str | None]:

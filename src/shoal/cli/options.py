@@ -188,6 +188,9 @@ class DoctorOptions:
         dest="try_out",
     )
     steps: int | None = _option("with --try: steps of each trial", "N", least=10)
+    hosts: str | None = _option(
+        "try ports between these hosts, reached by ssh; its options after them", "A,B[ OPTIONS]"
+    )
     folder: str = _option("where runs are written, for the trial of the disk (default: runs)", "DIR", default="runs")
     json: bool = _switch("print one JSON object and nothing else")
 

@@ -17,9 +17,10 @@ from shoal.report.terminal import cut, head, lines
 from shoal.runs.directory import write_file
 from shoal.runs.run_files import RunFiles, RunReader
 
-_EVERY_SECONDS = 2.0
-# The whole account is made anew after so many times what it took: less than a thousandth of a core.
-_PATIENCE = 1500.0
+_EVERY_SECONDS, _SELDOM_SECONDS = 2.0, 15.0
+# A look comes after so many times what the last one took, and so does the whole account: together they take less than
+# a thousandth of a core.
+_PATIENCE = 2500.0
 
 
 def watch(options: WatchOptions) -> ExitCode:
@@ -33,8 +34,10 @@ def watch(options: WatchOptions) -> ExitCode:
         return ExitCode.DONE
     with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
         show()
+        taken = 0.0
         while watched.status == "running":
-            time.sleep(_EVERY_SECONDS)
+            time.sleep(pause(taken))
+            began = time.process_time()
             try:
                 watched.look()
             except (RunDirectoryError, OSError):
@@ -42,10 +45,16 @@ def watch(options: WatchOptions) -> ExitCode:
                 break
             _write(metrics, watched)
             show()
+            taken = time.process_time() - began - watched.accounting
         show()
     if watched.gone:
         print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
     return ExitCode.DONE
+
+
+def pause(taken: float) -> float:
+    """Seconds between two looks of which one takes so many seconds of a core."""
+    return min(_SELDOM_SECONDS, max(_EVERY_SECONDS, _PATIENCE * taken))
 
 
 class _Watched:
@@ -54,7 +63,7 @@ class _Watched:
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._next, self._status = 0.0, ""
-        self.gone = False
+        self.gone, self.accounting = False, 0.0  # seconds of the last look that made the account anew
         self.files: RunFiles
         self.account: Account
 
@@ -70,7 +79,10 @@ class _Watched:
         if now >= self._next or status != self._status:
             began = time.process_time()
             self.account = account_of(self.files)
-            self._next = now + _PATIENCE * (time.process_time() - began)
+            self.accounting = time.process_time() - began
+            self._next = now + _PATIENCE * self.accounting
+        else:
+            self.accounting = 0.0
         self._status = status
 
     def lines(self, width: int) -> list[str]:

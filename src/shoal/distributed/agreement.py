@@ -49,6 +49,7 @@ class Agreement:
     checkpoint: bool
     asked: int
     spreads: dict[str, Spread]
+    busy_seconds: npt.NDArray[np.float64]  # of each rank in the step before
 
     @property
     def slowest_rank(self) -> int:
@@ -78,7 +79,8 @@ def _own(report: Report) -> Agreement:
     busy = report.measures[_STEP] - report.measures[_EXPOSED]
     named = zip((*_MEASURES, "busy_seconds"), (*report.measures, busy), strict=True)
     spreads = {name: Spread(value, value, 0) for name, value in named}
-    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.asked, spreads)
+    flags = report.has_data, report.error, report.stop, report.checkpoint, report.asked
+    return Agreement(*flags, spreads, np.array([busy]))
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
@@ -91,7 +93,7 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
     measured = np.column_stack([measured, busy])
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
     spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
-    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads)
+    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads, busy)
 
 
 def raise_together(mesh: Mesh, error: ShoalError | None) -> None:

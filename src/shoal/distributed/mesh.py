@@ -104,6 +104,23 @@ class Mesh:
         dist.all_gather(rows, row)
         return [json.loads(bytes(r.numpy().tobytes()).rstrip(b"\0")) for r in rows]
 
+    def send_to_first(self, content: bytes) -> Iterator[bytes]:
+        """On rank 0 every rank's bytes, in rank order and one at a time; nothing on the others.
+
+        Collective: all ranks, an all-gather of 8 bytes a rank and a message of each to rank 0; rank 0 takes them all.
+        """
+        lengths = [int(length) for length in self.all_gather([float(len(content))])[:, 0]]
+        if self.rank != 0:
+            if content:
+                dist.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), dst=0)
+            return
+        yield content
+        for rank, length in enumerate(lengths[1:], 1):
+            row = torch.empty(length, dtype=torch.uint8)
+            if length:
+                dist.recv(row, src=rank)
+            yield row.numpy().tobytes()
+
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Rank 0's values into every rank's tensors, in place. Collective: all ranks, one broadcast a tensor."""
         if self.world_size > 1:

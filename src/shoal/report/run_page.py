@@ -16,7 +16,7 @@ from shoal.report.curves import Chart, time_chart, training_charts
 from shoal.report.drawings import beside, cells, falling
 from shoal.report.html import Table
 from shoal.report.quantities import change, dollars, rate, seconds, share, short, size
-from shoal.report.waits import waits
+from shoal.report.waits import Waits, waits
 from shoal.runs.records import StepRecord
 
 _SPANS_MEAN = {
@@ -229,11 +229,14 @@ def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
     for rank, values in told.of_rank.items():
         rows.append([f"rank {rank}", share(told.mean(rank)), share(max(values)), share(slowest.get(rank, 0.0))])
         bars.append(cells(values, most))
-    words = [
-        "How long the fastest rank waited for the slowest one, at the slowest one's row; steps from left to right, "
-        f"the fullest colour is {share(most)} of the time.",
-        "Records have the extremes of each step: two slow ranks in one step show as one.",
-    ]
+    fullest = f"steps from left to right, the fullest colour is {share(most)} of the time."
+    if told.pairs:
+        words = [f"How long the other ranks waited for each, their mean; {fullest}"]
+    else:
+        words = [
+            f"How long the fastest rank waited for the slowest one, at the slowest one's row; {fullest}",
+            "These records have the extremes of each step: two slow ranks in one step show as one.",
+        ]
     if told.others:
         words.append(f"{told.others} more ranks were waited for less.")
     head = ["rank", "waited for, mean", "at most", "slowest in"]
@@ -242,9 +245,22 @@ def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
         for one in found.ranks
     ]
     table = Table(["quantity", "least, mean", "most, mean", "most often at the most"], spans)
+    bars_of = BarTable(head, rows, bars)
     return Part(
-        "ranks", "Who waits for whom", words, bars=BarTable(head, rows, bars), tables=[("Extremes over ranks", table)]
+        "ranks", "Who waits for whom", words, bars=bars_of, tables=[*_pairs(told), ("Extremes over ranks", table)]
     )
+
+
+def _pairs(told: Waits) -> list[tuple[str, Table]]:
+    """Who waited for whom, in shares of the time of all steps."""
+    if not told.pairs:
+        return []
+    ranks = [rank for rank in told.of_rank if rank in told.pairs]
+    rows = [
+        [f"rank {rank}", *(share(told.pairs[rank].get(other, 0.0)) if rank != other else "-" for other in ranks)]
+        for rank in ranks
+    ]
+    return [("Row waited for column", Table(["waited", *(f"for rank {rank}" for rank in ranks)], rows))]
 
 
 def _quantity(name: str, value: float) -> str:

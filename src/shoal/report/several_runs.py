@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from shoal.report.account import Account
 from shoal.report.curves import BUCKETS, Chart, PlottedCurve, buckets, thinned
 from shoal.report.html import Table
-from shoal.report.json_values import number, section
+from shoal.report.json_values import number, numbers, section
 from shoal.report.quantities import dollars, rate, seconds, share, short
 from shoal.report.run_page import Part, ReportPage, flat, layout_of
 from shoal.runs.records import StepRecord
 
+_BEYOND = 4  # times the devices of the largest run: as far as the planner's curve is drawn
 _LEAST_SHARE = 0.01  # of the efficiency that is lost: less is not told
 
 
@@ -143,13 +144,17 @@ def _settings(found: Account) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Point:
-    """A run as a point of the scaling chart: rates in samples a second, parts in device-seconds of a sample."""
+    """A run as a point of the scaling chart: rates in samples a second, parts in device-seconds of a sample.
+
+    `curve`: by number of devices, what its planner took the fastest plan to do on the same batch.
+    """
 
     name: str
     devices: int
     measured: float
     predicted: float | None
     parts: Mapping[str, float]
+    curve: Mapping[int, float]
 
 
 def _point(run: RunCurves) -> _Point | None:
@@ -157,10 +162,12 @@ def _point(run: RunCurves) -> _Point | None:
     batch = number(found.job.get("global_batch")) or (run.records[-1].num_samples if run.records else None)
     if not found.rates.step_samples or not batch:
         return None
-    step = number(section(found.plan, "prediction").get("step_seconds"))
-    predicted = batch / step if step and not found.elsewhere else None
+    told = section(found.plan, "prediction") if not found.elsewhere else {}
+    step = number(told.get("step_seconds"))
+    predicted = batch / step if step else None
+    curve = {int(n): batch / s for n, s in numbers(told.get("curve")).items() if n.isdecimal() and int(n) and s > 0.0}
     parts = {part.name: (part.measured or 0.0) * found.world_size / batch for part in found.parts}
-    return _Point(run.name, found.world_size, found.rates.step_samples, predicted, parts)
+    return _Point(run.name, found.world_size, found.rates.step_samples, predicted, parts, curve)
 
 
 def _scaling(runs: Sequence[RunCurves]) -> Part | None:
@@ -168,12 +175,15 @@ def _scaling(runs: Sequence[RunCurves]) -> Part | None:
     if len({point.devices for point in points}) < 2:
         return None
     first = points[0]
-    x = sorted({float(point.devices) for point in points})
+    planned = max((point.curve for point in points), key=len)
+    near = {float(devices) for devices in planned if devices <= _BEYOND * points[-1].devices}
+    x = sorted({float(point.devices) for point in points} | near)
     measured = {float(point.devices): point.measured for point in points}
     predicted = {float(point.devices): point.predicted for point in points}
     curves = [
-        PlottedCurve("measured", [measured[place] for place in x], True),
-        PlottedCurve("predicted", [predicted[place] for place in x], True),
+        PlottedCurve("measured", [measured.get(place) for place in x], True),
+        PlottedCurve("predicted for these plans", [predicted.get(place) for place in x], True),
+        PlottedCurve("the planner's curve", [planned.get(int(place)) for place in x]),
         PlottedCurve("as many times as devices", [first.measured * place / first.devices for place in x]),
     ]
     rows = [_row(point, first) for point in points]
@@ -181,8 +191,20 @@ def _scaling(runs: Sequence[RunCurves]) -> Part | None:
     table = Table(head, rows)
     kept = [curve for curve in curves if any(value is not None for value in curve.values)]
     chart = Chart("scaling", "Samples a second", x, kept, table, x_name="devices", log="xy")
-    told = f"Efficiency is against {first.name}; what is lost is told in shares of the devices' time."
-    return Part("scaling", "Scaling", [told], [chart], tables=[("", table)])
+    told = [f"Efficiency is against {first.name}; what is lost is told in shares of the devices' time."]
+    if planned:
+        told.append("The planner's curve is what it took the fastest plan on each number of devices to do.")
+    return Part("scaling", "Scaling", told, [chart], tables=[("", table), *_planned_table(planned, first)])
+
+
+def _planned_table(planned: Mapping[int, float], first: _Point) -> list[tuple[str, Table]]:
+    """The planner's curve, with the efficiency that it expected against the number of devices of the first run."""
+    base = planned.get(first.devices)
+    rows = [
+        [str(n), rate(planned[n]), f"{planned[n] / base * first.devices / n:.0%}" if base else "-"]
+        for n in sorted(planned)
+    ]
+    return [("The planner's curve", Table(["devices", "samples/s", "efficiency"], rows))] if rows else []
 
 
 def _row(point: _Point, first: _Point) -> list[str]:

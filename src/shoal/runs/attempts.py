@@ -48,9 +48,10 @@ class AttemptLog:
         if records:
             self._add("undone", Undone.of(records).__dict__)
 
-    def ended(self, status: str, step: int, trained_at: float, after: dict[str, float]) -> None:
+    def ended(self, status: str, step: int, trained_at: float, after: dict[str, float], **more: Any) -> None:
         """A training has ended and its result is written; `trained_at`: the end of the last step and what follows."""
-        self._add("ended", {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after})
+        told = {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after}
+        self._add("ended", {**told, **more})
 
     def _add(self, kind: str, more: dict[str, Any]) -> None:
         if self._path is None:
@@ -112,6 +113,7 @@ class Attempt:
     status: str | None = None
     step: int | None = None  # the last one, where it ended
     after: dict[str, float] = field(default_factory=dict)
+    checkpoint_cpu: float | None = None  # seconds of a core that the thread which writes one takes, their mean
 
 
 def summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -134,7 +136,7 @@ def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
             elif found and kind == "undone":
                 found[-1]["undone"] += (adapter(Undone).validate_python(line),)
             elif found and kind == "ended":
-                end = {key: line.get(key) for key in ("status", "step", "trained_at")}
+                end = {key: line.get(key) for key in ("status", "step", "trained_at", "checkpoint_cpu")}
                 found[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
     attempts: list[Attempt] = []
     for entry in found:

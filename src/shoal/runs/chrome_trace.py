@@ -17,6 +17,7 @@ SPAN_ROW, MICROBATCH_ROW = 0, 1
 _OWN_ROWS = ("shoal: steps and spans", "shoal: microbatches")
 # Rows of one process. Their numbers are told apart over all ranks: some viewers take a thread's number for unique.
 _ROWS = 1000
+_ARROW_BITS = 32
 # What the profiler says of every operator and no viewer shows usefully: half of the file.
 _LEFT_OUT = frozenset({"Ev Idx", "Record function id", "Sequence number", "Fwd thread id"})
 
@@ -110,8 +111,8 @@ def _moved(event: Mapping[str, Any], pid: int, tid: int, shift: float) -> dict[s
     moved = {**event, "pid": pid, "tid": tid, "ts": _rounded(event["ts"] + shift)}
     if "dur" in event:
         moved["dur"] = _rounded(event["dur"])
-    if event["ph"] in ("s", "f"):  # an arrow of one rank's: numbers of arrows are of the whole file
-        moved["id"] = f"{pid}.{event.get('id')}"
+    if event["ph"] in ("s", "f"):  # an arrow of one rank's: numbers of arrows, which Perfetto wants, are of the file
+        moved["id"] = (pid << _ARROW_BITS) + int(event.get("id", 0))
     args = {key: value for key, value in event.get("args", {}).items() if key not in _LEFT_OUT}
     moved.pop("args", None)
     return {**moved, "args": args} if args else moved

@@ -26,9 +26,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shoal.errors import ExitCode, InUseError, RunDirectoryError
-from shoal.runs.generation import withdraw
 
 NAME = "lock.json"
+_SINCE = "%Y-%m-%d %H:%M:%S UTC"
 # What the system answers where a file system has no OS locks, or no hard links.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -65,8 +65,7 @@ class Holder:
     @classmethod
     def here(cls) -> Holder:
         """This process, from now on."""
-        started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        pid = os.getpid()
+        pid, started = os.getpid(), datetime.now(UTC).strftime(_SINCE)
         return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, _command(), uuid.uuid4().hex)
 
     @property
@@ -142,7 +141,6 @@ class DirectoryLock:
             if _same(self.folder / NAME, self.descriptor):
                 (self.folder / NAME).unlink()
         os.close(self.descriptor)
-        withdraw(self.folder)
         _unmake(self._made)
 
     def __enter__(self) -> DirectoryLock:
@@ -386,6 +384,14 @@ def is_held(folder: Path, patience: Patience | None = None) -> bool:
     with contextlib.suppress(OSError):
         return time.time() - (folder / NAME).stat().st_mtime < (patience or Patience()).limit_seconds
     return False
+
+
+def held_since(folder: Path) -> float | None:
+    """When the process that holds a directory took it, in seconds since the epoch; None where nobody says it."""
+    holder = _read(folder / NAME)
+    with contextlib.suppress(ValueError):
+        return datetime.strptime(holder.since if holder else "", _SINCE).replace(tzinfo=UTC).timestamp()
+    return None
 
 
 def _same(path: Path, descriptor: int) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 from shoal.errors import FencedError, RunDirectoryError
 from shoal.runs.directory import read_json, write_aside
+from shoal.runs.directory_lock import NAME as LOCK
 
 FOLDER = "generations"
 _ASIDE = re.compile(r"\.(\d{6,})\.tmp$")
@@ -167,7 +168,7 @@ def about(folder: Path, generation: int) -> dict[str, Any]:
 
 
 def withdraw(folder: Path) -> None:
-    """Removes the numbers from a directory in which no run has left anything else."""
+    """Removes the numbers from a directory in which its holder has left nothing else, before that lets it go."""
     with contextlib.suppress(OSError):
-        if os.listdir(folder) == [FOLDER]:
+        if set(os.listdir(folder)) <= {FOLDER, LOCK}:
             shutil.rmtree(folder / FOLDER)

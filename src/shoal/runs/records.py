@@ -34,6 +34,19 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """Seconds of each rank, summed over the last `steps` steps up to a record's.
+
+    `busy_seconds`: by rank, of steps without what communication exposes. `waits`: by the rank that was the last in a
+    step, how long each rank waited for it; -1 has those of the ranks that were waited for least.
+    """
+
+    steps: int
+    busy_seconds: list[float]
+    waits: dict[int, list[float]]
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One optimizer step."""
 
@@ -58,10 +71,11 @@ class StepRecord:
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
     at: float | None = None  # the end of the step, in seconds since the epoch, on rank 0's clock
     after: dict[str, float] | None = None  # seconds between this step and the next: of an evaluation, of a checkpoint
+    by_rank: RankTimes | None = None  # in one record of so many: who waited for whom
 
-    def with_ranks(self, ranks: dict[str, Spread]) -> StepRecord:
+    def with_ranks(self, ranks: dict[str, Spread], by_rank: RankTimes | None = None) -> StepRecord:
         """Copy with all ranks' measurements; half the time of dataclasses.replace."""
-        return StepRecord(**{**vars(self), "ranks": ranks})
+        return StepRecord(**{**vars(self), "ranks": ranks, "by_rank": by_rank})
 
     def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
         """The record with the metrics of an evaluation after its step, those that are finite."""
@@ -84,6 +98,10 @@ class StepRecord:
         """The record in a line that `to_line` wrote; keys of newer versions are left out."""
         document = json.loads(line)
         document["ranks"] = {name: Spread(**value) for name, value in document["ranks"].items()}
+        if document.get("by_rank"):
+            told = document["by_rank"]
+            waits = {int(rank): of for rank, of in told["waits"].items()}  # JSON has texts for keys
+            document["by_rank"] = RankTimes(told["steps"], told["busy_seconds"], waits)
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in document.items() if key in known})
 

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from shoal.errors import RunDirectoryError
 from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import is_held
+from shoal.runs.directory_lock import held_since, is_held
 from shoal.runs.records import StepRecord
-from shoal.runs.sound_values import adapter, sound_job, sound_result
+from shoal.runs.sound_values import adapter, sound_job, sound_plan, sound_result
 
 T = TypeVar("T")
 
@@ -106,17 +106,18 @@ class RunReader:
         self._grow(self._lines["attempts"], self._attempts, _object)
         self._grow(self._lines["events"], self._events, _object)
         saved = (read_json(files.saved) or {}).get("step")
+        now, held, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
         return RunFiles(
             path=files.path,
-            read_at=self._clock(),
+            read_at=now,
             job=sound_job(read_json(files.job) or {}),
             plan=_plan(files.plan),
             result=sound_result(read_json(files.result) or {}),
             records=tuple(self._records),
-            attempts=attempts_of(self._attempts),
+            attempts=(*attempts, *_starting(attempts, held_since(files.path), now)) if held else attempts,
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,
-            is_held=is_held(files.path),
+            is_held=held,
             damaged={name: lines.damaged for name, lines in self._lines.items() if lines.damaged},
         )
 
@@ -132,6 +133,15 @@ def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:
     return RunReader(path, clock).read()
 
 
+def _starting(attempts: Sequence[Attempt], since: float | None, now: float) -> tuple[Attempt, ...]:
+    """The attempt whose ranks are about to start: a call that goes on with a run writes of it when they have."""
+    if not attempts or since is None or attempts[-1].began_at >= since:
+        return ()
+    last = attempts[-1]
+    about = {name: getattr(last, name) for name in ("num_steps", "world_size", "host", "device", "threads", "cores")}
+    return (Attempt(started_at=min(since, now), began_at=now, resumed_from=last.step, **about),)
+
+
 def _object(line: str) -> dict[str, Any]:
     document = json.loads(line)
     if not isinstance(document, dict):
@@ -141,5 +151,5 @@ def _object(line: str) -> dict[str, Any]:
 
 def _plan(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return sound_plan(tomllib.loads(path.read_text(encoding="utf-8")))
     return {}

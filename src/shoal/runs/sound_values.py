@@ -77,6 +77,20 @@ _RESULT: dict[str, Any] = {
     "memory": _Memory | None,
     "server": _Server | None,
 }
+_PREDICTION: dict[str, Any] = {
+    **dict.fromkeys(("cluster", "device", "device_kind", "peak_dtype"), str | None),
+    **dict.fromkeys(("step_seconds", "mfu", "peak_flops", "flops_per_sample", "price_per_hour"), float | None),
+    **dict.fromkeys(("peak_bytes", "sample_tokens", "devices"), float | None),
+    **dict.fromkeys(("terms", "memory", "curve"), dict[str, float]),
+}
+# What is read of a plan without its reader, which refuses a file of a newer version.
+_PLAN: dict[str, dict[str, Any]] = {
+    "prediction": _PREDICTION,
+    "layout": dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), int),
+    "batch": {"grains_per_microbatch": int},
+    "pipeline": {"stages_per_rank": int},
+    "data": {"workers": int},
+}
 _JOB: dict[str, Any] = {
     **dict.fromkeys(("file", "function"), str),
     **dict.fromkeys(("train_samples", "parameters", "global_batch", "grains"), int | None),
@@ -94,21 +108,27 @@ def sound_job(document: Mapping[str, Any]) -> dict[str, Any]:
     return _sound(document, _JOB)
 
 
+def sound_plan(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a `plan.toml` whose values are of their kind; those that nothing here reads as they are."""
+    sound = {name: value for name, value in document.items() if name not in _PLAN or isinstance(value, dict)}
+    return {name: _sound(value, _PLAN[name]) if name in _PLAN else value for name, value in sound.items()}
+
+
 def _sound(document: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in document.items():
         try:
             if name in kinds:
-                _adapter(name, kinds is _JOB).validate_json(json.dumps(value), strict=True)
+                _of_kind(kinds[name]).validate_json(json.dumps(value), strict=True)
             found[name] = value
-        except ValidationError:
+        except (ValidationError, TypeError):  # a date, which TOML has and JSON has not
             continue
     return found
 
 
 @cache
-def _adapter(name: str, of_job: bool) -> TypeAdapter[Any]:
-    return TypeAdapter((_JOB if of_job else _RESULT)[name])
+def _of_kind(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 @cache

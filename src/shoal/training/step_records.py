@@ -27,6 +27,7 @@ from shoal.training.callbacks.ema import PREFIX
 from shoal.training.evaluation import EvaluationSets
 from shoal.training.forward_backward import StepParts
 from shoal.training.optimizer_step import Parameters, Update, Updater
+from shoal.training.rank_waits import RankWaits
 from shoal.training.telemetry import RecordWriter
 
 
@@ -87,6 +88,7 @@ class StepRecords:
         self._parts, self._around, self._writer = parts, around, writer
         self._waiting: StepRecord | None = None
         self._slowest = parts.mesh.rank
+        self._waits = RankWaits(parts.mesh.world_size)
         self._step_seconds: list[float] = []
         # The step after which the model was last evaluated, the metrics, and of how many samples they are.
         self._evaluated: tuple[int, dict[str, float], int] | None = None
@@ -95,6 +97,7 @@ class StepRecords:
     def forget_after(self, step: int) -> None:
         """Leaves out what was recorded of later steps: they are about to be trained again."""
         self._waiting = self._evaluated = None
+        self._waits.clear()
         self._writer.forget_after(step)
 
     def add(
@@ -183,7 +186,8 @@ class StepRecords:
         if record is None:
             return
         if agreement is not None:
-            record, slowest = record.with_ranks(agreement.spreads), agreement.slowest_rank
+            by_rank = self._waits.add(agreement)
+            record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
         self._writer.write(record)
         self._around.on_step(record, slowest)
 

@@ -121,6 +121,12 @@ def test_in_a_terminal_of_40_columns(
     assert max(len(row) for row in rows if not row.startswith("\x1b")) <= COLUMNS
 
 
+def test_a_look_takes_less_than_a_thousandth_of_a_core() -> None:
+    assert watching.pause(0.0) == watching.pause(0.0005) == 2.0
+    assert watching.pause(0.004) == pytest.approx(10.0)
+    assert watching.pause(1.0) == 15.0
+
+
 def test_once_prints_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = one_process(tmp_path / "run")
     assert main(["watch", str(run.written()), "--once"]) == 0

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tests.run_folders import BEGAN, STORIES, RunFolder, one_process, resumed_twice, served
 
+from shoal.cli.main import main
+from shoal.cli.report import account_of
 from shoal.errors import RunDirectoryError
 from shoal.report.account import Account, account
 from shoal.report.limits import causes
@@ -52,6 +54,33 @@ def test_a_run_that_goes_on_is_counted_until_now(tmp_path: Path, monkeypatch: py
     found = accounted(run)
     assert (found.status, found.num_steps, found.steps) == ("running", 100, 10)
     assert_as_told(found, run)
+
+
+def test_a_call_that_is_about_to_go_on_starts_up_after_a_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.begins()
+    run.steps(9)
+    run.one_step(0.1, between=0.0)  # killed
+    run.takes("idle", 3600.0)
+    since = run.now
+    run.takes("start_up", 4.0)  # up to now
+    monkeypatch.setattr("shoal.runs.run_files.is_held", lambda folder: True)
+    monkeypatch.setattr("shoal.runs.run_files.held_since", lambda folder: since)
+    found = accounted(run)
+    assert (found.status, found.num_steps, found.steps) == ("running", 100, 10)
+    assert_as_told(found, run)
+
+
+def test_a_plan_with_values_of_other_kinds_is_read_without_them(tmp_path: Path) -> None:
+    run = one_process(tmp_path / "run")
+    wrong = 'schema = 1\nbatch = "x"\n[layout]\ndata = "many"\ntensor = 1\n[prediction]\nstep_seconds = 2001-01-01\n'
+    wrong += 'device_kind = 3\nprice_per_hour = "a"\nmfu = {}\nterms = {compute = "x"}\nsample_tokens = [1]\n'
+    wrong += "peak_bytes = true\n"
+    run.written()
+    (run.path / "plan.toml").write_text(wrong)
+    assert account_of(read_run(run.path)).plan == {"schema": 1, "layout": {"tensor": 1}, "prediction": {}}
+    assert main(["report", str(run.path)]) == 0
+    assert main(["watch", "--once", str(run.path)]) == 0
 
 
 def test_a_killed_run_ends_with_its_last_record(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shoal.report.run_page import ReportPage, run_page
 from shoal.report.several_runs import named, several_page
 from shoal.report.terminal import lines as lines_of
 from shoal.report.waits import waits
+from shoal.runs.records import RankTimes
 from shoal.runs.run_files import read_run
 
 UPLOT = Path(__file__).resolve().parents[3] / "src" / "shoal" / "report" / "uplot"
@@ -146,8 +148,24 @@ def test_the_rank_that_others_wait_for_is_full(tmp_path: Path) -> None:
     run.steps(200)
     told = waits(run.records, 4)
     assert told is not None
-    assert sum(told.mean(rank) for rank in range(4)) == pytest.approx(0.2)  # busy from 0.7 to 0.9 of a step
+    assert sum(told.mean(rank) for rank in range(4)) == pytest.approx(0.2)  # of each step, for one rank or another
+    assert len(told.of_rank[0]) == 20  # ten steps have one sum
+    for rank, row in told.pairs.items():
+        assert set(row) == {0, 1, 2, 3} - {rank}
+        assert sum(row.values()) == pytest.approx(sum(told.mean(other) for other in row), rel=0.05)
     assert waits(run.records, 1) is None
+    resized = [*run.records, replace(run.records[-1], by_rank=RankTimes(10, [1.0] * 8, {7: [9.0] * 8}))]
+    assert waits(resized, 4) == told  # what is of another number of ranks is left out
+
+
+def test_of_records_with_extremes_alone_the_slowest_rank_is_known(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", ranks=4)
+    run.begins()
+    run.steps(200)
+    told = waits([replace(record, by_rank=None) for record in run.records], 4)
+    assert told is not None
+    assert sum(told.mean(rank) for rank in range(4)) == pytest.approx(0.2)  # busy from 0.7 to 0.9 of a step
+    assert told.pairs == {}
 
 
 def test_facts_of_a_run(tmp_path: Path) -> None:
@@ -174,6 +192,12 @@ def test_several_runs_say_what_differs_and_how_they_scale(tmp_path: Path) -> Non
     efficiencies = [row[4] for row in parts["scaling"].tables[0][1].rows]
     assert efficiencies[0] == "100%"
     assert [int(e[:-1]) for e in efficiencies[1:]] == pytest.approx([91, 77], abs=1)
+    chart = parts["scaling"].charts[0]
+    assert list(chart.x) == [1, 2, 4, 8]  # not 64, which no run is near
+    curves = {curve.name: curve.values for curve in chart.curves}
+    assert curves["the planner's curve"] == pytest.approx([64 / 0.4, 64 / 0.22, 64 / 0.12, 64 / 0.08])
+    assert curves["measured"][3] is None
+    assert [row[2] for row in parts["scaling"].tables[1][1].rows] == ["100%", "91%", "83%", "62%", "12%"]
     assert page.summary.startswith("on-4 has the most samples a second in its steps: 3.")
 
 

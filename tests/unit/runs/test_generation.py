@@ -13,7 +13,7 @@ from shoal.checkpoint.newest_mark import NewestMark
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.errors import FencedError
 from shoal.runs.directory_lock import claim
-from shoal.runs.generation import FOLDER, Fence, newest
+from shoal.runs.generation import FOLDER, Fence, newest, withdraw
 
 SNAPSHOT = Snapshot(4, {"model": {"w": torch.ones(2)}}, {"tensors": {}})
 
@@ -105,7 +105,13 @@ def test_a_directory_in_which_nothing_began_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claim(folder, print):
         Fence.next(folder, 1, "begun")
+        withdraw(folder)
     assert not folder.exists()
+    with claim(folder, print):
+        Fence.next(folder, 1, "begun")
+        (folder / "job.json").touch()
+        withdraw(folder)
+    assert newest(folder) == 1
 
 
 def test_a_vanished_directory_fences_nobody(tmp_path: Path) -> None:

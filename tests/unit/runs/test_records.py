@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.runs.records import SPANS, RunRecord, Spread, StepRecord, read_steps
+from shoal.runs.records import SPANS, RankTimes, RunRecord, Spread, StepRecord, read_steps
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 STEP = StepRecord(
@@ -41,6 +41,11 @@ RUN = RunRecord(
     step_seconds={"median": 0.1},
     wall_seconds=2.5,
 )
+
+
+def test_sums_of_all_ranks_come_back_equal() -> None:
+    record = replace(STEP, by_rank=RankTimes(10, [1.0, 2.0], {1: [0.5, 0.0], -1: [0.0, 0.25]}))
+    assert StepRecord.from_line(record.to_line()) == record
 
 
 @given(FLOATS, FLOATS, st.none() | st.text(), st.dictionaries(st.text(), FLOATS, max_size=3))

@@ -20,6 +20,7 @@ from shoal.launch.spares import Spares
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.events import Events
+from shoal.runs.generation import withdraw
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 from shoal.runs.resize import granted, wished
 
@@ -42,7 +43,10 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
         granted(RunDirectory(lock.folder))  # a wish that was left there is of another call
         # A process that has trained alone keeps its GPU as long as it lives.
         alone = request.plan.num_processes == 1 and bool(gpus())
-        yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
+        try:
+            yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
+        finally:
+            withdraw(lock.folder)
 
 
 def tell_notes(request: RunRequest) -> None:

@@ -43,6 +43,7 @@ from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.events import Events
+from shoal.runs.generation import withdraw
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
@@ -101,6 +102,8 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
                     request, directory = replace(request, out=out), RunDirectory(out)
+                    if mesh.rank == 0:
+                        held.callback(withdraw, out)
                     generation = decided_by_rank_0(mesh, int, lambda: request.begun().generation)
                     request = replace(request, generation=generation)
                     held.enter_context(_fenced(request, environment))

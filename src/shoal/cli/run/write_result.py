@@ -104,7 +104,8 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 self.fence.write(self.path, record.to_json())
-                self.log.ended(record.status, record.steps, self.trained_at or time.time(), self.after)
+                trained_at, writing = self.trained_at or time.time(), self.engine.keeper.writing
+                self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:
             return StorageError(
                 given=str(self.path),

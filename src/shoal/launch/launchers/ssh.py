@@ -28,8 +28,8 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
 # No password is asked for; a host that says nothing any more is given up after ten seconds.
-_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
-_CONNECT = ("-o", "ConnectTimeout=20")
+_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
+SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
 # Of this command's variables those that change how ranks train go along.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
@@ -61,7 +61,7 @@ def start(submission: Submission, signals: Signals) -> int:
     if shutil.which("ssh") is None:
         raise LaunchError(given="--on hosts", conflict="ssh is not on this host", remedy="install OpenSSH's client")
     counts = _counts(hosts, submission)
-    address = _address(hosts[0].name, options)
+    address = address_of(hosts[0].name, options)
 
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         processes = []
@@ -143,10 +143,10 @@ def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
 def _ssh(host: str, options: Sequence[str]) -> list[str]:
     """The words that start a host's process; none of them is a secret, or the job's."""
     remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.host_process"
-    return ["ssh", *_OPTIONS, *_CONNECT, *options, "--", host, remote]
+    return ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
 
 
-def _address(host: str, options: Sequence[str]) -> str:
+def address_of(host: str, options: Sequence[str]) -> str:
     """The address that ssh's configuration has for a host. Raises: LaunchError."""
     words = ["ssh", "-G", *options, "--", host]
     ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)

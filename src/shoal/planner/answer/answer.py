@@ -276,6 +276,7 @@ class SearchResult:
             "flops_per_sample": case.work.profile.flops(1.0),
             "factors": dict(case.correction.factors),
             "host_seconds": case.correction.host_seconds,
+            "curve": {str(p.devices): p.best.seconds for p in self.curve.points if p.best is not None},
         }
         if self.chosen.prediction.mfu is not None:
             about["peak_dtype"], about["peak_flops"] = self.peak

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.planner.diagnose.fewer_devices import on_devices
+from shoal.planner.diagnose.fewer_devices import on_devices, planned_ratio
 from shoal.planner.diagnose.run_times import RunTimes
 
 # What is less is not told: no remedy is worth a change for it, and no account is that exact.
@@ -14,6 +14,10 @@ WORTH = 0.03
 _RARER = 10
 _CHECKPOINT_SHARE = 0.01  # of the time: what shoal's own choice of when to write one costs
 _MOST_WORKERS = 8
+# Of the seconds that a thread writes beside training, those that training loses though a core is free: as seen on two
+# cores, which share a memory.
+_WRITING = 0.4
+_EACH_FEW = 4
 # A sample that takes less is computed; what waits for a disk or a network takes longer.
 _COMPUTED = 2e-4
 _HANDED_OVER = 5e-3  # a microbatch from a data worker, as seen on two cores
@@ -28,7 +32,8 @@ class Remedy:
     """Change of a run that would bring time back: `gain` is a fraction of the time of training.
 
     `sections` of the plan that change, `devices` where their number does, further `arguments` of `shoal run`, and
-    environment `variables` (None: unset). Without any of them it is for people to do.
+    environment `variables` (None: unset). Without any of them it is for people to do. `period`: steps from one to the
+    next of what comes now and then.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Remedy:
     devices: int | None = None
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
+    period: int = 0
 
     @property
     def can_be_tried(self) -> bool:
@@ -106,28 +112,49 @@ def _evaluation(times: RunTimes) -> Losses:
         return
     every = round(cost.every)
     rarer = every * _RARER
-    gain = cost.per_step * (1 - 1 / _RARER) / times.total
+    lost = cost.per_step + times.best.per_step
+    gain = lost * (1 - 1 / _RARER) / times.total
     seen = f"an evaluation of {_ms(cost.each)} after every {every} steps"
+    if times.best.per_step:
+        seen += f", and training waits {_ms(times.best.each)} for a checkpoint where the watched metric is better"
     words = f"evaluation every {rarer} steps instead of {every}"
     if times.asks_evaluations:
         words += ", where the job's callback asks for it"
         remedy = Remedy("evaluate-rarely", words, gain)
     else:
-        remedy = Remedy("evaluate-rarely", words, gain, arguments=("--evaluate-every", str(rarer)))
-    yield _lost(times, "evaluation", "evaluation", cost.per_step, seen, remedy)
+        remedy = Remedy("evaluate-rarely", words, gain, arguments=("--evaluate-every", str(rarer)), period=rarer)
+    yield _lost(times, "evaluation", "evaluation", lost, seen, remedy)
 
 
 def _checkpoints(times: RunTimes) -> Losses:
-    cost = times.checkpoint
-    if not cost.per_step or cost.every is None:
-        return
-    every = round(cost.every)
-    gain = (cost.per_step - _CHECKPOINT_SHARE * times.step) / times.total
-    rarer = max(every + 1, round(every * cost.per_step / (_CHECKPOINT_SHARE * times.step)))
-    seen = f"training waits {_ms(cost.each)} for a checkpoint after every {'step' if every == 1 else f'{every} steps'}"
-    words = f"a checkpoint every {rarer} steps instead of {every}, or without --checkpoint-every, as costs 1 %"
-    remedy = Remedy("checkpoint-rarely", words, gain, arguments=("--checkpoint-every", str(rarer)))
-    yield _lost(times, "checkpoints", "checkpoints", cost.per_step, seen, remedy)
+    for cost, is_asked in ((times.checkpoint, False), (times.asked, True)):
+        if not cost.per_step or cost.every is None:
+            continue
+        every = round(cost.every)
+        beside = _beside(times, every)
+        lost = cost.per_step + beside
+        gain = (lost - _CHECKPOINT_SHARE * times.step) / times.total
+        rarer = max(every + 1, round(every * lost / (_CHECKPOINT_SHARE * times.step)))
+        after = "step" if every == 1 else f"{every} steps"
+        seen = f"training waits {_ms(cost.each)} for a checkpoint after every {after}"
+        if beside:
+            seen += f", and a thread writes it beside the next ones: {_ms(times.writing or 0.0)} of a core"
+        words = f"a checkpoint every {rarer} steps instead of {every}"
+        if is_asked:
+            remedy = Remedy("checkpoint-rarely", f"{words}, where the job's callback asks for it", gain)
+        else:
+            words += ", or without --checkpoint-every, as costs 1 %"
+            arguments = ("--checkpoint-every", str(rarer))
+            remedy = Remedy("checkpoint-rarely", words, gain, arguments=arguments, period=rarer)
+        yield _lost(times, "checkpoints", "checkpoints", lost, seen, remedy)
+
+
+def _beside(times: RunTimes, every: int) -> float:
+    """Seconds of each step that writing takes from it, where most steps have some: else it shows in those that do."""
+    if times.writing is None or every > _EACH_FEW:
+        return 0.0
+    spare = _spare_cores(times) > 0 and times.device == "cpu"
+    return times.writing * (_WRITING if spare or times.device != "cpu" else 1.0) / every
 
 
 def _data(times: RunTimes) -> Losses:
@@ -169,7 +196,7 @@ def _threads(times: RunTimes) -> Losses:
     carried = max(times.cores, fair * times.world_size)
     busy = times.step - times.spans.get("data_wait", 0.0)
     # Where threads happen not to collide a step is as quick as it would always be.
-    lost = busy * (1 - min(carried / running, times.spread[0]))
+    lost = max(busy * (1 - carried / running), times.step - sum(times.undisturbed.values()))
     seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
     words = (
         f"{fair} thread{'s' if fair > 1 else ''} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
@@ -188,7 +215,8 @@ def _slow_rank(times: RunTimes) -> Losses:
         return
     ratio, often = busy.most / max(busy.least, 1e-9), busy.how_often
     seen = f"rank {busy.rank_of_most} is {ratio:.2g} times as long busy as the quickest, in {often:.0%} of steps"
-    found = on_devices(times, times.world_size - 1, busy.least)
+    quick = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
+    found = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
     remedies = []
     if found is not None and found < times.step:
         words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
@@ -258,6 +286,10 @@ def _messages(times: RunTimes) -> Losses:
         return
     sums = _communication(times)
     lost = sums * (1 - needed / times.messages)
+    if times.device == "cpu" and _spare_cores(times) < times.world_size:
+        # What sends and receives takes the cores that compute: without it all of a step is quicker.
+        quiet = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
+        lost = max(lost, times.step - quiet - sums * needed / times.messages)
     seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {_ms(sums)} exposed"
     remedies = [Remedy("larger-buckets", f"buckets for {needed} messages a step", lost / times.total)]
     if times.device == "cpu" and times.section("collectives").get("all_reduce") != "shared_memory":
@@ -307,6 +339,8 @@ def _devices(times: RunTimes) -> Losses:
         seen += f"; {times.world_size} processes on {times.cores} cores"
     price = f"at {best / times.world_size:.0%} of the price an hour"
     words = f"{_devices_of(best)} instead of {times.world_size}, {price}"
+    if (planned := planned_ratio(times, best)) is not None:
+        words += f" (its plan expected {planned:.2g} times the time of a step)"
     remedy = Remedy("fewer-devices", words, lost / times.total, devices=best)
     yield _lost(times, "devices", "more devices than the batch has work for", lost, seen, remedy)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shoal.errors import HardwareError
 from shoal.hardware.detect import here
 from shoal.planner.diagnose.run_times import RunTimes
+from shoal.report.json_values import section
 
 _FLOPS_PER_PARAMETER = 6.0  # a multiply-add forward, two backward
 _REACHED = 0.4  # of a device's peak, by products of a small model
@@ -41,6 +42,13 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
     sums = exposed.least if exposed is not None else spans.get("exposed_communication", 0.0)
     left = (devices - 1) / (times.world_size - 1) if devices > 1 else _AGREEMENT
     return (computed + rest / crowd + data / crowd * more) * then + sums / crowd * left
+
+
+def planned_ratio(times: RunTimes, devices: int) -> float | None:
+    """Seconds of the fastest plan on so many devices over those of the run's, as the planner took them to be."""
+    predicted = times.section("prediction")
+    now, then = predicted.get("step_seconds"), section(predicted, "curve").get(str(devices))
+    return then / now if now and then else None
 
 
 def _crowd(times: RunTimes, devices: int) -> float:

@@ -6,7 +6,7 @@ On a GPU each makes the host wait for the device. On a CPU one costs a microseco
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from shoal.planner.diagnose.causes import LostTime, Remedy
 from shoal.planner.diagnose.run_times import RunTimes
 from shoal.runs.chrome_trace import SPAN_ROW
 
-_READ = "aten::item"
+_READ, _APART = "aten::item", "aten::unbind"  # which iterating over a tensor is
 _CALLS = ("item", "tolist")
 _COMPUTING = ("forward", "backward")
-# Python between two reads of one loop.
-_GAP_MICROSECONDS = 60.0
+# Microseconds of Python between two reads, which makes a list of many tensors, and between other operators: a longer
+# pause of these is the profiler's, or a collection of garbage.
+_GAPS = {True: 1000.0, False: 100.0}
 _FEWEST = 2
 _MOST_BYTES = 1 << 20  # of a job's file
 
@@ -33,38 +34,40 @@ class ReadBacks:
 
 
 def read_backs(document: Mapping[str, Any], times: RunTimes) -> ReadBacks | None:
-    """Reads in the forwards and backwards of rank 0.
+    """Reads in the forwards and backwards of rank 0, with taking tensors apart for them and Python between two reads.
 
-    Seconds are those of the trace, Python between two reads included, and no more than all of the run's computing.
-    The profiler adds a fraction of a microsecond to each.
+    The profiler lengthens all of a pass: its seconds are the run's, divided as the trace has it.
     """
     events = [e for e in document.get("traceEvents", ()) if e.get("ph") == "X" and e.get("pid") == 1]
     spans = [e for e in events if e.get("cat") == "shoal" and e["tid"] % 1000 == SPAN_ROW]
-    count = sum(e["name"].startswith("step ") for e in spans)
-    passes = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] in _COMPUTING]
-    found = sorted(
-        (e for e in events if e["name"] == _READ and _is_within(e["ts"], passes)), key=lambda e: float(e["ts"])
-    )
-    if not count or len(found) < _FEWEST * count:
-        return None
-    stretches = _stretches([(e["ts"], e["ts"] + e["dur"]) for e in found])
-    reading = sum(ended - began for began, ended in stretches) / 1e6 / count
-    return ReadBacks(len(found) / count, min(reading, times.computing))
+    steps = sum(e["name"].startswith("step ") for e in spans)
+    operators = sorted((e for e in events if e.get("cat") != "shoal"), key=lambda e: float(e["ts"]))
+    count, seconds = 0, 0.0
+    for name in _COMPUTING:
+        passes = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == name]
+        own = [[o for o in operators if began <= o["ts"] <= ended] for began, ended in passes]
+        count += sum(o["name"] == _READ for one in own for o in one)
+        reading, other = map(sum, zip(*map(_divided, own), strict=True)) if own else (0.0, 0.0)
+        if reading:
+            seconds += times.spans.get(name, 0.0) * reading / (reading + other)
+    return ReadBacks(count / steps, seconds) if steps and count >= _FEWEST * steps else None
 
 
-def _is_within(at: float, intervals: Sequence[tuple[float, float]]) -> bool:
-    return any(began <= at <= ended for began, ended in intervals)
-
-
-def _stretches(reads: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Reads with what Python does between two of them."""
-    found: list[tuple[float, float]] = []
-    for began, ended in reads:
-        if found and began - found[-1][1] < _GAP_MICROSECONDS:
-            found[-1] = found[-1][0], max(ended, found[-1][1])
-        else:
-            found.append((began, ended))
-    return found
+def _divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Microseconds of reads, and of other operators, each with what Python does between two of a kind."""
+    outer: list[tuple[str, float, float]] = []
+    for operator in operators:
+        if not outer or operator["ts"] >= outer[-1][2]:  # not within another
+            outer.append((operator["name"], operator["ts"], operator["ts"] + operator["dur"]))
+    taken, before, was = {True: 0.0, False: 0.0}, None, 0.0
+    for place, (name, began, ended) in enumerate(outer):
+        follows = outer[place + 1][0] if place + 1 < len(outer) else ""
+        reads = name == _READ or (name == _APART and follows == _READ)
+        if before is reads and began - was < _GAPS[reads]:
+            taken[reads] += began - was
+        taken[reads] += ended - began
+        before, was = reads, ended
+    return taken[True], taken[False]
 
 
 def lost_in(reads: ReadBacks, times: RunTimes, places: Sequence[str]) -> LostTime:

@@ -20,9 +20,18 @@ from shoal.runs.run_files import RunFiles
 _SUMS = ("all_reduce", "all_gather")
 
 
+# Of the steps at hand: the quickest, in which least else went on.
+_QUICKEST = 10
+_HELD_UP = 3.0  # times the median
+
+
 @dataclass(frozen=True)
 class Periodic:
-    """Times of an event that not each step has: seconds of each, steps from one to the next, and seconds a step."""
+    """Times of an event that not each step has: seconds of each, steps from one to the next, and seconds a step.
+
+    The steps in which and after which it comes take longer too, by cold caches or a thread that writes: `each` is
+    without that, `per_step` with it.
+    """
 
     each: float = 0.0
     every: float | None = None
@@ -43,6 +52,10 @@ class RankSpread:
 class RunTimes:
     """Seconds a step of a run. `step` is without checkpoints; `spans` are rank 0's, and sum to it.
 
+    `checkpoint`: at its steps; `asked`: those that a callback asks for; `best`: after evaluations that improve a
+    watched metric. `undisturbed`: of each span a tenth of the steps of the least rank are as quick. `writing`: seconds
+    of a core that a thread takes for a checkpoint beside the steps, where the run said it.
+
     `threads` of each process and `cores` of its host: None where the run did not say. `share_of_grains`: the most
     grains of a rank over their mean.
     """
@@ -55,6 +68,10 @@ class RunTimes:
     evaluation: Periodic
     checkpoint: Periodic
     world_size: int
+    asked: Periodic = Periodic()
+    best: Periodic = Periodic()
+    undisturbed: Mapping[str, float] = field(default_factory=dict)
+    writing: float | None = None
     device: str = "cpu"
     host: str = ""
     threads: int | None = None
@@ -75,7 +92,8 @@ class RunTimes:
     @property
     def total(self) -> float:
         """Seconds a step, with evaluations and checkpoints."""
-        return self.step + self.evaluation.per_step + self.checkpoint.per_step
+        events = (self.evaluation, self.checkpoint, self.asked, self.best)
+        return self.step + sum(event.per_step for event in events)
 
     @property
     def computing(self) -> float:
@@ -93,10 +111,12 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     records = steady(files.records)
     if len(records) < 4:
         return None
-    plain = [record.seconds - record.spans.get("checkpoint", 0.0) for record in records]
-    step = median(plain)
-    scale = step / mean(plain)  # a step that something else held up is none of the run's
-    spans = {name: scale * mean(r.spans.get(name, 0.0) for r in records) for name in SPANS if name != "checkpoint"}
+    plain, step = _plain(records), median(_plain(records))
+    scale = step / mean(plain)
+    # A step that something else held up is none of the run's: another program, or Python's collection of garbage.
+    usual = [record for record, seconds in zip(records, plain, strict=True) if seconds <= _HELD_UP * step]
+    of_usual = step / mean(_plain(usual))
+    spans = {name: of_usual * mean(r.spans.get(name, 0.0) for r in usual) for name in SPANS if name != "checkpoint"}
     last = files.attempts[-1] if files.attempts else None
     ordered = sorted(plain)
     grains, degrees = int(files.job.get("grains") or 1), _degrees(files.plan)
@@ -114,10 +134,9 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
             )
             for e in account.ranks
         },
-        evaluation=_periodic(records, lambda record: (record.after or {}).get("evaluation", 0.0)),
-        checkpoint=_periodic(
-            records, lambda r: r.spans.get("checkpoint", 0.0) + (r.after or {}).get("checkpoint", 0.0)
-        ),
+        **_events(records),
+        undisturbed={name: _quickest(records, name) for name in SPANS if name != "checkpoint"},
+        writing=last.checkpoint_cpu if last is not None else None,
         world_size=account.world_size,
         device="cpu" if account.device in ("", "cpu") else "gpu",
         host=last.host if last is not None else "",
@@ -138,16 +157,57 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     )
 
 
+def seconds_per_step(of: Sequence[StepRecord]) -> float:
+    """Seconds a step of a training: the median of steps, and means of what comes now and then.
+
+    What follows the last step ends the run, and is left out.
+    """
+    records = steady(of)
+    return median(_plain(records)) + sum(event.per_step for event in _events(records).values())
+
+
+def _plain(records: Sequence[StepRecord]) -> list[float]:
+    return [record.seconds - record.spans.get("checkpoint", 0.0) for record in records]
+
+
+def _quickest(records: Sequence[StepRecord], span: str) -> float:
+    """Seconds of a span on the rank that has least of it, in the quickest of so many steps."""
+    found = sorted(r.ranks[span].min if span in r.ranks else r.spans.get(span, 0.0) for r in records)
+    return found[len(found) // _QUICKEST]
+
+
+def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
+    """What comes between steps now and then, by its name in `RunTimes`."""
+    return {
+        "evaluation": _periodic(records, lambda r: (r.after or {}).get("evaluation", 0.0)),
+        "checkpoint": _periodic(records, lambda r: r.spans.get("checkpoint", 0.0)),
+        "asked": _periodic(records, lambda r: 0.0 if r.metrics else (r.after or {}).get("checkpoint", 0.0)),
+        "best": _periodic(records, lambda r: (r.after or {}).get("checkpoint", 0.0) if r.metrics else 0.0),
+    }
+
+
 def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], float]) -> Periodic:
     """The last record is left out: what ends a run comes after it, however long that is."""
-    found = [(record.step, taken) for record in records[:-1] if (taken := seconds(record)) > 0.0]
+    found = [(place, taken) for place, record in enumerate(records[:-1]) if (taken := seconds(record)) > 0.0]
     if not found:
         return Periodic()
     total = sum(taken for _, taken in found)
     # Of those that only waited a moment for a thread, none is one of its own.
-    own = [step for step, taken in found if taken > 0.1 * total / len(found)]
-    every = (own[-1] - own[0]) / (len(own) - 1) if len(own) > 1 else None
-    return Periodic(total / len(own), every, total / (len(records) - 1))
+    own = [place for place, taken in found if taken > 0.1 * total / len(found)]
+    every = (records[own[-1]].step - records[own[0]].step) / (len(own) - 1) if len(own) > 1 else None
+    longer = _longer(_plain(records), own) * len(own)
+    return Periodic(total / len(own), every, (total + longer) / (len(records) - 1))
+
+
+def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
+    """By how much the step of an event and the next are longer than others; 0 where most steps are such."""
+    both = [place for place in places if place + 1 < len(plain)]
+    near = {near for place in both for near in (place, place + 1)}
+    others = [seconds for place, seconds in enumerate(plain) if place not in near]
+    if not both or len(others) < len(plain) / 2:
+        return 0.0
+    usual = median(others)
+    return sum(max(0.0, median(plain[place + after] for place in both) - usual) for after in (0, 1))
 
 
 def _asked(records: Sequence[StepRecord]) -> bool:

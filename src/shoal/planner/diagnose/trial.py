@@ -9,15 +9,15 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 from shoal.errors import LaunchError
 from shoal.planner.diagnose.causes import Remedy
+from shoal.planner.diagnose.run_times import seconds_per_step
 from shoal.plans.plan import Plan, plan_text
 from shoal.plans.relaid import relaid
-from shoal.report.step_times import steady
 from shoal.runs.directory import write_file
-from shoal.runs.records import StepRecord, read_steps
+from shoal.runs.records import read_steps
 
 _TAIL = 12
 
@@ -35,7 +35,7 @@ class TrialJob:
     num_steps: int
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
-    rounds: int = 2
+    rounds: int = 3
     folder: Path | None = None
 
 
@@ -126,15 +126,3 @@ def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
     """Pairs of options and values, without those of some options."""
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     return [text for pair in pairs if pair[0] not in names for text in pair]
-
-
-def seconds_per_step(records: Sequence[StepRecord]) -> float:
-    """Seconds a step of a training: the median of steps, and means of what comes now and then.
-
-    What follows the last step ends the run, and is left out.
-    """
-    found = steady(records)
-    checkpoints = [record.spans.get("checkpoint", 0.0) for record in found]
-    steps = [record.seconds - waited for record, waited in zip(found, checkpoints, strict=True)]
-    after = [sum((record.after or {}).values()) for record in found[:-1]]
-    return median(steps) + mean(checkpoints) + (mean(after) if after else 0.0)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.errors import JobError
+from shoal.errors import JobError, PeerError
 
 # How a rank stands to a hook: it waits within it, has ended it, its hook raised, or it calls none any more.
 _WAITS, _ENDED, _RAISED, _GONE = "waits", "ended", "raised", "gone"
@@ -30,7 +32,8 @@ class HookBarrier:
     """Barrier within a hook, through the key-value store that the ranks have met at.
 
     A collective would wait for a rank whose hook has raised before it. Here each rank says where it stands when a hook
-    ends, which costs some microseconds and waits for nobody; only those wait that are at a barrier.
+    ends, which costs some microseconds and waits for nobody; only those wait that are at a barrier. They look whether
+    the processes of the others are there, as far as these are of one host: where no launcher does, nobody else will.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -39,6 +42,9 @@ class HookBarrier:
         self._raised = 0  # the last hook that raised
         self._met = (0, 0)  # hook and number of the last barrier that this rank has passed
         self._gone = False
+        if self._mesh is not None and self._store is not None:
+            told = [self._mesh.host, _process_numbers(), os.getpid()]
+            self._store.set(f"process {self._mesh.rank}", json.dumps(told))
 
     def begin(self) -> None:
         """At the beginning of a hook."""
@@ -65,7 +71,7 @@ class HookBarrier:
         """Waits until every rank is at the same barrier; `what` is called there.
 
         Collective: all ranks' hooks; with one rank nothing. Raises: MissingRankError, on every rank that waits, where
-        one will not come.
+        one will not come; PeerError where its process has ended.
         """
         if self._mesh is None or self._store is None:
             return
@@ -75,11 +81,26 @@ class HookBarrier:
         ahead = [rank for rank in range(self._mesh.world_size) if rank != self._mesh.rank]
         while ahead:
             ahead = [rank for rank in ahead if not self._has_come(self._store, rank, what)]
+            for rank in ahead:
+                self._refuse_ended(self._mesh, self._store, rank, what)
             if ahead and time.monotonic() > until:
                 raise _missing(what, self._mesh.rank, ahead[0], "has not come within 10 minutes")
             time.sleep(pause if ahead else 0.0)
             pause = min(2 * pause, _LATEST_SECONDS)
         self._met = self._hook, self._calls
+
+    def _refuse_ended(self, mesh: Mesh, store: Store, rank: int, what: str) -> None:
+        """Raises: PeerError where a rank's process has ended, and is one that can be seen from here."""
+        if not store.check([f"process {rank}"]):
+            return
+        host, numbers, pid = json.loads(store.get(f"process {rank}"))
+        seen = (host, numbers) == (mesh.host, _process_numbers())
+        if seen and has_ended(pid) and not self._has_come(store, rank, what):
+            raise PeerError(
+                given=f"rank {rank} (process {pid})",
+                conflict=f"it ended while rank {mesh.rank} waited for it in {what}",
+                remedy="look at what that rank said; --resume goes on from the newest checkpoint",
+            )
 
     def _has_come(self, store: Store, rank: int, what: str) -> bool:
         """Whether a rank is at this rank's barrier. Raises: MissingRankError where it will not come."""
@@ -94,6 +115,13 @@ class HookBarrier:
         if hook > self._hook or (hook == self._hook and how == _ENDED):
             raise _missing(what, self._mesh.rank, rank, "has ended its hook without it")
         return False
+
+
+def _process_numbers() -> str:
+    """The namespace that process ids are of: containers of one host may have their own."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def _missing(what: str, here: int, there: int, why: str, **more: Any) -> MissingRankError:

@@ -38,6 +38,7 @@ def run(**changes: Any) -> RunTimes:
         step=step,
         spread=(0.9, 1.1),
         spans=spans,
+        undisturbed=spans,
         ranks=ranks,
         evaluation=Periodic(),
         checkpoint=Periodic(),
@@ -81,6 +82,18 @@ PLANTED: dict[str, tuple[RunTimes, str, str, float]] = {
         "shared-memory",
         0.041 * (1 - 4 / 400) / (STEP + 0.04),
     ),
+    "tiny buckets where sending takes the cores": (
+        run(
+            spans={"exposed_communication": 0.041, "backward": 0.026},
+            undisturbed=SPANS,
+            messages=400,
+            message_bytes=3 << 20,
+            threads=4,
+        ),
+        "messages",
+        "shared-memory",
+        (0.041 + 0.013 - 0.041 * 4 / 400) / (STEP + 0.053),
+    ),
     "large sums": (
         run(spans={"exposed_communication": 0.011, "forward": 0.07}, messages=4, message_bytes=80 << 20),
         "sums",
@@ -105,7 +118,25 @@ PLANTED: dict[str, tuple[RunTimes, str, str, float]] = {
         "checkpoint-rarely",
         (0.04 - 0.01 * STEP) / (STEP + 0.04),
     ),
+    "checkpoints that a thread writes beside": (
+        run(checkpoint=Periodic(0.01, 2.0, 0.005), writing=0.03, threads=2),
+        "checkpoints",
+        "checkpoint-rarely",
+        (0.005 + 0.4 * 0.015 - 0.01 * STEP) / (STEP + 0.005),
+    ),
+    "best states": (
+        run(evaluation=Periodic(0.01, 10.0, 0.001), best=Periodic(0.3, 10.0, 0.03)),
+        "evaluation",
+        "evaluate-rarely",
+        0.031 * 0.9 / (STEP + 0.031),
+    ),
     "threads": (run(threads=8, cores=2), "threads", "threads", (STEP - 0.0005) * (1 - 2 / 16) / STEP),
+    "threads that wait for each other": (
+        run(threads=5, cores=8, undisturbed={"forward": 0.002, "backward": 0.003}),
+        "threads",
+        "threads",
+        (STEP - 0.005) / STEP,
+    ),
     "uneven shares": (run(share_of_grains=1.5), "shares", "even-shares", 0.02 / 3 / STEP),
     "bubbles": (
         run(plan={"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 4}}, microbatches=2),
@@ -125,6 +156,23 @@ def test_the_first_cause_is_what_was_planted(name: str) -> None:
     assert remedy in [r.name for r in first.remedies] or not remedy
     found = next((r.gain for r in first.remedies if r.name == remedy), first.regained)
     assert found == pytest.approx(gain, rel=0.1 if name == "too many ranks" else 1e-6)
+
+
+def test_what_the_planner_expected_of_fewer_devices_is_told() -> None:
+    times = PLANTED["too many ranks"][0]
+    first = causes(
+        replace(times, plan={**times.plan, "prediction": {"step_seconds": 0.1, "curve": {"1": 0.5, "8": 0.1}}})
+    )
+    told = next(loss for loss in first if loss.cause == "devices").remedies[0]
+    assert told.devices == 1
+    assert "its plan expected 5 times the time" in told.words
+
+
+def test_checkpoints_that_a_callback_asks_for_are_for_people_to_change() -> None:
+    (asked,) = causes(run(asked=Periodic(0.04, 1.0, 0.04)))
+    assert asked.cause == "checkpoints"
+    assert not asked.remedies[0].can_be_tried
+    assert "the job's callback" in asked.remedies[0].words
 
 
 def test_causes_come_by_what_would_come_back() -> None:

@@ -20,21 +20,33 @@ def trace(reads: int, others: int = 0) -> dict[str, Any]:
     """A step of 40 ms with so many reads of 4 us, 10 us apart, in its forward."""
     events = [event("step 3", 0.0, 40_000.0, 0, "shoal"), event("forward", 0.0, 30_000.0, 0, "shoal")]
     events += [event("aten::item", 100.0 + 10.0 * number, 4.0) for number in range(reads)]
-    events += [event("aten::mm", 25_000.0 + number, 1.0) for number in range(others)]
+    events += [event("aten::mm", 25_000.0 + 2.0 * number, 1.0) for number in range(others)]
     return {"otherData": {"steps": "3"}, "traceEvents": events}
 
 
-def test_stretches_of_reads_are_counted_with_what_lies_between() -> None:
-    found = read_backs(trace(1000, others=1000), HEALTHY)
+# The trace has 10 ms of reads and 2 ms of others: of 18 ms of forward without a profiler.
+TRACED = run(spans={"forward": 0.018})
+SECONDS = 0.015
+
+
+def test_a_pass_is_divided_as_its_trace_is() -> None:
+    found = read_backs(trace(1000, others=1000), TRACED)
     assert found is not None
     assert found.count == 1000
-    assert found.seconds == pytest.approx(0.01, rel=0.01)
+    assert found.seconds == pytest.approx(SECONDS, rel=0.01)
 
 
-def test_reads_take_no_more_than_the_computing_that_they_are_part_of() -> None:
-    found = read_backs(trace(1000), run(spans={"forward": 0.003, "backward": 0.001}))
+def test_a_tensor_that_is_taken_apart_to_be_read_belongs_to_it() -> None:
+    document = trace(1000, others=1000)
+    document["traceEvents"].append(event("aten::unbind", 0.0, 10.0))
+    document["traceEvents"].append(event("aten::select", 2.0, 1.0))  # within that
+    found = read_backs(document, TRACED)
     assert found is not None
-    assert found.seconds == pytest.approx(0.004)
+    assert found.seconds == pytest.approx(0.018 * 10.1 / 12.1, rel=0.002)
+    document["traceEvents"].append(event("aten::unbind", 27_500.0, 8000.0))  # for something else
+    found = read_backs(document, TRACED)
+    assert found is not None
+    assert found.seconds == pytest.approx(0.018 * 10.1 / 20.1, rel=0.002)
 
 
 def test_a_step_without_reads() -> None:
@@ -46,10 +58,10 @@ def test_a_step_without_reads() -> None:
 def test_the_cause_names_the_lines(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text("def loss(model, batch):\n    seen = batch[0].sum().item()\n    return model(batch[0]).tolist()\n")
-    found = read_backs(trace(1000, others=1000), HEALTHY)
+    found = read_backs(trace(1000, others=1000), TRACED)
     assert found is not None
-    (first,) = causes(HEALTHY, lost_in(found, HEALTHY, places_of(job)))
+    (first,) = causes(TRACED, lost_in(found, TRACED, places_of(job)))
     assert first.cause == "read backs"
     assert "job.py:2, job.py:3" in first.seen
-    assert first.regained == pytest.approx(0.01 / HEALTHY.step, rel=0.01)
+    assert first.regained == pytest.approx(SECONDS / TRACED.step, rel=0.01)
     assert places_of(tmp_path / "gone.py") == ()

@@ -12,7 +12,8 @@ from tests.run_folders import RunFolder
 from shoal.errors import LaunchError
 from shoal.planner.diagnose import trial
 from shoal.planner.diagnose.causes import Remedy
-from shoal.planner.diagnose.trial import TrialJob, changed_plan, seconds_per_step, tried
+from shoal.planner.diagnose.run_times import seconds_per_step
+from shoal.planner.diagnose.trial import TrialJob, changed_plan, tried
 from shoal.plans.plan import Plan, read_plan
 from shoal.runs.records import read_steps
 
@@ -63,7 +64,7 @@ def test_remedies_run_in_turn_with_the_run_as_it_is(monkeypatch: pytest.MonkeyPa
     commands = Commands({"unchanged": 0.1, "workers": 0.05, "rarely": 0.08})
     monkeypatch.setattr(trial.subprocess, "run", commands)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    job = TrialJob("job.py", FOUR, 20, ("--set", "lr=1", "--evaluate-every", "10"), {"OMP_NUM_THREADS": None})
+    job = TrialJob("job.py", FOUR, 20, ("--set", "lr=1", "--evaluate-every", "10"), {"OMP_NUM_THREADS": None}, rounds=2)
     said: list[str] = []
     found = tried(job, [WORKERS, RARELY], said.append)
     assert names(commands) == ["unchanged", "workers", "rarely", "unchanged", "rarely", "workers"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from shoal.distributed.mesh import alone
+from shoal.errors import PeerError
 from shoal.plans.layout import Layout
 from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
 
@@ -52,6 +56,22 @@ CASES: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("ranks", "found"), CASES)
 def test_all_meet_or_those_that_wait_are_told(ranks: Any, found: Any) -> None:
     assert hooks(*ranks) == found
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
+    store, mesh = HashStore(), replace(alone(torch.device("cpu")), layout=Layout(data=2))
+    barrier = HookBarrier(replace(mesh, store=store))
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    host, numbers, _ = json.loads(store.get("process 0"))
+    store.set("process 1", json.dumps([host, numbers, killed.pid]))
+    barrier.begin()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(barrier.wait, "whole()")
+        assert not waiting.done()
+        killed.kill()
+        with pytest.raises(PeerError, match=r"it ended while rank 0 waited for it in whole\(\)"):
+            waiting.result(20)
+    killed.communicate()
 
 
 def test_one_process_meets_itself() -> None:
