@@ -1,11 +1,12 @@
-"""Claim: see docs/recovery.md. How long a run of two ranks stands still after one of them was killed.
+"""Claim: see docs/recovery.md. How long a run stands still after one of its ranks was killed.
 
-Repeat with `python -m benchmarks.recovery`: the digits example trains in exact mode with a checkpoint every 10 steps.
-A rank that is drawn with a seed gets SIGKILL some 40 s after the first step, and some 10 s after the first new step of
-each start that follows; then the run may end. `noticed` is from the signal to the event in events.jsonl, `first new
-step` from the signal to the next record. Runs of `shoal run` and of torchrun (`--max-restarts`, with the same job and
-`shoal run --resume` as its ranks) take turns. Each run's weights and samples are compared with those of an undisturbed
-one.
+Repeat with `python -m benchmarks.recovery --alone`, and then `python -m benchmarks.recovery --devices 2 --seconds 400
+--out benchmarks/results/recovery_2.json`: the digits example trains in exact mode with a checkpoint every 10 steps. A
+rank that is drawn with a seed gets SIGKILL 3 to 6 s after the first step and after the first new step of each start
+that follows, until the run ends. `noticed` is from the signal to the event in events.jsonl, `first new step` from the
+signal to the next record. Runs of `shoal run` and of torchrun (`--max-restarts`, with the same job and `shoal run
+--resume` as its ranks) take turns. Each run's weights and samples are compared with those of an undisturbed one.
+`--table` prints the rows of the page from the results.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-EPOCHS = 400
-JOB = ["run", "examples/digits.py", "--exact", "--checkpoint-every", "10", "--set", f"epochs={EPOCHS}"]
-_LIMIT_SECONDS = 120.0
+EPOCHS = 500
+JOB = ["run", "examples/digits.py", "--exact", "--evaluate-every", "100000", "--set", f"epochs={EPOCHS}"]
+SAVED = ["--checkpoint-every", "10"]
+RESULTS = ROOT / "benchmarks" / "results"
+_LIMIT_SECONDS = 60.0
 
 
 def shoal(*arguments: str) -> list[str]:
@@ -64,53 +67,64 @@ def records(out: Path) -> tuple[int, int]:
     return found.st_ino, found.st_size
 
 
-def until_new(out: Path, before: int) -> None:
-    """Waits for a record in another file than before. Raises: TimeoutError."""
+def until_new(out: Path, before: int, run: subprocess.Popen[bytes]) -> bool:
+    """Waits for a record in another file than before; False where the run has ended, or there is none for a minute."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     begun: tuple[int, int] | None = None
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and run.poll() is None:
         inode, size = records(out)
         if inode not in (0, before):
             begun = begun or (inode, size)
             if size > begun[1]:
-                return
+                return True
         time.sleep(0.002)
-    raise TimeoutError(f"no new step in {out}")
+    return False
 
 
-def disturbed(tool: str, devices: int, kills: int, drawn: random.Random) -> dict[str, Any]:
-    """One run with so many kills: the seconds of each, and how it ended."""
-    found: dict[str, Any] = {"noticed": [], "first_new_step": []}
+def command(tool: str, devices: int, out: Path, variables: dict[str, str]) -> list[str]:
+    """What starts a run: of torchrun's ranks each resumes, so that a first step has to be there."""
+    options = [*JOB, *SAVED, "--out", str(out)]
+    if tool == "shoal":
+        return shoal(*options, "--devices", str(devices), "--max-restarts", "100")
+    first = shoal(*options, "--steps", "1", "--devices", str(devices))
+    subprocess.run(first, cwd=ROOT, env=variables, check=True, capture_output=True)
+    return [*torchrun(devices), *options, "--resume", "--steps", str(23 * EPOCHS)]
+
+
+def disturbed(tool: str, devices: int, until: float, drawn: random.Random) -> dict[str, Any]:
+    """One run with kills until it ends, or up to an instant: the seconds of each, and how it ended."""
+    found: dict[str, Any] = {"kills": 0, "noticed": [], "first_new_step": []}
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        options = [*JOB, "--out", str(out)]
-        if tool == "torchrun":
-            first = shoal(*options, "--steps", "1", "--devices", str(devices))
-            subprocess.run(first, cwd=ROOT, env=variables, check=True, capture_output=True)
-            command = [*torchrun(devices), *options, "--resume", "--steps", str(23 * EPOCHS)]
-        else:
-            command = shoal(*options, "--devices", str(devices))
+        out, variables = Path(folder) / "run", {**os.environ, "OMP_NUM_THREADS": "1"}
+        words = command(tool, devices, out, variables)
         before = records(out)[0]
-        with subprocess.Popen(
-            command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as run:
-            until_new(out, before)
-            time.sleep(30.0)
-            for _ in range(kills):
-                time.sleep(drawn.uniform(8.0, 12.0))
-                before = records(out)[0]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(words, cwd=ROOT, env=variables, **quiet) as run:  # type: ignore[call-overload]
+            goes_on = until_new(out, before, run)
+            while goes_on and time.monotonic() < until:
+                time.sleep(drawn.uniform(3.0, 6.0))
+                here, before = ranks(run.pid), records(out)[0]
+                if run.poll() is not None or not here:
+                    break
                 at = time.time()
-                os.kill(drawn.choice(ranks(run.pid)), signal.SIGKILL)
-                until_new(out, before)
-                found["first_new_step"].append(time.time() - at)
+                os.kill(drawn.choice(here), signal.SIGKILL)
+                goes_on = until_new(out, before, run)
+                if not goes_on and run.poll() is None:  # nothing for a minute
+                    run.send_signal(signal.SIGTERM)
+                if not goes_on and tool == "shoal" and run.wait() == 0:
+                    break  # it had just trained its last step
+                found["kills"] += 1
+                if goes_on:
+                    found["first_new_step"].append(time.time() - at)
                 if tool == "shoal":
                     lines = (out / "events.jsonl").read_text().splitlines()
                     lost = [json.loads(line) for line in lines if '"lost"' in line]
                     found["noticed"].append(datetime.fromisoformat(lost[-1]["at"]).timestamp() - at)
+            if time.monotonic() >= until:
+                run.send_signal(signal.SIGTERM)
         found["code"] = run.returncode
         result = json.loads((out / "result.json").read_text())
-        found["weights"], found["samples"] = result["weights_sha256"], result["sample_digest"]
+        found |= {name: result[name] for name in ("status", "weights_sha256", "sample_digest", "ettr")}
     return found
 
 
@@ -124,35 +138,72 @@ def spread(seconds: list[float]) -> dict[str, float]:
     }
 
 
+def measured(devices: int, seconds: float, alone: dict[str, Any]) -> dict[str, Any]:
+    """Runs by turns for so many seconds; torchrun's every fourth."""
+    drawn, end = random.Random(devices), time.monotonic() + seconds
+    told: dict[str, list[dict[str, Any]]] = {"shoal": [], "torchrun": []}
+    number = 0
+    while time.monotonic() < end - 20.0:
+        tool = "torchrun" if number % 4 == 1 else "shoal"
+        told[tool].append(disturbed(tool, devices, end, drawn))
+        print(tool, json.dumps(told[tool][-1]), flush=True)
+        number += 1
+    results: dict[str, Any] = {"devices": devices, "cores": os.cpu_count()}
+    for tool, runs in told.items():
+        ended = [run for run in runs if run["status"] == "completed"]
+        same = [run for run in ended if all(run[name] == alone[name] for name in ("weights_sha256", "sample_digest"))]
+        results[tool] = {"kills": sum(run["kills"] for run in runs)}
+        results[tool]["went_on"] = sum(len(run["first_new_step"]) for run in runs)
+        results[tool] |= {"runs_to_the_end": len(ended), "same_bits": len(same)}
+        for name in ("noticed", "first_new_step"):
+            times = [one for run in runs for one in run[name]]
+            if times:
+                results[tool][name] = spread(times)
+    return results
+
+
+def table() -> str:
+    """Rows of the page, from the results that are there."""
+    lines = [
+        "| ranks | started by | kills | went on | noticed: median, p95, most | first new step: median, p95, most |"
+    ]
+    lines.append("|---|---|---|---|---|---|")
+    for path in sorted(RESULTS.glob("recovery_*.json")):
+        found = json.loads(path.read_text())
+        for tool in ("shoal", "torchrun"):
+            own = found[tool]
+            if not own["kills"]:
+                continue
+            times = [
+                ", ".join(f"{own[name][key]:.2f}" for key in ("median", "p95", "most")) + " s" if name in own else ""
+                for name in ("noticed", "first_new_step")
+            ]
+            lines.append(f"| {found['devices']} | {tool} | {own['kills']} | {own['went_on']} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--kills", type=int, default=3, help="in each run")
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--alone", action="store_true", help="trains the undisturbed run that others are compared with")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    drawn = random.Random(options.devices)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        subprocess.run(shoal(*JOB, "--out", str(out)), cwd=ROOT, check=True, capture_output=True)
-        undisturbed = json.loads((out / "result.json").read_text())
-    told: dict[str, list[dict[str, Any]]] = {"shoal": [], "torchrun": []}
-    for number in range(options.runs):
-        for tool, runs in told.items():
-            if tool == "shoal" or number < max(2, options.runs // 5):
-                runs.append(disturbed(tool, options.devices, options.kills, drawn))
-                print(tool, json.dumps(runs[-1]), flush=True)
-    results: dict[str, Any] = {"devices": options.devices, "cores": os.cpu_count()}
-    for tool, runs in told.items():
-        same = [
-            r["weights"] == undisturbed["weights_sha256"] and r["samples"] == undisturbed["sample_digest"] for r in runs
-        ]
-        results[tool] = {"runs": len(runs), "ended_well": sum(not r["code"] for r in runs), "same_bits": sum(same)}
-        for name in ("noticed", "first_new_step"):
-            seconds = [s for r in runs for s in r[name]]
-            if seconds:
-                results[tool][name] = spread(seconds)
+    kept = RESULTS / "recovery_undisturbed.txt"
+    if options.table:
+        print(table())
+        return
+    if options.alone:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "run"
+            subprocess.run(shoal(*JOB, "--out", str(out)), cwd=ROOT, check=True, capture_output=True)
+            result = json.loads((out / "result.json").read_text())
+        kept.write_text(f"{result['weights_sha256']} {result['sample_digest']}\n")
+        return
+    alone = dict(zip(("weights_sha256", "sample_digest"), kept.read_text().split(), strict=True))
+    results = measured(options.devices, options.seconds, alone)
     print(json.dumps(results, indent=2))
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")

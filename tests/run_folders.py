@@ -74,6 +74,9 @@ class RunFolder:
         self.takes("idle", idle)
         started, resumed = self.now, resumed_from if resumed_from is not None else self.step or None
         self.takes("start_up", start_up)
+        if after_loss:
+            with (self.path / "events.jsonl").open("a") as file:
+                file.write(json.dumps({"kind": "going_on", "step": (resumed or 0) + 1, "seconds": start_up}) + "\n")
         self.log.began(
             started,
             {"launch": start_up / 2, "build": start_up / 2},

@@ -22,6 +22,7 @@ _HOMES = {
     "ExitCode": "shoal.errors",
     "Callback": "shoal.training.callbacks.base",
     "EarlyStopping": "shoal.training.callbacks.stopping",
+    "LossSpikes": "shoal.training.callbacks.spikes",
     "KeepBest": "shoal.training.callbacks.stopping",
     "EMA": "shoal.training.callbacks.ema",
     "Sample": "shoal.training.callbacks.sample",
@@ -58,6 +59,7 @@ __all__ = [
     "Job",
     "KeepBest",
     "Layout",
+    "LossSpikes",
     "Parquet",
     "Plan",
     "Progress",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     from shoal.training.callbacks.base import Callback
     from shoal.training.callbacks.ema import EMA
     from shoal.training.callbacks.sample import Sample
+    from shoal.training.callbacks.spikes import LossSpikes
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
     from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session

@@ -15,6 +15,9 @@ from tests.launching import JOBS, Ended, Gate, Run, run, start
 from tests.sharing import Shared
 from tests.usual import parametrize
 
+from shoal.cli.report import account_of
+from shoal.runs.run_files import read_run
+
 pytestmark = pytest.mark.faults
 
 
@@ -53,6 +56,9 @@ def test_a_killed_rank(devices: int, victim: int, step: int, undisturbed: Ended,
     assert "SIGKILL" in lost["what"]
     assert going_on["kind"] == "going_on"
     assert going_on["step"] == ended.result["resumed_from"] + 1 <= step + 1
+    # One share, by whoever counts.
+    assert 0.0 < ended.result["ettr"] < 1.0
+    assert ended.result["ettr"] == pytest.approx(account_of(read_run(ended.out)).wall.ettr, abs=0.02)
 
 
 @pytest.mark.slow
@@ -85,6 +91,7 @@ def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path
     assert_same(ended, undisturbed)
     lost = events(ended)[0]
     assert lost["rank"] == 1
+    assert lost["noticed"] == ("its state" if how == "stopped" else "its heartbeat")
     assert ("SIGSTOP" if how == "stopped" else "has been in optimizer") in lost["what"]
     assert "witness.py" in lost["what"], "its stack, with the line that it hangs in"
     assert "wait_at_gate" in lost["what"]

@@ -182,6 +182,31 @@ RUN_OPTIONS: Table = {
     ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
+    "--bad-samples": Acts(
+        PLAIN.with_("--set", "change=a bad sample", "--bad-samples", "1"),
+        PLAIN.with_("--set", "change=by item"),
+        lambda ended: (
+            [json.loads(line)["kind"] for line in (ended.out / "events.jsonl").read_text().splitlines()]
+            if (ended.out / "events.jsonl").exists()
+            else []
+        ),
+        ["samples"],
+    ),
+    "--bad-samples: none": Refuses(PLAIN.with_("--set", "change=a bad sample"), "a bad sector"),
+    "--bad-samples: of a stream": Says(
+        PLAIN.with_("--set", "change=stream", "--bad-samples", "2"), "a stream has no other sample", PLAIN
+    ),
+    "--bad-samples: with servers": Refuses(
+        Call(plan={"layout": {"data": 2}, "server": {"mode": "synchronous"}}, arguments=("--bad-samples", "2")),
+        "workers compute parts of different steps",
+    ),
+    "--check-replicas": Acts(
+        PLAIN.with_("--check-replicas", "2", "--devices", "2"),
+        PLAIN.with_("--devices", "2"),
+        lambda ended: read(ended.out / "job.json")["check_replicas"],
+        2,
+    ),
+    "--check-replicas: one rank": Says(PLAIN.with_("--check-replicas", "2"), "no two ranks have the same", PLAIN),
     "--trace": Acts(
         PLAIN.with_("--trace", "2-3"), PLAIN, lambda ended: (ended.out / "trace-2-3.json.gz").exists(), True
     ),

@@ -71,6 +71,15 @@ class Rows(Dataset[Any]):
         return tuple(tensor[i] for tensor in self.data)
 
 
+class Holed(Rows):
+    """The same, of which the eighteenth cannot be read."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        if i == 17:
+            raise OSError("a bad sector")
+        return super().__getitem__(i)
+
+
 class Stream(IterableDataset[Any]):
     """The vectors without a length."""
 
@@ -113,6 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": partial(torch.optim.SGD, lr=0.5)},
     "train_data": {"train_data": partial(tiny.vectors, 64, 9)},
     "by item": {"train_data": partial(Rows, 64)},
+    "a bad sample": {"train_data": partial(Holed, 64)},
     "stream": {"train_data": Stream, "length": shoal.Steps(4)},
     "stream in epochs": {"train_data": Stream, "length": shoal.Epochs(1)},
     "global_batch": {"global_batch": 24},

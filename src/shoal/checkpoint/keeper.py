@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, 
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
 from shoal.distributed.mesh import Mesh
@@ -27,67 +27,6 @@ from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, 
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
-
-# By default a checkpoint may take about 1 % of the time between two, within these limits.
-_SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
-
-
-class CheckpointWriter:
-    """Writer thread of a store. A disk that refuses is a warning, not the end of the training."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[float] | None = None
-        self._cost_seconds = 0.0
-        self._last = time.monotonic()
-        self.cpu_seconds: list[float] = []  # of this thread, for each checkpoint
-        self.failure: OSError | None = None
-
-    def due(self) -> bool:
-        """Whether enough time has passed since the last one for the next to cost little."""
-        interval = min(_LATEST_SECONDS, max(_SOONEST_SECONDS, self._cost_seconds / _SHARE))
-        return time.monotonic() - self._last >= interval
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Starts writing; waits first for the one before."""
-        self.wait()
-        self._pending = self._thread.submit(self._timed_write, snapshot)
-        self._last = time.monotonic()
-
-    def _timed_write(self, snapshot: Snapshot) -> float:
-        began, cpu = time.monotonic(), time.thread_time()
-        self._store.write(snapshot)
-        self.cpu_seconds.append(time.thread_time() - cpu)
-        return time.monotonic() - began
-
-    def wait(self) -> None:
-        """Waits until nothing is on its way; warns where it failed, and keeps the reason in `failure`."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            self._cost_seconds = pending.result()
-            self.failure = None
-        except OSError as error:
-            self.failure = error
-            _warn(error)
-
-    def wrote(self, failure: str | None, seconds: float) -> None:
-        """Notes what came of a checkpoint that the ranks wrote together."""
-        self._last, self._cost_seconds = time.monotonic(), seconds
-        self.failure = None if failure is None else OSError(failure)
-        if failure is not None:
-            _warn(failure)
-
-    def close(self) -> None:
-        """Waits and ends the thread."""
-        self.wait()
-        self._thread.shutdown()
-
-
-def _warn(reason: object) -> None:
-    warnings.warn(f"no checkpoint written: {reason}; the last good one stays", RuntimeWarning, stacklevel=3)
 
 
 class AlsoKept(Protocol):
@@ -118,10 +57,19 @@ class Trained:
 class Keeper:
     """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
 
-    def __init__(self, mesh: Mesh, store: Store | None, trained: Trained, every_steps: int | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        store: Store | None,
+        trained: Trained,
+        every_steps: int | None,
+        mtbf_seconds: float | None = None,
+    ) -> None:
+        """`every_steps`: between two checkpoints, None where time decides; `mtbf_seconds`: between losses of ranks."""
         self._mesh, self._store, self._trained = mesh, store, trained
-        self.every_steps = every_steps  # between two checkpoints; None where time decides
-        self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
+        self.every_steps = every_steps
+        self._writer = CheckpointWriter(store, mtbf_seconds) if store is not None and mesh.rank == 0 else None
+        self._memory = SnapshotMemory()
         self._newest = -1
         self._notes: list[str] = []
 
@@ -139,15 +87,22 @@ class Keeper:
             return False
         return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
 
+    def tell_failures(self, told: Callable[[str], None]) -> None:
+        """From now on `told` takes the reason why a checkpoint could not be written; on rank 0."""
+        if self._writer is not None:
+            self._writer.told = told
+
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.
 
         Collective: all ranks, JSON gathers. Raises: StorageError, on every rank, where it waits and the newest snapshot
-        could not be written.
+        could not be written. Where the one before is still being written, and nobody waits, there is none.
         """
         if self._store is None:
             return
         if state.step != self._newest:
+            if not self._mesh.gather_json(self._writer is None or wait or self._writer.is_free())[0]:
+                return
             self._start(state)
             self._newest = state.step
             if self._trained.callbacks is not None:
@@ -262,10 +217,10 @@ class Keeper:
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
-        """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
+    def _held(self, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+        """This rank's tensors by group, themselves and no copies, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
-        tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)
+        tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy=False)
         held = {"model": sharded_model.tensors(), "optimizer": sharded_model.state(tensors)}
         compressed = self._compressed
         if compressed is not None and compressed.compression.carries:
@@ -276,13 +231,11 @@ class Keeper:
         """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""
         if self._writer is None:
             return
-        held, optimizer = self._held(copy=True, hooked=hooked)
+        self._writer.wait()  # which reads from the memory that this snapshot goes to
+        held, optimizer = self._held(hooked)
         written = index([described(held)])
         document = {**empty.document, "optimizer": optimizer, "tensors": written}
-        content = dict(share(held, written, 0, 1))
-        # The optimizer's are copies already; the model's and the callbacks' will change while the thread writes.
-        for group in ("model", *(hooked.tensors if hooked is not None else ())):
-            content[group] = {name: tensor.clone() for name, tensor in content[group].items()}
+        content = dict(share(held, written, 0, 1, self._memory.copied))
         self._writer.write(replace(empty, tensors=content, document=document))
 
     def _write_together(self, empty: Snapshot, hooked: CallbackState | None) -> None:
@@ -290,7 +243,7 @@ class Keeper:
         assert self._store is not None
         began = time.monotonic()
         # Nothing changes while it is written.
-        held, optimizer = together(self._mesh, lambda: self._held(copy=False, hooked=hooked))
+        held, optimizer = together(self._mesh, lambda: self._held(hooked))
         document = {**empty.document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, replace(empty, document=document), held)
         if self._writer is not None:

@@ -60,9 +60,16 @@ def index(told: list[dict[str, dict[str, Any]]]) -> Index:
 
 
 def share(
-    held: Mapping[str, TensorSlices], written: Index, rank: int, world_size: int
+    held: Mapping[str, TensorSlices],
+    written: Index,
+    rank: int,
+    world_size: int,
+    taken: Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """This rank's files one after the other: name, and tensors on the CPU; where they are there already, they."""
+    """This rank's files one after the other: name, and tensors on the CPU; where they are there already, they.
+
+    `taken` gives other tensors for those of a file, copies on the CPU.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for group, tensors in held.items():
         prefix = file_name(group, rank, world_size, 0).partition(".")[0]
@@ -71,7 +78,11 @@ def share(
                 if name.partition(".")[0] == prefix:
                     found.setdefault(name, {})[path] = tensor
     for name, content in found.items():
-        yield name, {path: tensor.cpu().contiguous() for path, tensor in content.items()}
+        yield name, (taken or _on_cpu)(name, content)
+
+
+def _on_cpu(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {path: tensor.cpu().contiguous() for path, tensor in tensors.items()}
 
 
 def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:

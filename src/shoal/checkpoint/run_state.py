@@ -17,7 +17,8 @@ class RunState:
 
     `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
     there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen;
-    `grains` is the job's number of them; `best` the best evaluation.
+    `grains` is the job's number of them; `best` the best evaluation; `bad_samples`, by id with what they raised, are
+    not read any more.
     Nothing random is here: every draw is a function of seed, step and grain.
     """
 
@@ -33,6 +34,7 @@ class RunState:
     server: dict[str, Any] | None = None
     grains: int | None = None
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
+    bad_samples: dict[int, str] = field(default_factory=dict)
 
     def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
         """Whether this step's metrics are the best; notes them then."""
@@ -71,7 +73,12 @@ class RunState:
         """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
-        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
+        return {
+            **vars(self),
+            "loss_scale": scale,
+            "bad_steps": dict(self.bad_steps),
+            "bad_samples": dict(self.bad_samples),
+        }
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
@@ -79,4 +86,5 @@ class RunState:
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
         bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
-        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})
+        bad_samples = {int(sample): said for sample, said in document.get("bad_samples", {}).items()}
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps, "bad_samples": bad_samples})

@@ -64,6 +64,8 @@ def run(
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
     trace: str | int | None = None,
+    bad_samples: int | None = None,
+    check_replicas: int | None = None,
     max_restarts: int = 5,
     init_from: PathText | None = None,
     init_allow: str | None = None,
@@ -84,17 +86,15 @@ def run(
     | `out` | the run directory; runs/NAME |
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
-    | `resume_if_exists` | the same where the directory has a run, a new run where it has none |
-    | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
+    | `resume`, `resume_if_exists` | go on from the newest good checkpoint; where there is a run, else begin one |
+    | `accept_changes` | resume although the job was changed |
     | `checkpoint_every`, `evaluate_every`, `keep_checkpoints` | steps between them; how many are kept, or "all" |
-    | `require_certificate` | train only what `shoal verify` has verified: its file |
-    | `no_telemetry` | no spans and no step records |
-    | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |
-    | `trace` | steps of which torch's profile is written, "10-12", for Perfetto |
+    | `require_certificate`, `no_telemetry` | train only what was verified: a file; no spans and no step records |
+    | `track`, `trace` | trackers, "tensorboard" or "mlflow:runs.db"; steps to profile for Perfetto, "10-12" |
+    | `bad_samples`, `check_replicas` | samples that may be left out; steps between comparisons of replicas |
     | `max_restarts` | starts of lost ranks in a row that bring nothing new |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
-    | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
-    | `init_rename` | with it, prefixes of names, old to new |
+    | `init_allow`, `init_rename` | with it: tensors that may differ, "missing,unexpected"; prefixes, old to new |
     | `on` | where ranks are started: "local", or an engine with its options after a colon, "slurm:--time=60" |
 
     Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a

@@ -79,6 +79,14 @@ class RunOptions(TrainingOptions):
         action="append",
     )
     trace: str | None = _option("write torch's profile of these steps, of all ranks, for Perfetto: 10-12", "STEPS")
+    bad_samples: int | None = _option(
+        "leave out up to N samples that cannot be read, and name them (default: 0, or as the run that is resumed)",
+        "N",
+        least=0,
+    )
+    check_replicas: int | None = _option(
+        "compare the replicas of the model every N steps, and roll back where a bit has flipped", "N", least=1
+    )
     max_restarts: int = _option(
         "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
         "N",

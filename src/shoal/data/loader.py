@@ -10,7 +10,7 @@ import itertools
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,25 +19,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
+from shoal.data.quarantine import Fetched, Quarantine, with_replaced
 from shoal.data.sample_digest import Ids, grain_words
+from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
-from shoal.errors import DataError, ShoalError
+from shoal.errors import ShoalError
 from shoal.launch.signals import stop_signals
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
-# A dataset worker that says nothing for so long is taken for stuck.
-WORKER_TIMEOUT_SECONDS = 300
 # So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
-_OWN_MESSAGE = "look for its own message above; data.workers = 0 reads in the rank itself"
-_SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """Neighbouring grains that share one forward; `batch` is the collate function's result.
 
-    `ids` holds one int64 array of sample ids a grain. `read` makes a microbatch of some of the samples, read again.
+    `ids` holds one int64 array of sample ids a grain, `replaced` which sample was read in the place of one that could
+    not be. `read` makes a microbatch of some of the samples, read again.
     `known_words`: `words`, where they were computed before.
     """
 
@@ -47,6 +46,12 @@ class Microbatch:
     batch: Any
     read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
     known_words: list[float] | None = None
+    replaced: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def read_ids(self) -> tuple[Ids, ...]:
+        """The ids of the samples that were read."""
+        return with_replaced(self.ids, self.replaced)
 
     @property
     def num_samples(self) -> int:
@@ -56,7 +61,7 @@ class Microbatch:
     @property
     def words(self) -> list[float]:
         """The digests of its grains, added up."""
-        return self.known_words or grain_words(self.step, [grain.index for grain in self.grains], self.ids)
+        return self.known_words or grain_words(self.step, [grain.index for grain in self.grains], self.read_ids)
 
     def split(self) -> list[Microbatch]:
         """The same samples, read again, grain by grain."""
@@ -70,7 +75,7 @@ class Microbatch:
 
     def without_batch(self) -> Microbatch:
         """The same, which keeps no tensors; dataclasses.replace would take three times as long."""
-        return Microbatch(self.step, self.grains, self.ids, None, self.read)
+        return Microbatch(self.step, self.grains, self.ids, None, self.read, self.known_words, self.replaced)
 
 
 @dataclass(frozen=True)
@@ -124,10 +129,26 @@ class DataRank:
     num_ranks: int
 
 
+@dataclass(frozen=True)
+class DataIncident:
+    """Incident of a loader: samples that cannot be read (`bad`, with what they raised), or else worker processes."""
+
+    what: str
+    done: str
+    seconds: float | None = None
+    bad: Mapping[int, str] = field(default_factory=dict)
+
+
 class Loader(ABC):
     """Interface of data loaders: one rank's microbatches of each step. This one has no state beyond the step."""
 
     looks_ahead: bool  # whether a step may be read before the one in hand is committed
+
+    def __init__(self) -> None:
+        self.incidents: list[DataIncident] = []  # that nobody was told of yet
+
+    def leave_out(self, bad: Mapping[int, str]) -> None:  # noqa: B027
+        """Reads these samples no more. Raises: DataError where they are more than are allowed."""
 
     @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -175,14 +196,16 @@ class _Request:
 class _Fetcher(Dataset[Any]):
     """The dataset of requests that a torch DataLoader serves: one item is one collated microbatch."""
 
-    def __init__(self, source: MapSource, seed: int) -> None:
-        self.source, self.seed = source, seed
+    def __init__(self, source: MapSource, seed: int, quarantine: Quarantine | None) -> None:
+        self.source, self.seed, self.quarantine = source, seed, quarantine
 
-    def fetch(self, request: _Request) -> Any:
+    def fetch(self, request: _Request) -> Fetched:
         """The microbatch of a request. Raises: DataError."""
         grains = request.grains if self.source.draws else ()
         keys = [random_key(self.seed, "data", request.step, grain.index) for grain in grains]
-        return self.source.fetch(request.ids, keys)
+        if self.quarantine is None:
+            return Fetched(self.source.fetch(request.ids, keys))
+        return self.source.tolerant(self.quarantine, request.ids, keys)
 
     def __getitem__(self, request: _Request) -> Any:
         """In a worker process, where an exception would lose its fields on the way: it comes as a value."""
@@ -218,14 +241,21 @@ class MapLoader(Loader):
         pin_memory: bool,
         *,
         reading: Mapping[str, Any] | None = None,
+        bad_samples: int = 0,
     ) -> None:
-        """`reading`: further arguments of torch's DataLoader, for its worker processes."""
+        """`reading`: further arguments of torch's DataLoader, for its worker processes.
+
+        `bad_samples`: how many that cannot be read are left out.
+        """
+        super().__init__()
         self._reading = dict(reading or {})
+        self._quarantine = Quarantine(bad_samples) if bad_samples else None
         self._order, self._place = order, place
         self._workers, self._pin_memory = workers, pin_memory
-        self._fetcher = _Fetcher(source, order.seed)
+        self._fetcher = _Fetcher(source, order.seed, self._quarantine)
         self._per_microbatch = order.num_grains
-        self._batches: Iterator[Any] | None = None
+        told, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
+        self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
         self._next = 0
         self._known: dict[int, list[_Request]] = {}
 
@@ -276,29 +306,31 @@ class MapLoader(Loader):
         request = _Request(step, grains, ids)
         return self._microbatch(request, self._fetcher.fetch(request))
 
-    def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
+    def _microbatch(self, request: _Request, fetched: Fetched) -> Microbatch:
         read = functools.partial(self._read, request.step)
-        return Microbatch(request.step, request.grains, request.ids, batch, read, request.words)
+        known = None if fetched.replaced else request.words
+        return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, known, fetched.replaced)
 
-    def _fetch(self, request: _Request) -> Any:
-        if not self._workers:
-            return self._fetcher.fetch(request)
-        if self._batches is None:
-            self._batches = iter(self._data_loader(request))
-        try:
-            batch = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader" not in str(error):
-                raise
-            self.close()
-            raise DataError(
-                given=f"data.workers = {self._workers}",
-                conflict=f"a worker process died or was stuck: {str(error).splitlines()[0]}",
-                remedy=_SHARED_MEMORY if "shared memory" in str(error) else _OWN_MESSAGE,
-            ) from error
-        if isinstance(batch, ShoalError):
-            raise batch
-        return batch
+    def _fetch(self, request: _Request) -> Fetched:
+        found = self._processes.next(request) if self._processes is not None else self._fetcher.fetch(request)
+        if isinstance(found, ShoalError):
+            raise found
+        fetched: Fetched = found
+        if fetched.bad and self._quarantine is not None:
+            new = self._quarantine.add(fetched.bad)
+            if new:
+                many = ", ".join(map(str, list(new)[:8]))
+                what = f"samples that cannot be read: {many}; {next(iter(new.values()))}"
+                self.incidents.append(DataIncident(what, "others were read in their places", bad=new))
+        return fetched
+
+    def leave_out(self, bad: Mapping[int, str]) -> None:
+        if self._quarantine is not None:
+            self._quarantine.add(bad)
+
+    def _workers_anew(self, what: str, seconds: float) -> None:
+        done = "the workers were started again, at the same sample"
+        self.incidents.append(DataIncident(what, done, round(seconds, 3)))
 
     def _data_loader(self, first: _Request) -> DataLoader[Any]:
         ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
@@ -310,15 +342,9 @@ class MapLoader(Loader):
             batch_size=None,
             num_workers=self._workers,
             pin_memory=self._pin_memory,
-            **{"timeout": WORKER_TIMEOUT_SECONDS, **self._reading, "worker_init_fn": start},
+            **{**self._reading, "worker_init_fn": start},
         )
 
     def close(self) -> None:
-        shutdown = getattr(self._batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
-            for worker in getattr(self._batches, "_workers", ()):
-                if worker.is_alive():  # torch's own last resort is SIGTERM, which it ignores
-                    worker.kill()
-                    worker.join()
-        self._batches = None
+        if self._processes is not None:
+            self._processes.close()

@@ -278,7 +278,8 @@ def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
     place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
     if not isinstance(source, MapSource):
         return StreamLoader(source, order, place, data.collate)
-    return MapLoader(source, order, place, workers, mesh.device.type == "cuda", reading=data.reading)
+    pins = mesh.device.type == "cuda"
+    return MapLoader(source, order, place, workers, pins, reading=data.reading, bad_samples=data.bad_samples)
 
 
 def refuse_epochs(data: Opened, length: Length, given: str, remedy: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError
 from shoal.numerics.grain_randomness import seed_everything
@@ -34,6 +35,10 @@ class MapSource(ABC):
     def __len__(self) -> int:
         return self._length
 
+    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
+        """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
+        return Fetched(self.fetch(grains, keys))
+
     @abstractmethod
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         """The batch of the samples of neighbouring grains, in order.
@@ -53,7 +58,8 @@ class Opened:
     """A data source with its order. `collate` is for a stream's samples; a map-style source has its own.
 
     `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
-    say nothing. `notes`: what it said and has no effect, a sentence each.
+    say nothing. `bad_samples`: how many that cannot be read are left out. `notes`: what it said and has no effect, a
+    sentence each.
     """
 
     source: Source
@@ -62,6 +68,7 @@ class Opened:
     workers: int | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    bad_samples: int = 0
 
 
 class TensorSource(MapSource):
@@ -101,10 +108,18 @@ class SampleSource(MapSource):
         samples: list[Any] = []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
-            samples += self._read(ids.tolist())
+            samples += self.read(ids.tolist())
         return collate_samples(self._collate, samples, self.name)
 
-    def _read(self, ids: list[int]) -> list[Any]:
+    def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
+        reader, samples = TolerantReader(self, quarantine), []
+        for ids, key in zip(grains, keys, strict=True):
+            seed_everything(key)
+            samples += reader.grain(ids.tolist(), key)
+        return Fetched(collate_samples(self._collate, samples, self.name), reader.replaced, reader.bad)
+
+    def read(self, ids: list[int]) -> list[Any]:
+        """Samples, in order. Raises: DataError naming the one that could not be read."""
         if self._get_many is not None:
             try:
                 return list(self._get_many(ids))

@@ -71,6 +71,7 @@ class StreamLoader(Loader):
     looks_ahead = False
 
     def __init__(self, stream: Iterable[Any], order: Order, place: DataRank, collate: Collate | None) -> None:
+        super().__init__()
         self._order, self._place = order, place
         self._collate = collate or default_collate
         self._sharded = hasattr(stream, "shard")

@@ -62,7 +62,7 @@ class Recovery:
         elif self.in_vain >= self.most:
             reason = f"{self.in_vain} starts in a row got no further than step {self._furthest}"
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
-        self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done)
+        self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done, noticed=_noticed(error))
         if reason is not None:
             error.remedy = f"{reason}; {error.remedy}"
             return None
@@ -106,6 +106,15 @@ class Recovery:
 
     def _newest(self) -> int:
         return int((read_json(self.directory.saved) or {}).get("step", 0))
+
+
+def _noticed(error: ShoalError) -> str:
+    """By what a loss was noticed."""
+    if isinstance(error, PeerError):
+        return "an error of the ranks' collectives"
+    said = error.conflict.split("\n")[0]
+    ways = {"was stopped (": "its state", "has been in ": "its heartbeat"}
+    return next((way for words, way in ways.items() if words in said), "the end of its process")
 
 
 def last_step(records: Path) -> int:

@@ -121,7 +121,7 @@ class Account:
     def to_json(self) -> dict[str, Any]:
         """JSON value; numbers that are not finite are null."""
         found = asdict(self)
-        found["wall"]["busy_seconds"] = self.wall.busy_seconds
+        found["wall"] |= {"busy_seconds": self.wall.busy_seconds, "ettr": self.wall.ettr}
         plain: dict[str, Any] = _plain(found)
         return plain
 

@@ -13,13 +13,14 @@ from shoal.runs.run_files import RunFiles
 
 # A run may leave out thousands of steps: of such a kind the first are told one by one.
 _MOST_OF_A_KIND = 50
+GOING_ON = "going_on"  # the first step after a loss
 
 
 @dataclass(frozen=True)
 class Incident:
     """Incident after or at `step`; `at` in seconds since the epoch, where that is known."""
 
-    kind: str  # lost | resumed | skipped | server | compression | damaged | ended | error
+    kind: str  # of an event; or resumed | skipped | server | compression | damaged | ended | error
     step: int | None
     text: str
     at: float | None = None
@@ -42,12 +43,36 @@ def incidents(files: RunFiles) -> tuple[Incident, ...]:
 
 
 def _events(files: RunFiles) -> Iterator[Incident]:
-    for event in files.events:
-        if event.get("kind") == "lost":
-            who = f"rank {event['rank']} on {event.get('host')}" if event.get("rank") is not None else "a rank"
-            what = str(event.get("what", "")).split("\n")[0]
-            text = f"{who} was lost: {what}; {event.get('done', '')}".rstrip("; ")
-            yield Incident("lost", _whole(event.get("after_step")), text, _instant(event.get("at")))
+    """Incidents in the event log; the cost of a loss comes with the event of the first step after it."""
+    for number, event in enumerate(files.events):
+        kind = event.get("kind")
+        if kind is None or kind == GOING_ON:
+            continue
+        following = files.events[number + 1] if number + 1 < len(files.events) else {}
+        cost = following if following.get("kind") == GOING_ON else event
+        text = "; ".join(part for part in (_what(event), *_said(event), _cost_of(cost)) if part)
+        step = _whole(event.get("step", event.get("after_step")))
+        yield Incident(str(kind), step, text, _instant(event.get("at")))
+
+
+def _what(event: Mapping[str, Any]) -> str:
+    who = f"rank {event['rank']} on {event.get('host')}" if event.get("rank") is not None else "a rank"
+    what = str(event.get("what", "")).split("\n")[0]
+    if event.get("kind") == "lost":
+        return f"{who} was lost: {what}"
+    return f"{who}: {what}" if event.get("rank") is not None else what
+
+
+def _said(event: Mapping[str, Any]) -> Iterator[str]:
+    if event.get("noticed"):
+        yield f"noticed by {event['noticed']}"
+    if event.get("done"):
+        yield str(event["done"])
+
+
+def _cost_of(event: Mapping[str, Any]) -> str:
+    seconds = event.get("seconds")
+    return f"it cost {seconds:.1f} s" if isinstance(seconds, int | float) and not isinstance(seconds, bool) else ""
 
 
 def _resumes(files: RunFiles) -> Iterator[Incident]:
@@ -65,8 +90,9 @@ def _resumes(files: RunFiles) -> Iterator[Incident]:
 
 
 def _records(files: RunFiles) -> Iterator[Incident]:
+    told = {_whole(event.get("step")) for event in files.events if event.get("kind") == "nonfinite"}
     for record in files.records:
-        if record.skipped:
+        if record.skipped and record.step not in told:
             yield Incident("skipped", record.step, f"no update: {record.skipped}{_culprit(record)}", record.at)
         if record.compression is not None and record.compression.get("fell_back"):
             yield Incident("compression", record.step, "the guard ended the compression of sums", record.at)

@@ -110,6 +110,7 @@ def facts(found: Account) -> list[tuple[str, str]]:
         ("tokens", _rate(rates.step_tokens, rates.overall_tokens, "tokens")),
         ("of the peak", _peak(found)),
         ("cost", _cost(found)),
+        ("effective", _effective(found)),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -140,6 +141,11 @@ def _peak(found: Account) -> str:
         return ""
     predicted = f"; {share(rates.predicted_peak_share)} were predicted" if rates.predicted_peak_share else ""
     return f"{share(rates.peak_share)} in steps, {share(rates.overall_peak_share)} over the whole time{predicted}"
+
+
+def _effective(found: Account) -> str:
+    ettr = found.wall.ettr
+    return f"{share(ettr)} of the training's time brought steps that are in the result" if ettr is not None else ""
 
 
 def _cost(found: Account) -> str:

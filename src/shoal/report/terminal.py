@@ -127,6 +127,8 @@ def _ending(found: Account, width: int) -> Iterator[str]:
     if busy is not None and busy.share_of_steps:
         often = busy.share_of_steps[busy.rank_of_most]
         yield f"rank {busy.rank_of_most} was the slowest in {share(often)} of steps"
+    if found.incidents and found.wall.ettr is not None:
+        yield f"{share(found.wall.ettr)} of the training's time was effective"
     for incident in found.incidents[-_NUM_INCIDENTS:]:
         where = f"step {incident.step}: " if incident.step is not None else ""
         yield f"! {where}{incident.text}"

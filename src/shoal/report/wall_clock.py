@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.runs.attempts import Attempt, Undone
@@ -56,11 +56,22 @@ class WallClock:
     parts: tuple[WallPart, ...]
     began_at: float | None = None
     until: float | None = None
+    first_start_up: float = 0.0  # of each call's first start
 
     @property
     def busy_seconds(self) -> float:
         """Seconds in which the run had its devices."""
         return self.seconds - self.of("idle")
+
+    @property
+    def ettr(self) -> float | None:
+        """Effective training time ratio: steps that are in the result, and evaluations, of the time of training.
+
+        That is without idle time, the first start-up and shutting down. None where nothing is known of steps.
+        """
+        whole = self.busy_seconds - self.first_start_up - self.of("shut_down")
+        productive = self.of(*_SPANS - {"checkpoint"}, "other", "evaluation")
+        return min(1.0, productive / whole) if whole > 0.0 and productive > 0.0 else None
 
     def of(self, *names: str) -> float:
         """Seconds of parts."""
@@ -81,7 +92,7 @@ def wall_clock(files: RunFiles) -> WallClock:
     instants = [record.at or 0.0 for record in dated]
     starts = [attempt.started_at for attempt in attempts]
     unknown = found.steps(r for r in files.records if r.at is None)  # of a version before this account
-    at = first = starts[0]
+    at, first, called = starts[0], starts[0], 0.0
     for number, attempt in enumerate(attempts):
         following = attempts[number + 1] if number + 1 < len(attempts) else None
         low = bisect_left(instants, starts[number]) if number else 0
@@ -92,8 +103,9 @@ def wall_clock(files: RunFiles) -> WallClock:
         if number:
             found.add("idle", begins - at)
         piece = _AttemptTime(attempt, following, dated[low:high], lost, files.read_at if files.is_held else None)
+        called += max(0.0, piece.first() - begins) if not attempt.restarts else 0.0
         at = piece.add_to(found, begins)
-    return found.whole(at - first + unknown, first, at)
+    return replace(found.whole(at - first + unknown, first, at), first_start_up=called)
 
 
 def _within(undone: Undone, begin: float, until: float) -> bool:
@@ -154,7 +166,7 @@ class _AttemptTime:
     def add_to(self, found: _Sums, begins: float) -> float:
         """Adds the attempt's parts; when it ended."""
         attempt = self.attempt
-        first, last = self._first(), self._last_sign()
+        first, last = self.first(), self._last_sign()
         end, lost = self._end(last)
         found.add("start_up", first - begins)
         known = found.steps(self.records) + found.after(attempt.after) + lost
@@ -167,7 +179,7 @@ class _AttemptTime:
         found.add("between_steps" if self.records or self.undone else "not_recorded", rest)
         return end
 
-    def _first(self) -> float:
+    def first(self) -> float:
         """When the first step began."""
         begins = [r.at - r.seconds for r in self.records[:1] if r.at is not None]
         begins += [u.first_at for u in self.undone if u.first_at is not None]

@@ -37,6 +37,17 @@ class Events:
             self.fence.append(self._path, json.dumps({**event, **more}))
 
 
+def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
+    """Mean time between the losses of ranks that an event log has since an instant; None where there is none."""
+    losses = 0
+    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                event = json.loads(line)
+                losses += event["kind"] == "lost" and datetime.fromisoformat(event["at"]).timestamp() >= since
+    return (now - since) / losses if losses else None
+
+
 def instant(seconds: float) -> str:
     """An instant, in seconds since the epoch, as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

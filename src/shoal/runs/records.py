@@ -125,6 +125,7 @@ class RunRecord:
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
     resumed_from: int | None = None
     restarts: int = 0  # of this call's ranks, after one was lost
+    ettr: float | None = None  # effective training time ratio of this call, 0 to 1: docs/recovery.md
     skipped_steps: int = 0
     ended_early: dict[str, int] | None = None  # a stream that gave less than the run's length wanted
     ended_by: dict[str, Any] | None = None  # the callback that asked for the end, its reason and the step

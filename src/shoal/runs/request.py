@@ -63,6 +63,8 @@ class RunRequest:
     trackers: tuple[TrackerName, ...] = ()
     trace: TraceSteps | None = None
     evaluate_every: int | None = None
+    bad_samples: int = 0  # that are left out
+    check_replicas: int | None = None  # steps between comparisons of the replicas
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""

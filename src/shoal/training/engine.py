@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
+from shoal.training.replicas import ReplicaCheck
 from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock, StepListener
 from shoal.training.trainer import Trainer
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 class Engine(TrainingParts):
     """Parts of a run on one rank."""
 
-    plan: CompletePlan
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
     taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
@@ -120,6 +120,8 @@ class Options:
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
+    `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
+    `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
     `listener` is told of the steps' spans and microbatches.
     """
 
@@ -135,6 +137,9 @@ class Options:
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
     listener: StepListener | None = None
+    bad_samples: int = 0
+    check_replicas: int | None = None
+    mtbf_seconds: float | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
@@ -142,8 +147,9 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: with_grains(opened(job)))
-    data: Opened = job.train_data
+    data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
+    notes_of_options = _notes(data, mesh, options)
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
     taken = _taken(options, sharded_model)
@@ -181,13 +187,23 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         order=order,
         evaluator=evaluations,
         keeper=_keeper(mesh, trained, options),
+        replicas=ReplicaCheck(mesh, sharded_model, updater, options.check_replicas),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *said),
+        notes=(*notes, *said, *notes_of_options),
         taken=taken,
     )
+
+
+def _notes(data: Opened, mesh: Mesh, options: Options) -> Iterator[str]:
+    if options.bad_samples and not isinstance(data.source, MapSource):
+        yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
+    if options.mtbf_seconds is not None and options.checkpoint_every is None:
+        yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
+    if options.check_replicas and mesh.layout.data == 1:
+        yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
 
 
 def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
@@ -211,7 +227,7 @@ def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
     folder = options.checkpoints
     mark = NewestMark(options.saved, options.fence)
     store = Store(folder, options.keep_checkpoints, mark, options.fence) if folder is not None else None
-    return Keeper(mesh, store, trained, options.checkpoint_every)
+    return Keeper(mesh, store, trained, options.checkpoint_every, options.mtbf_seconds)
 
 
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:

@@ -52,8 +52,13 @@ class NonFiniteStep:
             return "which sample brought it is not searched for in a divided model"
         return "rank {rank} on {host}, grains {grains}, samples {samples}".format(**self.found)
 
+    @property
+    def cause(self) -> str:
+        """Words for what is not finite, and where it comes from."""
+        return f"{self._what} is not finite: {self._culprit}"
+
     def __str__(self) -> str:
-        return f"step {self.step}: {self._what} is not finite: {self._culprit}: {self.policy}"
+        return f"step {self.step}: {self.cause}: {self.policy}"
 
     def error(self, left: str, remedy: str) -> NonFiniteError:
         """Error that ends the run. `left`: what became of the parameters."""
@@ -80,7 +85,7 @@ class NonFiniteSearch:
             grains, samples = self._search(microbatches)
         except Exception:  # samples that cannot be read again, say: all of them are under suspicion
             grains = [grain.index for m in microbatches for grain in m.grains]
-            samples = [i for m in microbatches for ids in m.ids for i in ids.tolist()]
+            samples = [i for m in microbatches for ids in m.read_ids for i in ids.tolist()]
         told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
         culprits = [t for t in told if t["grains"]]
         if culprits:
@@ -92,7 +97,7 @@ class NonFiniteSearch:
         return [part.grains[0].index for part in bad], [i for part in bad for i in self._bad_samples(part)]
 
     def _bad_samples(self, part: Microbatch) -> list[int]:
-        ids: list[int] = part.ids[0].tolist()
+        ids: list[int] = part.read_ids[0].tolist()
         if part.num_samples > _MAX_SEARCHED:
             return ids
         # One that cannot be computed alone (BatchNorm of one value, say) leaves the whole grain under suspicion.

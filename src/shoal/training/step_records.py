@@ -21,6 +21,8 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import StorageError
 from shoal.job import Job
 from shoal.parallel.base import StepSums
+from shoal.plans.resolve import CompletePlan
+from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
@@ -28,6 +30,8 @@ from shoal.training.evaluation import EvaluationSets
 from shoal.training.forward_backward import StepParts
 from shoal.training.optimizer_step import Parameters, Update, Updater
 from shoal.training.rank_waits import RankWaits
+from shoal.training.replicas import ReplicaCheck
+from shoal.training.stragglers import WINDOW, StragglerWatch
 from shoal.training.telemetry import RecordWriter
 
 
@@ -36,6 +40,7 @@ class TrainingParts(StepParts):
     """All parts of a training: those of its steps, the data, the optimizer, evaluation and checkpoints."""
 
     job: Job
+    plan: CompletePlan
     model: nn.Module
     parameters: Parameters
     loader: Loader
@@ -43,6 +48,7 @@ class TrainingParts(StepParts):
     order: Order
     evaluator: EvaluationSets
     keeper: Keeper
+    replicas: ReplicaCheck
     callbacks: CallbackCalls
 
 
@@ -50,8 +56,8 @@ class TrainingParts(StepParts):
 class Surroundings:
     """Functions around a training: a line for people, a finished step, whether a stop was requested; and its files.
 
-    `out`: the run directory; `settings` of the job function; `description`: the content of job.json.
-    `evaluate_every`: steps between evaluations, in place of each pass over the data.
+    `out`: the run directory; `events`: its event log, on rank 0; `settings` of the job function; `description`: the
+    content of job.json. `evaluate_every`: steps between evaluations, in place of each pass over the data.
     """
 
     note: Callable[[str], None]
@@ -61,6 +67,7 @@ class Surroundings:
     settings: Mapping[str, Any] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
     evaluate_every: int | None = None
+    events: Events = field(default_factory=lambda: Events(None))
 
 
 @dataclass
@@ -92,6 +99,7 @@ class StepRecords:
         self._step_seconds: list[float] = []
         # The step after which the model was last evaluated, the metrics, and of how many samples they are.
         self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self._stragglers = StragglerWatch(parts.plan, parts.job.num_grains)
         self._after: dict[str, float] = {}  # seconds of what came after the last record was written
 
     def forget_after(self, step: int) -> None:
@@ -188,8 +196,24 @@ class StepRecords:
         if agreement is not None:
             by_rank = self._waits.add(agreement)
             record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
+            self._tell(record)
         self._writer.write(record)
         self._around.on_step(record, slowest)
+
+    def _tell(self, record: StepRecord) -> None:
+        """Tells of a straggler, if one shows."""
+        found = self._stragglers.take(record.ranks)
+        if found is None:
+            return
+        self._around.note(f"step {record.step}: {found}")
+        told: dict[str, Any] = {
+            "rank": found.rank,
+            "what": str(found),
+            "ratio": round(found.ratio, 2),
+            "cause": found.cause,
+        }
+        done = "nothing: the others wait for it"
+        self._around.events.add("straggler", step=record.step, noticed=f"{WINDOW} steps", done=done, **told)
 
     def flush(self) -> None:
         """Writes what was recorded: before what takes long, and so that no checkpoint is of a step without a record."""

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,8 @@ from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
 _MEMORY_SECONDS = 0.05
+# Records that wait for a disk, the newest of them, and the time between two attempts.
+_MOST_LATE, _RETRY_SECONDS = 10_000, 1.0
 # Records are written at the latest when so many wait, or with the first one after so long.
 _TOGETHER, _TOGETHER_SECONDS = 64, 0.05
 
@@ -154,7 +157,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RecordWriter:
-    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else.
+    """Writer of step records, a line each; a disk that refuses warns once, and gets them later.
 
     Lines of short steps are written together, some 50 ms late: one by one each costs a step several times as much.
     `forgotten` is called with the records of steps that are about to be trained again.
@@ -168,29 +171,37 @@ class RecordWriter:
     ) -> None:
         self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
         self._file = path.open("ab", buffering=0) if path else None
-        self._waiting: list[StepRecord] = []
-        self._written = 0.0
+        self._waiting: deque[StepRecord] = deque(maxlen=_MOST_LATE)
+        self._next = 0.0  # when lines that wait are written
+        self._refused = False
 
     def write(self, record: StepRecord) -> None:
         """Appends one line, which is in the file after this call or one of the next 50 ms; `flush` does not wait."""
         if self._file is None:
             return
         self._waiting.append(record)
-        if len(self._waiting) >= _TOGETHER or time.monotonic() - self._written >= _TOGETHER_SECONDS:
+        if time.monotonic() >= self._next or (len(self._waiting) >= _TOGETHER and not self._refused):
             self.flush()
 
     def flush(self) -> None:
-        """Hands the lines that wait to the operating system."""
-        waiting, self._waiting = self._waiting, []
-        self._written = time.monotonic()
-        if self._file is None or not waiting:
+        """Hands the lines that wait to the operating system; they wait on where that refuses."""
+        if self._file is None or not self._waiting:
             return
+        lines = "".join(f"{record.to_line()}\n" for record in self._waiting).encode()
         try:
-            lines = "".join(f"{record.to_line()}\n" for record in waiting).encode()
-            if self._file.write(lines) != len(lines):
+            written = self._file.write(lines)
+            if written != len(lines):  # half a line would spoil the next one
+                os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
-            self._give_up(error)
+            self._next = time.monotonic() + _RETRY_SECONDS
+            if not self._refused:
+                self._refused = True
+                text = f"step records are kept until they can be written: {self._path}: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+        else:
+            self._waiting.clear()
+            self._next, self._refused = time.monotonic() + _TOGETHER_SECONDS, False
 
     def forget_after(self, step: int) -> None:
         """Leaves out the records of steps after `step`: they are about to be trained again."""
@@ -200,6 +211,8 @@ class RecordWriter:
         try:
             self._file.close()
             records = list(read_steps(self._path))
+            for late in [one for one in self._waiting if one.step > step]:
+                self._waiting.remove(late)
             kept = [record.to_line() + "\n" for record in records if record.step <= step]
             self._fence.write(self._path, "".join(kept))  # what an earlier generation still appends to is gone then
             self._file = self._path.open("ab", buffering=0)
@@ -209,11 +222,12 @@ class RecordWriter:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        self._waiting.clear()
         self.close()
         warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
+        """Writes what waits, as far as that can be, and closes the file."""
         self.flush()
         if self._file is not None:
             with contextlib.suppress(OSError):

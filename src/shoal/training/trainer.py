@@ -13,6 +13,7 @@ from shoal.errors import IntegrityError, JobError, StorageError
 from shoal.job import Progress
 from shoal.parallel.base import StepSums
 from shoal.training.computation import MicrobatchPolicy
+from shoal.training.incidents import NOTICED, RankIncidents
 from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update
 from shoal.training.step import ComputedStep, FetchedStep, StepRunner
@@ -36,12 +37,19 @@ class Trainer:
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._records = StepRecords(parts, around, writer)
+        self._incidents = RankIncidents(parts.mesh, parts.loader, around)
+        parts.loader.leave_out(state.bad_samples)
         self._first_scale = state.loss_scale
         self._computation: MicrobatchPolicy | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
         self._ended_by: dict[str, Any] | None = None
+        parts.keeper.tell_failures(self._unwritten)
         self._go_back(state.step)
+
+    def _unwritten(self, reason: str) -> None:
+        done = "the last good one stays, and the training goes on"
+        self._around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
 
     def train(self) -> Outcome:
         """Trains to the end, or to the first step at which any rank was asked to stop.
@@ -51,7 +59,8 @@ class Trainer:
         parts, callbacks = self._parts, self._parts.callbacks
         parts.model.train()
         callbacks.start(self.state)
-        if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
+        rolls_back = parts.job.on_nonfinite == "rollback" or parts.replicas.every is not None
+        if rolls_back and self.state.step == 0:
             parts.keeper.save(self.state, wait=True)
         try:
             status = self._steps()
@@ -61,7 +70,10 @@ class Trainer:
             self._records.write()  # the last good step's, of which the other ranks' measures are still to come
             callbacks.failed(told)
             raise told from error
-        self._records.write(agree(self._mesh, Report(measures=self._measures)))
+        last = agree(self._mesh, Report(asked=self._incidents.asked, measures=self._measures))
+        if last.asked:
+            self._incidents.settle(self.state)
+        self._records.write(last)
         outcome = self._records.conclude(self.state, status)
         outcome.ended_by = self._ended_by
         callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
@@ -83,6 +95,10 @@ class Trainer:
             self._clock.begin(self.state.step + 1)
             fetched = fetched or self._runner.fetch(self.state.step)
             agreement = self._agree(fetched, agreement)
+            saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
+            if not self._replicas_agree(saves) or fetched.step != self.state.step:  # back to an earlier state
+                fetched = agreement = None
+                continue
             if self._ended_by is not None:
                 return "completed"
             if agreement.stop:
@@ -111,7 +127,8 @@ class Trainer:
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
         stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
-        return Report(has_data, error, stop, due, self._parts.callbacks.asked, self._measures)
+        asked = self._parts.callbacks.asked | self._incidents.asked
+        return Report(has_data, error, stop, due, asked, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
         """What all agree on about the next step, where that came with the sums of the one in hand."""
@@ -138,7 +155,13 @@ class Trainer:
 
     def _heed(self, asked: int) -> None:
         """Does what callbacks of any rank ask for, before the next step. Collective: all ranks. Raises: as `settle`."""
+        if asked & NOTICED:
+            self._incidents.settle(self.state)
+        if not asked & ~NOTICED:
+            return
         settled = self._parts.callbacks.settle(self._mesh, asked)
+        if (settled.checkpoint or settled.evaluate) and not self._replicas_agree(saves=True):
+            return
         if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
             self._records.evaluate(self.state)
         if settled.checkpoint and self.state.step:
@@ -166,8 +189,7 @@ class Trainer:
         said = computed.passes.updated(sums, update.skipped)
         if said is not None:
             self._around.note(said)
-        self._advance(sums, update, found, said)
-        return True
+        return self._advance(sums, update, found, said)
 
     def _nonfinite(self, computed: ComputedStep) -> dict[str, Any] | None:
         """Acts on the job's policy; None after a rollback. Raises: NonFiniteError, the same on every rank."""
@@ -179,6 +201,10 @@ class Trainer:
         state.bad_streak += 1
         bad = NonFiniteStep(state.step, computed.sums.loss, found, state.bad_streak, parts.job.on_nonfinite)
         self._around.note(str(bad))
+        where = {name: found[name] for name in ("rank", "host", "samples")} if found else {}
+        done = "the run ended" if bad.ends else {"skip": "no update", "rollback": "rolled back"}[bad.policy]
+        noticed = "looking at the sums of all ranks"
+        self._around.events.add("nonfinite", step=state.step + 1, what=bad.cause, noticed=noticed, done=done, **where)
         if bad.ends:
             with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
                 parts.keeper.save(state, wait=True)
@@ -187,8 +213,25 @@ class Trainer:
         found = found or dict(NOBODY)
         if bad.policy == "skip":
             return found
-        self._roll_back({**state.bad_steps, state.step: found}, state.bad_streak)
+        step = state.step
+        self._roll_back({**state.bad_steps, step: found}, state.bad_streak)
+        self._around.note(f"step {step} will be left out")
         return None
+
+    def _replicas_agree(self, saves: bool = False) -> bool:
+        """Whether replicas are the same, as far as that is looked at now; else the newest checkpoint is taken up."""
+        replicas, step = self._parts.replicas, self.state.step
+        if not step or not replicas.is_due(step, saves):
+            return True
+        said = replicas.differing(step)
+        if said is None:
+            return True
+        self._around.note(f"step {step}: {said}")
+        self._roll_back(self.state.bad_steps, self.state.bad_streak)
+        done = f"rolled back to step {self.state.step}"
+        noticed = "comparing checksums of replicas"
+        self._around.events.add("replicas", step=step, what=said, noticed=noticed, done=done)
+        return False
 
     def _roll_back(self, bad_steps: dict[int, dict[str, Any]], streak: int) -> None:
         """Takes up the newest checkpoint, to leave the bad steps out on the way from there."""
@@ -203,17 +246,18 @@ class Trainer:
                 remedy="leave the run directory alone while the run lasts; start anew with another --out",
             )
         restored.bad_steps, restored.bad_streak = bad_steps, streak
+        restored.bad_samples = {**restored.bad_samples, **self.state.bad_samples}
         self.state, self._computation, self._num_updates = restored, None, self._parts.updater.num_begun
         self._go_back(restored.step)
-        self._around.note(f"rolled back to step {restored.step}; step {max(bad_steps)} will be left out")
+        self._around.note(f"rolled back to step {restored.step}")
 
     def _go_back(self, step: int) -> None:
         """Data and records are those up to `step`."""
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
 
-    def _advance(self, sums: StepSums, update: Update, found: dict[str, Any] | None, said: str | None) -> None:
-        """To the next state; `said` where the guard of compressed sums has ended the compression."""
+    def _advance(self, sums: StepSums, update: Update, found: dict[str, Any] | None, said: str | None) -> bool:
+        """To the next state; `said` where the guard of compressed sums has ended the compression. As `_apply`."""
         parts, state = self._parts, self.state
         parts.loader.commit()
         state.advance(sums, update.skipped)
@@ -232,5 +276,9 @@ class Trainer:
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         parts.callbacks.stepped(state, record)
-        if self._records.is_evaluation_due(state):
+        evaluates = self._records.is_evaluation_due(state)
+        if not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
+            return False
+        if evaluates:
             self._records.evaluate(state)
+        return True

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import shoal.checkpoint.keeper
-from shoal.checkpoint.keeper import CheckpointWriter, Keeper
+import shoal.checkpoint.writer
+from shoal.checkpoint.keeper import Keeper
 from shoal.checkpoint.store import Snapshot, Store
+from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory, interval_seconds
 from shoal.distributed.mesh import alone
 
 
@@ -79,7 +80,7 @@ def test_a_fault_of_our_own_is_not_hidden() -> None:
 
 def test_the_time_between_two_follows_what_one_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(shoal.checkpoint.keeper.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.checkpoint.writer.time, "monotonic", lambda: now[0])
 
     class Slow(Store):
         def write(self, snapshot: Snapshot) -> None:
@@ -111,3 +112,47 @@ def test_what_is_on_its_way_is_left_by_a_rollback(tmp_path: Path) -> None:
     assert half.exists()
     keeper.clean()
     assert not half.exists()
+
+
+def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    store, reasons = Gated(), list[str]()
+    writer = CheckpointWriter(store, patience_seconds=0.05)
+    writer.told = reasons.append
+    writer.write(taken(1))
+    assert not writer.due()
+    with pytest.warns(RuntimeWarning, match="the one before is still being written"):
+        assert not writer.is_free()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not writer.is_free()
+    assert len(reasons) == 1
+    store.gate.set()
+    writer.wait()
+    assert writer.is_free()
+    writer.write(taken(2))
+    writer.close()
+    assert store.written == [1, 2]
+
+
+def test_the_interval_follows_what_a_checkpoint_costs_and_how_often_ranks_are_lost() -> None:
+    assert interval_seconds(0.01, None) == 5.0
+    assert interval_seconds(1.0, None) == 100.0
+    assert interval_seconds(0.02, 25.0) == pytest.approx(1.0)  # the root of 2 * 0.02 * 25
+    assert interval_seconds(1.0, 3600.0) == pytest.approx(84.85, abs=0.01)
+    assert interval_seconds(0.001, 10.0) == 0.5
+    assert interval_seconds(10.0, 10.0) == 100.0  # no more than a tenth of the time
+    assert interval_seconds(0.1, 1e9) == 10.0  # as without losses
+
+
+def test_snapshots_share_their_memory() -> None:
+    memory = SnapshotMemory()
+    one, two = torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2).t()
+    first = memory.copied("model", {"a": one})["a"]
+    second = memory.copied("model", {"a": two})["a"]
+    assert first.data_ptr() == second.data_ptr()
+    assert second.is_contiguous()
+    assert torch.equal(second, two)
+    other = memory.copied("optimizer", {"a": one})["a"]
+    assert other.data_ptr() != second.data_ptr()
+    grown = memory.copied("model", {"a": torch.ones(9)})["a"]
+    assert torch.equal(grown, torch.ones(9))

@@ -185,6 +185,8 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
     "track": (["--track", "tensorboard", "--track", "mlflow:here"], {"track": ["tensorboard", "mlflow:here"]}),
     "trace": (["--trace", "10-12"], {"trace": "10-12"}),
+    "bad_samples": (["--bad-samples", "3"], {"bad_samples": 3}),
+    "check_replicas": (["--check-replicas", "9"], {"check_replicas": 9}),
     "max_restarts": (["--max-restarts", "0"], {"max_restarts": 0}),
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),

@@ -48,6 +48,7 @@ def test_a_loss_is_at_once_tried_again(error: ShoalError, directory: RunDirector
     assert Recovery(5, directory).pause(error, 0.0) == 0.0
     event = json.loads(directory.events.read_text())
     assert (event["kind"], event["after_step"], event["done"]) == ("lost", 9, "all ranks start again from step 8")
+    assert event["noticed"] == ("the end of its process" if error.rank == 1 else "an error of the ranks' collectives")
 
 
 def test_pauses_grow_until_a_new_step_comes(directory: RunDirectory) -> None:

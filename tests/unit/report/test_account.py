@@ -175,10 +175,21 @@ def test_incidents_of_a_run(tmp_path: Path) -> None:
     assert [(i.kind, i.step) for i in found.incidents] == [("resumed", 30), ("resumed", 40), ("lost", 55)]
     assert found.incidents[1].text == "ranks started again after step 40; 15 steps were trained again"
     assert "rank 2 on node was lost: it was killed by SIGKILL" in found.incidents[2].text
+    assert "it cost" in found.incidents[2].text
     told = {i.kind: i.text for i in accounted(served(tmp_path / "served")).incidents}
     assert told == {"server": "worker 1 is gone; it was computing part 1 of step 9"}
     told = {i.kind: i.text for i in accounted(STORIES["failed"](tmp_path / "failed")).incidents}
     assert told == {"skipped": "no update: nonfinite; on rank 1, samples 7, 9", "error": "step 22: the loss is nan"}
+
+
+def test_the_effective_share_of_time(tmp_path: Path) -> None:
+    """Of the time of training: neither the first start of a call counts nor what lies between calls."""
+    run = resumed_twice(tmp_path / "run")
+    spans = ("data_wait", "host_to_device", "forward", "backward", "exposed_communication", "optimizer", "other")
+    productive = sum(run.seconds[name] for name in (*spans, "evaluation"))
+    rest = ("between_steps", "trained_again", "lost", "checkpoint")
+    whole = productive + sum(run.seconds[name] for name in rest) + run.seconds["start_up"] / 3  # the third of three
+    assert accounted(run).wall.ettr == pytest.approx(productive / whole, rel=1e-3)
 
 
 def test_a_rank_is_the_slowest_where_ranks_differ(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Spans sum to the step, and a record that cannot be written never stops a training."""
 
 import errno
-import io
 import itertools
 import os
 from dataclasses import replace
@@ -137,39 +136,68 @@ def test_a_line_cut_short_by_a_kill_is_gone_after_a_resume(tmp_path: Path) -> No
     assert [r.step for r in read_steps(path)] == [1, 2]
 
 
-def test_a_full_disk_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RecordWriter(tmp_path / "records.jsonl")
+class Refusing:
+    """A file on a disk that takes so many bytes; of more a part."""
 
-    class Full:
-        def write(self, text: str) -> None:
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, content: bytes) -> int:
+        if not self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken: int = self.file.write(content[: self.room])
+        self.room -= taken
+        return taken
 
-        def close(self) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fileno(self) -> int:
+        found: int = self.file.fileno()
+        return found
 
-    assert writer._file is not None
-    writer._file.close()
-    monkeypatch.setattr(writer, "_file", Full())
-    with pytest.warns(RuntimeWarning, match="no more step records: .*No space left") as caught:
-        writer.write(RECORD)
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("room", [0, 40], ids=["nothing", "half a line"])
+def test_a_full_disk_warns_once_and_gets_the_records_later(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(shoal.training.telemetry.time, "monotonic", lambda: now[0])
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path)
+    disk = Refusing(writer._file, room)
+    monkeypatch.setattr(writer, "_file", disk)
+
+    def write_three() -> None:
+        for step in (1, 2, 3):
+            now[0] += 2.0
+            writer.write(replace(RECORD, step=step))
+
+    with pytest.warns(RuntimeWarning, match="kept until they can be written: .*No space left") as caught:
+        write_three()
     assert len(caught) == 1
-    writer.write(RECORD)
-    writer.forget_after(0)
+    assert path.read_bytes() == b""
+    disk.room = 1 << 20
+    now[0] += 2.0
+    writer.write(replace(RECORD, step=4))
     writer.close()
+    assert [record.step for record in read_steps(path)] == [1, 2, 3, 4]
 
 
-def test_half_a_line_on_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RecordWriter(tmp_path / "records.jsonl")
-    assert writer._file is not None
-    writer._file.close()
-    monkeypatch.setattr(writer, "_file", Half())
-    with pytest.warns(RuntimeWarning, match="no more step records: .*No space left"):
-        writer.write(RECORD)
-
-
-class Half(io.BytesIO):
-    def write(self, data: Any) -> int:
-        return super().write(data[: len(data) // 2])
+def test_late_records_of_steps_that_are_trained_again_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path)
+    monkeypatch.setattr(writer, "_file", Refusing(writer._file, 0))
+    with pytest.warns(RuntimeWarning, match="kept until"):
+        writer.write(replace(RECORD, step=1))
+    for step in (2, 3):
+        writer.write(replace(RECORD, step=step))
+    writer.forget_after(1)
+    writer.write(replace(RECORD, step=2, epoch=9))
+    writer.close()
+    assert [(record.step, record.epoch) for record in read_steps(path)] == [(1, RECORD.epoch), (2, 9)]
 
 
 def test_short_steps_share_a_reading_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

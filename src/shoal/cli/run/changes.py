@@ -34,6 +34,8 @@ _MAY_CHANGE = (
     "stop_after",
     "keep_checkpoints",
     "evaluate_every",
+    "bad_samples",
+    "check_replicas",
     "length",
     "lengths",
     "on_nonfinite",

@@ -32,6 +32,8 @@ def describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains:
         "stop_after": request.steps,
         "keep_checkpoints": request.keep_checkpoints or "all",
         "evaluate_every": request.evaluate_every,
+        "bad_samples": request.bad_samples,
+        "check_replicas": request.check_replicas,
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,

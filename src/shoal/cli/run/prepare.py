@@ -164,18 +164,37 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         initial_weights=weights,
         trackers=trackers,
         trace=_trace(options.trace, asked),
-        evaluate_every=_evaluate_every(options, kept),
+        evaluate_every=_as_before("evaluate_every", options, kept),
+        bad_samples=_bad_samples(options, kept, asked),
+        check_replicas=_as_before("check_replicas", options, kept),
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
 
 
-def _evaluate_every(options: RunOptions, kept: RunDirectory) -> int | None:
-    """Steps between evaluations; those of the run where it is resumed, on which early stopping depends."""
-    if options.evaluate_every is not None or not options.resume:
-        return options.evaluate_every
-    found = (read_json(kept.job) or {}).get("evaluate_every")
+def _as_before(name: str, options: RunOptions, kept: RunDirectory) -> int | None:
+    """A number in the options; where they do not say it, that of the run which is resumed.
+
+    On steps between evaluations early stopping depends, on the number of bad samples whether they can be left out.
+    """
+    given: int | None = getattr(options, name)
+    if given is not None or not options.resume:
+        return given
+    found = (read_json(kept.job) or {}).get(name)
     return found if isinstance(found, int) else None
+
+
+def _bad_samples(options: RunOptions, kept: RunDirectory, plan: Plan) -> int:
+    """Samples that may be left out. Raises: CommandError with servers."""
+    found = _as_before("bad_samples", options, kept) or 0
+    if found and plan.serves:
+        raise CommandError(
+            given=f"--bad-samples {found} with servers (server.mode of the plan)",
+            conflict="workers compute parts of different steps at a time, so that there is no step before which all "
+            "learn of a bad sample",
+            remedy='leave --bad-samples out, or train with server.mode = "none"',
+        )
+    return found
 
 
 def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:

@@ -42,7 +42,7 @@ from shoal.launch.signals import Signals
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.events import Events
+from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.generation import withdraw
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
@@ -219,6 +219,9 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
+        bad_samples=request.bad_samples,
+        check_replicas=request.check_replicas,
+        mtbf_seconds=mtbf_seconds(kept.events, request.started_at, time.time()),
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
         observer=observer,
@@ -286,9 +289,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             around = _surroundings(call, mesh, reporter, result, description)
             if first < num_steps:
                 engine.rehearse()
-            log = AttemptLog(directory.attempts if mesh.rank == 0 else None, fence=request.fence)
-            _tell_start(log, call, engine, (state, num_steps))
-            result.log = log
+            result.log = log = _tell_start(call, engine, (state, num_steps))
+            result.began_at = time.time()
             kept = directory.records if mesh.rank == 0 and request.telemetry else None
             records = RecordWriter(kept, log.undone, request.fence)
             with contextlib.closing(records), _profiled(call, reporter.note):
@@ -314,14 +316,14 @@ def _surroundings(
     request, directory = call.request, RunDirectory(call.request.out)
 
     def on_step(record: StepRecord, slowest_rank: int) -> None:
-        if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
-            seconds = time.time() - request.lost_at
-            Events(directory.events, request.fence).add("going_on", step=record.step, seconds=seconds)
+        if request.lost_at is not None and result.first_step_at is None:
+            events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
         result.take(record)
         reporter.step(record, slowest_rank)
 
     resize = ResizeWish(directory if mesh.rank == 0 and request.resizable else None)
-    about = (request.out, call.loaded.settings, description, request.evaluate_every)
+    events = Events(directory.events if mesh.rank == 0 else None, request.fence)
+    about = (request.out, call.loaded.settings, description, request.evaluate_every, events)
     return Surroundings(reporter.note, on_step, lambda: bool(call.signals.received or resize), *about)
 
 
@@ -336,9 +338,11 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
     call.profile.conclude()
 
 
-def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
-    """Writes when this attempt began, what its start-up took, and what it is."""
+def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
+    """The log of attempts, in which is when this one began, what its start-up took, and what it is."""
     state, num_steps = course
+    path = RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None
+    log = AttemptLog(path, fence=call.request.fence)
     call.start_up.ends("prepare")
     device = engine.mesh.device.type
     log.began(
@@ -355,6 +359,7 @@ def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunS
         host=platform.node(),
         device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
     )
+    return log
 
 
 def _trained(

@@ -23,6 +23,8 @@ from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.runs.attempts import AttemptLog
+from shoal.runs.directory import RunDirectory
+from shoal.runs.effective_time import EffectiveTime, earlier_starts
 from shoal.runs.generation import Fence
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.training.computation import MicrobatchPolicy
@@ -51,10 +53,16 @@ class Result:
     log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
+    began_at: float | None = None  # when this start's training began
+    effective: EffectiveTime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.effective = EffectiveTime(self.resumed_from or 0)
 
     def take(self, record: StepRecord) -> None:
         """Counts a finished step."""
         self.last = record
+        self.effective.take(record)
         self.recent.append(MeasuredStep(record.seconds, record.spans))
         self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
         self.first_step_at = self.first_step_at or time.time()
@@ -86,6 +94,7 @@ class Result:
             first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
             resumed_from=self.resumed_from,
             restarts=self.restarts,
+            ettr=self.ettr(),
             skipped_steps=state.skipped_steps,
             compression=compression.to_json() if compression is not None else None,
             certificate=self.certificate,
@@ -98,6 +107,18 @@ class Result:
         kind = kind_of(engine.mesh.device.type)
         compared = beside(predicted, self.recent, self.peak_bytes, kind) if predicted.get("terms") else None
         return replace(record, prediction=compared, **_measured(engine, outcome))
+
+    def ettr(self) -> float | None:
+        """The effective training time ratio of this call, from its first start's first step on; on rank 0."""
+        if self.engine.mesh.rank != 0 or self.began_at is None:
+            return None
+        began_at, seconds = self.began_at, self.effective.seconds + self.after.get("evaluation", 0.0)
+        if self.restarts:
+            files = RunDirectory(self.path.parent)
+            first, kept = earlier_starts(files.attempts, files.records, self.started_at, self.resumed_from or 0)
+            began_at, seconds = min(began_at, first or began_at), seconds + kept
+        whole = (self.trained_at or time.time()) - began_at
+        return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None
 
     def write(self, record: RunRecord) -> StorageError | None:
         """Writes the file, on rank 0; the error where that could not be."""
@@ -131,6 +152,8 @@ class Result:
                 step_seconds={},
                 wall_seconds=time.time() - self.started_at,
                 resumed_from=self.resumed_from,
+                restarts=self.restarts,
+                ettr=self.ettr(),
                 error=_error_fields(error, self.engine.mesh.rank),
                 versions=versions(),
             )

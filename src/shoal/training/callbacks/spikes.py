@@ -1,0 +1,70 @@
+"""Callback that watches the training loss for spikes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import JobError
+from shoal.runs.records import StepRecord
+from shoal.training.callbacks.base import Callback, RunControl
+
+_LEAST_STEPS = 20  # whose losses are known before one is judged
+_SCALE = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_LEAST_SHARE = 0.01  # of the median: losses that hardly vary have no deviation to speak of
+
+
+class LossSpikes(Callback):
+    """Tells of a training loss far above those before it, in the event log too; with `stop` it ends the run there.
+
+    Far: `deviations` standard deviations above the median of the last `window` steps, both from medians. Of spikes in
+    a row the first is told.
+    """
+
+    required = True
+
+    def __init__(self, *, deviations: float = 8.0, window: int = 100, stop: bool = False) -> None:
+        """Raises: JobError for what is no number of deviations or steps."""
+        if not deviations > 0.0 or not isinstance(window, int) or window < _LEAST_STEPS:
+            raise JobError(
+                given=f"LossSpikes(deviations={deviations!r}, window={window!r})",
+                conflict=f"deviations are more than 0, and a window has at least {_LEAST_STEPS} steps",
+                remedy="write LossSpikes(deviations=8, window=100), say",
+            )
+        self.deviations, self.window, self.stop = deviations, window, stop
+        self.losses: deque[float] = deque(maxlen=window)
+        self.in_spike = False
+
+    def on_step(self, run: RunControl, record: StepRecord) -> None:
+        loss = record.loss
+        if loss is None or not math.isfinite(loss):
+            return
+        usual = self._usual()
+        spikes = usual is not None and loss > usual[0] + self.deviations * usual[1]
+        if spikes and not self.in_spike:
+            assert usual is not None, "there is one to be above"
+            what = f"the loss of step {record.step} is {loss:.6g}; the median before was {usual[0]:.6g}"
+            run.note(what)
+            run.incident("spike", what, "the run ends" if self.stop else "nothing")
+            if self.stop:
+                run.request_end(what)
+        self.in_spike = spikes
+        self.losses.append(loss)
+
+    def _usual(self) -> tuple[float, float] | None:
+        """Median and standard deviation of the last losses, where there are enough of them."""
+        if len(self.losses) < _LEAST_STEPS:
+            return None
+        median = statistics.median(self.losses)
+        deviation = _SCALE * statistics.median(abs(loss - median) for loss in self.losses)
+        return median, max(deviation, _LEAST_SHARE * abs(median))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "in_spike": self.in_spike}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses = deque(state["losses"], maxlen=self.window)
+        self.in_spike = state["in_spike"]

@@ -1,0 +1,87 @@
+"""Comparison of the replicas of a model: a bit that flipped in one rank's memory is found, and taken back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from shoal.checkpoint.state import optimizer_state
+from shoal.distributed.mesh import Mesh
+from shoal.errors import IntegrityError
+from shoal.numerics.checksum import bits_checksum
+from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.training.optimizer_step import Updater
+
+_BITS = 22  # of a number that travels exactly in whatever a gather sends
+_PARTS = 3
+# Replicas that differ at the same step again were not hit by chance.
+_MOST_IN_A_ROW = 2
+
+
+class ReplicaCheck:
+    """Check, every so many steps and before each checkpoint, that ranks with the same part of a model have the same."""
+
+    def __init__(self, mesh: Mesh, model: ShardedModel, updater: Updater, every: int | None) -> None:
+        """`every`: steps; None for never."""
+        self._mesh, self._model, self._updater = mesh, model, updater
+        self.every = every if mesh.layout.data > 1 else None
+        self._checked = -1
+        self._before: int | None = None  # the step at which they differed last
+        self._in_a_row = 0
+
+    def is_due(self, step: int, saves: bool) -> bool:
+        """Whether the state after `step` steps is to be checked now; before it is saved it always is."""
+        return self.every is not None and step != self._checked and (saves or step % self.every == 0)
+
+    def differing(self, step: int) -> str | None:
+        """A sentence about the ranks that differ, or None. Collective: all ranks, one all-gather.
+
+        Raises: IntegrityError, on every rank, where they differ at one step again and again.
+        """
+        wrong = self._wrong(self._gathered())
+        self._checked = step if not wrong else -1
+        if not wrong:
+            return None
+        self._in_a_row = self._in_a_row + 1 if self._before == step else 1
+        self._before = step
+        said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
+        if self._in_a_row > _MOST_IN_A_ROW:
+            raise IntegrityError(
+                given=f"step {step}: {said}, {self._in_a_row} times in a row",
+                conflict="replicas compute the same from the same: no bit flips twice at one place by chance",
+                remedy="look for what a job does on one rank alone, as random numbers or files of its own",
+            )
+        return said
+
+    def _gathered(self) -> list[int]:
+        """Every rank's checksum."""
+        own = bits_checksum(self._tensors())
+        parts = [float(own >> (_BITS * place) & ((1 << _BITS) - 1)) for place in range(_PARTS)]
+        rows = self._mesh.all_gather(parts).astype(int).tolist()
+        return [sum(part << (_BITS * place) for place, part in enumerate(row)) for row in rows]
+
+    def _tensors(self) -> list[Tensor]:
+        state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
+        return [local(p) for _, p in self._model.parameters()] + [state[path] for path in sorted(state)]
+
+    def _wrong(self, sums: list[int]) -> str:
+        """The ranks that differ from most of those with the same part; all of them where none are most."""
+        found: list[int] = []
+        sure = True
+        places = [self._mesh.layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
+        for place in dict.fromkeys(places):
+            group = [rank for rank, own in enumerate(places) if own == place]
+            counts = Counter(sums[rank] for rank in group)
+            common, number = counts.most_common(1)[0]
+            most = 2 * number > len(group)
+            sure &= most
+            if number < len(group):
+                found += [rank for rank in group if sums[rank] != common or not most]
+        return _ranks(found, sure) if found else ""
+
+
+def _ranks(ranks: list[int], sure: bool = True) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"{'ranks' if sure else 'one of ranks'} {', '.join(map(str, ranks))}"

@@ -1,0 +1,85 @@
+"""Samples that cannot be read: which are read in their places, and what is drawn at random then."""
+
+import pytest
+import torch
+from tests.unit.data.test_loader import Noisy, microbatches, order
+
+from shoal.data.loader import DataRank, MapLoader
+from shoal.data.opened import open_data
+from shoal.data.source import MapSource
+from shoal.errors import DataError
+
+HOW = order(50, 16, 4)
+
+
+class Together(Noisy):
+    """Samples that are read many at a time."""
+
+    def __getitems__(self, ids: list[int]) -> list[torch.Tensor]:
+        return [self[i] for i in ids]
+
+
+def tolerant(data: Noisy, most: int = 3, rank: int = 0, ranks: int = 1, workers: int = 0) -> MapLoader:
+    source = open_data("train_data", data, None).source
+    assert isinstance(source, MapSource)
+    return MapLoader(source, HOW, DataRank(rank, ranks), workers, pin_memory=False, bad_samples=most)
+
+
+def rows(one: MapLoader, per: int, step: int = 1) -> torch.Tensor:
+    one.seek(step, per)
+    return torch.cat([m.batch for m in microbatches(one, step)])
+
+
+BROKEN = int(HOW.ids(1, HOW.grains(1))[2][1])  # in the third grain of step 1
+
+
+@pytest.mark.parametrize("kind", [Noisy, Together])
+def test_the_place_is_filled_alike_by_whoever_reads_it(kind: type[Noisy]) -> None:
+    one = tolerant(kind(broken=BROKEN))
+    whole = rows(one, 4)
+    assert len(whole) == 16
+    assert BROKEN not in whole[:, 0].tolist()
+    (incident,) = one.incidents
+    assert list(incident.bad) == [BROKEN]
+    parts = torch.cat([rows(tolerant(kind(broken=BROKEN), rank=rank, ranks=3), 1) for rank in range(3)])
+    assert torch.equal(parts, whole)
+    assert torch.equal(rows(one, 2), whole), "known to be bad, and not read"
+    assert len(one.incidents) == 1
+    sound = rows(tolerant(kind()), 4)
+    other = [place for place in range(16) if not torch.equal(sound[place], whole[place])]
+    assert set(other) <= set(range(8, 12)), "other grains are as they were"
+
+
+def test_what_was_read_is_in_the_digest_and_can_be_read_again() -> None:
+    (whole,) = microbatches(tolerant(Noisy(broken=BROKEN)), 1)
+    assert [i for ids in whole.read_ids for i in ids.tolist()] == whole.batch[:, 0].tolist()
+    assert torch.equal(torch.cat([part.batch for part in whole.split()]), whole.batch)
+
+
+def test_with_worker_processes() -> None:
+    one = tolerant(Noisy(broken=BROKEN), workers=1)
+    try:
+        assert torch.equal(rows(one, 4), rows(tolerant(Noisy(broken=BROKEN)), 4))
+        assert [list(incident.bad) for incident in one.incidents] == [[BROKEN]]
+    finally:
+        one.close()
+
+
+def test_a_broken_dataset_is_refused() -> None:
+    class AllBroken(Noisy):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            raise OSError("gone")
+
+    with pytest.raises(DataError, match="can be read"):
+        rows(tolerant(AllBroken()), 4)
+
+
+def test_memory_that_runs_out_is_no_samples_fault() -> None:
+    class Large(Noisy):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            raise MemoryError
+
+    one = tolerant(Large(), 30)
+    with pytest.raises(DataError, match="MemoryError"):
+        rows(one, 4)
+    assert one.incidents == []
