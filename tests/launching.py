@@ -201,8 +201,9 @@ class Started:
         return found
 
     def workers(self) -> dict[int, int]:
-        """Process ids of the ranks that a launcher has started, by rank."""
-        return {int(v["RANK"]): pid for pid, v in self.processes().items() if "RANK" in v and pid != self.pid}
+        """Process ids of the ranks that a launcher has started, by rank; spare processes are younger than these."""
+        found = sorted(self.processes().items(), reverse=True)
+        return {int(v["RANK"]): pid for pid, v in found if "RANK" in v and pid != self.pid}
 
     def send(self, number: int) -> None:
         """A signal to the process that was started, and to it alone."""

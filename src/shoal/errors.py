@@ -142,6 +142,12 @@ class PeerError(ShoalError, ConnectionError):
     exit_code = ExitCode.RANK_LOST
 
 
+class FencedError(ShoalError, RuntimeError):
+    """A later generation of the run's processes has begun: this one may write nothing any more."""
+
+    exit_code = ExitCode.RANK_LOST
+
+
 class CollectiveError(ShoalError, ValueError):
     """A collective got a tensor that it does not take, or ranks called different collectives."""
 

@@ -10,6 +10,7 @@ import pytest
 from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, Ended, Run, Started, run, start
 from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -110,6 +111,20 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_elsewhere(undisturbed: En
 
 
 @pytest.mark.slow
+@parametrize("rank", [0, 1], ids=["conductor", "server"], usual=[])
+def test_one_that_stands_still_is_blamed_and_no_worker(rank: int, tmp_path: Path) -> None:
+    sample, out = 6 * BATCH + 3, tmp_path / "run"
+    arguments = (*plan(tmp_path, "synchronous", 2, exact=True), "--checkpoint-every", "4")
+    with start(Run(JOB, out, None, arguments=arguments, environment={"TEST_HOLD": f"{tmp_path}:{sample}"})) as started:
+        holder(started, tmp_path, sample)
+        os.kill(started.workers()[rank], signal.SIGSTOP)
+        (tmp_path / f"open-{sample}").touch()
+        ended = started.wait().expect(69)
+    assert f"error on rank {rank} (" in ended.stderr
+    assert "was stopped (SIGSTOP) for" in ended.stderr
+    assert "has come in its place" not in ended.output
+
+
 def test_asked_to_stop_it_leaves_a_checkpoint_without_a_gap(undisturbed: Ended, tmp_path: Path) -> None:
     """In asynchronous mode what is out is finished first; then one process goes on from there."""
     samples, out = (6 * BATCH + 3, 7 * BATCH + 3), tmp_path / "run"

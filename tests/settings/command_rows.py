@@ -519,6 +519,13 @@ REPORT_OPTIONS: Table = {
     "--output: no such folder": Refuses(report("-o", "no/found.html"), "html conflicts with: it cannot be written"),
 }
 
+RESIZE_OPTIONS: Table = {
+    "run": Refuses(Call("resize", ("gone", "2"), job=None), "no run began there"),
+    # Of a run that trains: tests/faults/test_resize.py.
+    "devices": Refuses(Call("resize", ("out", "2"), after=KEPT, job=None), "no run trains there now"),
+    "devices: none": Refuses(Call("resize", ("out", "0"), after=KEPT, job=None), "a whole number of at least 1"),
+}
+
 WATCH_OPTIONS: Table = {
     "run": Refuses(Call("watch", ("gone",), job=None), "no run began there"),
     "--once": Acts(watch("--once"), watch(), lambda ended: "wall clock" in ended.said, True),

@@ -13,6 +13,7 @@ from tests.settings.command_rows import (
     PLAN_OPTIONS,
     PREDICT_OPTIONS,
     REPORT_OPTIONS,
+    RESIZE_OPTIONS,
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
@@ -35,6 +36,7 @@ TABLES: dict[str, Table] = {
     "report": REPORT_OPTIONS,
     "doctor": DOCTOR_OPTIONS,
     "watch": WATCH_OPTIONS,
+    "resize": RESIZE_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 # The row of `--data` sees that predictions are made; the others are of what `shoal evaluate` shares.

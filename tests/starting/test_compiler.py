@@ -38,6 +38,18 @@ def test_an_optimizer_steps_without_the_compiler_which_still_imports_afterwards(
     assert python(code).splitlines() == ["[0.5, 0.5, 0.5] False False", "True True True", "True"]
 
 
+def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> None:
+    code = """
+        from functools import partial
+        from shoal.training.default_grains import outline
+        import shoal
+        model = partial(torch.nn.Embedding, 16, 8)
+        job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
+        print(outline(job).weight.device.type, "torch._dynamo" in sys.modules)
+    """
+    assert python(code) == "meta False"
+
+
 def test_only_torchs_own_optimizers_step_without_it() -> None:
     code = """
         from shoal.distributed.process_setup import step_optimizer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.runs.directory import read_json, write_file
+from shoal.runs.directory import read_json
+from shoal.runs.generation import Fence
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,13 @@ class NewestMark:
     """Mark in a file, or none where `path` is None."""
 
     path: Path | None
+    fence: Fence = field(default_factory=Fence)
 
     def note(self, step: int) -> None:
         """Writes the step. A disk that refuses is no error: the checkpoint itself is there."""
         if self.path is not None:
             with contextlib.suppress(OSError):
-                write_file(self.path, json.dumps({"step": step}) + "\n")
+                self.fence.write(self.path, json.dumps({"step": step}) + "\n")
 
     @property
     def step(self) -> int | None:

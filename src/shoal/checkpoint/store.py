@@ -26,6 +26,7 @@ from shoal.checkpoint.newest_mark import NewestMark
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError
 from shoal.runs.directory_lock import claim
+from shoal.runs.generation import Fence
 
 BEST_NAME = "best"
 STATE_NAME, _TENSORS = "state.json", ".safetensors"
@@ -109,9 +110,11 @@ def open_folder(folder: Path) -> SavedCheckpoint:
 class Store:
     """Checkpoints under one directory, of which the newest `keep` remain."""
 
-    def __init__(self, folder: Path, keep: int | None = 3, mark: Path | None = None) -> None:
-        """`keep`: how many of the newest, None for all; `mark`: a file elsewhere that has the newest one's step."""
-        self.folder, self.keep, self._mark = folder, keep, NewestMark(mark)
+    def __init__(
+        self, folder: Path, keep: int | None = 3, mark: NewestMark | None = None, fence: Fence | None = None
+    ) -> None:
+        """`keep`: how many of the newest, None for all; `mark`: of the newest one's step; `fence`: of who writes."""
+        self.folder, self.keep, self._mark, self._fence = folder, keep, mark or NewestMark(None), fence or Fence()
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, oldest first; whether they are good is not known yet."""
@@ -132,6 +135,7 @@ class Store:
             self.commit(aside, snapshot.step, files, snapshot.document, best=snapshot.best)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            self._fence.check()  # whose next generation removes what lies aside
             raise
 
     def begin(self, step: int) -> Path:
@@ -154,6 +158,7 @@ class Store:
         files = {**files, STATE_NAME: _write(aside / STATE_NAME, content)}
         _write(aside / MANIFEST_NAME, Manifest(step, files).to_bytes())
         _sync_directory(aside)
+        self._fence.check()
         if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
             old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
             target.rename(old)
@@ -184,6 +189,9 @@ class Store:
             except OSError:
                 shutil.copy2(file, aside / file.name)
         _sync_directory(aside)
+        if not self._fence.is_open:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._fence.check()
         if target.exists():
             target.rename(old)
         aside.rename(target)
@@ -269,6 +277,7 @@ class Store:
 
     def clean(self) -> None:
         """Removes what a killed writer left half done, and puts back what it had moved aside last."""
+        self._fence.check()
         if not self.folder.is_dir():
             return
         for path in self.folder.glob(".old-step-*"):
@@ -276,9 +285,12 @@ class Store:
             if not target.exists():
                 with contextlib.suppress(OSError):
                     path.rename(target)
-        for pattern in (".tmp-*", ".old-*"):
+        for pattern in (".tmp-*", ".old-*", ".gone-*"):
             for path in self.folder.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+                gone = self.folder / f".gone-{uuid.uuid4().hex[:12]}"  # at one stroke, should its writer live
+                with contextlib.suppress(OSError):
+                    path.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
 
     def _quarantine(self, step: int) -> Path:
         folder = self.folder / directory_name(step)

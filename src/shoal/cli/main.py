@@ -21,6 +21,7 @@ from shoal.cli.options import (
     PlanOptions,
     PredictOptions,
     ReportOptions,
+    ResizeOptions,
     RunOptions,
     VerifyOptions,
     WatchOptions,
@@ -216,6 +217,13 @@ _COMMANDS = {
         "a run in the terminal while it trains",
         "Show how a run goes, redrawn in place until it ends; it reads only what the run appends.",
         "exit codes: 0 done, 2 user error",
+    ),
+    "resize": _Command(
+        "shoal.cli.resize",
+        ResizeOptions,
+        "more or fewer processes for a run that trains",
+        "Let a run go on with N processes after the step in hand; an exact run computes the same bits on any number.",
+        "exit codes: 0 the run goes on with N, 2 user error, 130 interrupted: the wish is withdrawn",
     ),
     "bench": _Command(
         "shoal.cli.bench",

@@ -240,6 +240,14 @@ class WatchOptions:
 
 
 @dataclass(frozen=True)
+class ResizeOptions:
+    """Options of `shoal resize`."""
+
+    run: str = _option("the directory of a run that trains now", "RUN", "run", default=MISSING)
+    devices: int = _option("processes that it is to go on with", "N", "devices", default=MISSING, least=1)
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Options of `shoal bench`."""
 

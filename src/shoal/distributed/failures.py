@@ -75,11 +75,14 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     if is_out_of_memory(error):
         return out_of_memory("this run", error)
     if is_lost_peer(error):
-        return PeerError(
+        place = place_of(error)
+        lost = PeerError(
             given="a collective of this run",
-            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
+            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}{place}",
             remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
         )
+        lost.traceback_text = traceback_of(error) if place else None  # a collective of the job's own
+        return lost
     lacking = _lacking(error)
     if lacking is not None:
         return lacking

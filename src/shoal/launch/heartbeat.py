@@ -23,6 +23,8 @@ from shoal.runs.records import SPANS
 HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher, beside which the rank's stacks are written
 # Ends a rank, which first shows the stacks of its threads. Python's handler is in C: nobody needs to give up the GIL.
 STACKS = signal.SIGRTMAX
+# Shows them, and the rank goes on.
+SHOW = signal.SIGRTMAX - 1
 
 # What a rank does; those of a step are its spans. "away" has no end that could be known: start-up, a checkpoint.
 PHASES = ("away", *SPANS, "evaluation")
@@ -51,6 +53,10 @@ class Heartbeat:
         faulthandler.register(
             STACKS, self._stacks, all_threads=True, chain=True
         )  # and ends, as the signal's default is
+        self._shown = _shown_of(path).open("wb")
+        faulthandler.register(SHOW, self._shown, all_threads=True)
+        if not faulthandler.is_enabled():  # else someone has chosen another place
+            faulthandler.enable(self._stacks, all_threads=True)
 
     @classmethod
     def joined(cls, variables: Mapping[str, str]) -> Heartbeat:
@@ -62,7 +68,10 @@ class Heartbeat:
         """Ends the writing, for a process that goes on without a launcher."""
         if self._memory is not None:
             faulthandler.unregister(STACKS)
+            faulthandler.unregister(SHOW)
+            faulthandler.disable()
             self._stacks.close()
+            self._shown.close()
             self._memory.close()
             self._memory = None
 
@@ -117,9 +126,29 @@ def end(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_seconds)
     process.kill()
+    return last_stacks(path)
+
+
+def last_stacks(path: Path) -> str:
+    """The Python stacks of a rank that has ended by a fault or was asked for them; empty where it has shown none."""
     with contextlib.suppress(OSError):
-        return _stacks_of(path).read_text(encoding="utf-8", errors="replace")
+        found = _stacks_of(path).read_text(encoding="utf-8", errors="replace")
+        return found.partition("\nExtension modules:")[0]
     return ""
+
+
+def show(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 0.5) -> str:
+    """The Python stacks of a rank that goes on; empty where it does not answer."""
+    if read(path) is None:  # it could not listen yet
+        return ""
+    _signal_main_thread(process, SHOW)
+    deadline, found = time.monotonic() + patience_seconds, ""
+    while time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+        before, found = found, _shown_of(path).read_text(encoding="utf-8", errors="replace")
+        if found and found == before:
+            break
+    return found
 
 
 def _signal_main_thread(process: subprocess.Popen[bytes], number: int) -> None:
@@ -130,6 +159,10 @@ def _signal_main_thread(process: subprocess.Popen[bytes], number: int) -> None:
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if process.poll() is None and (send is None or send(process.pid, process.pid, number) != 0):
         process.send_signal(number)
+
+
+def _shown_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}-shown.txt")
 
 
 def _stacks_of(path: Path) -> Path:

@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
@@ -15,6 +15,7 @@ from shoal.launch import heartbeat
 from shoal.launch.rank_processes import LocalRun, RankProcess, tell, tell_groups
 from shoal.launch.signals import Signals, how_it_ended, pausing
 from shoal.launch.spares import Spares
+from shoal.launch.stacks import different_calls
 from shoal.launch.watch import Stuck, Watch
 
 _POLL_SECONDS = 0.02
@@ -126,10 +127,17 @@ def _watch(
 
 def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
     """Kills ranks that are taken for lost, once they have shown where they are."""
-    for rank, reason in ((stuck.rank, stuck.reason) for stuck in found):
-        worker = next(worker for worker in workers if worker.rank == rank)
-        shown = heartbeat.end(worker.heartbeat, worker.process)
-        worker.stuck = f"{reason}, and was killed" + (f"; it was in\n{shown}" if shown else "")
+    if not found:
+        return
+    reasons = {stuck.rank: stuck.reason for stuck in found}
+    waiting = [worker for worker in workers if worker.rank not in reasons and worker.process.poll() is None]
+    shown = {worker.rank: heartbeat.show(worker.heartbeat, worker.process) for worker in waiting}
+    stuck = [worker for worker in workers if worker.rank in reasons]
+    shown |= {worker.rank: heartbeat.end(worker.heartbeat, worker.process) for worker in stuck}
+    calls = different_calls(shown)
+    for worker in stuck:
+        stacks = f"; it was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
+        worker.stuck = f"{reasons[worker.rank]}, and was killed{calls}{stacks}"
 
 
 def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> tuple[int, ShoalError | None]:
@@ -146,17 +154,22 @@ def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> t
     if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
         return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
-        return ExitCode.RANK_LOST, _lost(lost[0])
+        stacks = {int(error["rank"]): error.get("traceback") or "" for error in told}
+        return ExitCode.RANK_LOST, _lost(lost[0], stacks)
     if told:
         return (ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(told[0])
     return max(end["exit_code"] for _, end in ends if end), None
 
 
-def _lost(worker: RankProcess) -> RankLostError:
-    how = how_it_ended(worker.process.returncode)
+def _lost(worker: RankProcess, others: Mapping[int, str]) -> RankLostError:
+    """The error of a rank that is lost; `others`: where the other ranks were when they noticed."""
+    how, shown = how_it_ended(worker.process.returncode), ""
+    if worker.stuck is None:
+        shown = heartbeat.last_stacks(worker.heartbeat)
+        how = f"{how} without a word{different_calls({worker.rank: shown, **others})}{worker.last_words()}"
     error = RankLostError(
         given=f"rank {worker.rank} (process {worker.process.pid})",
-        conflict=f"it {worker.stuck or f'{how} without a word{worker.last_words()}'}",
+        conflict=f"it {worker.stuck or how}" + (f"\nIt was in\n{shown}" if shown else ""),
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
     error.rank, error.host = worker.rank, socket.gethostname()

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from shoal.errors import ExitCode, LaunchError
 from shoal.launch import heartbeat
 from shoal.launch.environment import GATE_FD, LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.output import OutputRelay
+from shoal.launch.start_folder import StartFolder
 from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import NAME
+from shoal.runs.generation import FOLDER as GENERATIONS
 
 _REQUEST = "request.json"
 
@@ -89,7 +90,7 @@ class Start:
         self._gate: int | None = None  # the end of a pipe on which those that wait read
         self.workers: list[RankProcess] = []
         self._listener = run.listener or (_listener() if run.share is None else listener_at(run.share))
-        self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
+        self._folder = StartFolder()
         if waits:
             reader, self._gate = os.pipe()
             try:
@@ -134,11 +135,11 @@ class Start:
             os.close(self._gate)
         if self._listener is not None:
             self._listener.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     @property
     def _place(self) -> Path:
-        return Path(self._folder.name)
+        return self._folder.path
 
     def _fill(self, gate: int | None = None) -> None:
         for place in range(len(self.workers), self._run.num_processes):
@@ -195,7 +196,7 @@ class Start:
         if worker.log is None or not folder.parent.is_dir():
             return
         with contextlib.suppress(OSError):
-            began = any(path.name != NAME for path in folder.parent.iterdir())
+            began = any(path.name not in (NAME, GENERATIONS) for path in folder.parent.iterdir())
             if began and worker.log.stat().st_size:
                 folder.mkdir(exist_ok=True)
                 shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")

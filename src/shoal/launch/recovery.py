@@ -75,11 +75,14 @@ class Recovery:
         """The exit code and the root error of the last start: ranks start again where one was lost.
 
         `once` starts them all, given how often before and when the loss was noticed; it returns the exit code, the
-        error, and when that was noticed. After a signal nothing starts again.
+        error, and when that was noticed. After a signal nothing starts again. Raises: FencedError where another process
+        goes on with the run.
         """
         noticed_at = 0.0
         while True:
             code, error, noticed_at = once(self.count, noticed_at)
+            if error is not None:
+                self.events.fence.check()
             pause = self.pause(error, noticed_at) if not signals.received else None
             if error is None or pause is None:
                 return code, error

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.runs.generation import Fence
 from shoal.runs.records import StepRecord
 from shoal.runs.sound_values import adapter
 
@@ -35,8 +36,8 @@ class StartUp:
 class AttemptLog:
     """Writer of `attempts.jsonl`, on rank 0 alone; without a path it does nothing. A disk that refuses is no error."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time, fence: Fence | None = None) -> None:
+        self._path, self._clock, self._fence = path, clock, fence or Fence()
 
     def began(self, started_at: float, phases: dict[str, float], **about: Any) -> None:
         """A training is about to go on; `started_at`: of the command, or when ranks of it were lost."""
@@ -55,8 +56,9 @@ class AttemptLog:
     def _add(self, kind: str, more: dict[str, Any]) -> None:
         if self._path is None:
             return
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "at": round(self._clock(), 3), **more}) + "\n")
+        line = {"kind": kind, "at": round(self._clock(), 3), "generation": self._fence.generation, **more}
+        with contextlib.suppress(OSError):
+            self._fence.append(self._path, json.dumps(line))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class RunDirectory:
         self.result = path / "result.json"  # how the run ended
         self.checkpoints = path / "checkpoints"  # a directory each
         self.saved = path / "saved.json"  # the step of the newest of them that was written
+        self.resize = path / "resize.json"  # the number of processes that it is asked to go on with
         self.model = path / "model"  # of a Transformers model its configuration
         self.errors = path / "errors"  # tracebacks, a text file a rank
 
@@ -88,11 +89,16 @@ def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> 
 
 def write_file(path: Path, text: str) -> None:
     """Writes a file whole or not at all, through no link that lies there. Raises: OSError."""
-    aside = path.with_name(f".{path.name}.tmp")
+    write_aside(path, text).replace(path)
+
+
+def write_aside(path: Path, text: str, mark: str = "") -> Path:
+    """Writes the content of a file beside it, through no link that lies there: where that lies. Raises: OSError."""
+    aside = path.with_name(f".{path.name}{mark}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
         file.write(text)
-    aside.replace(path)
+    return aside
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.runs.generation import Fence
 
 
 class Events:
-    """Writer of an event log; without a path it writes nothing. A disk that refuses is no error."""
+    """Writer of an event log; without a path it writes nothing. A disk that refuses is no error.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    `fence`: of the generation that writes; of an earlier one `add` raises FencedError and writes nothing.
+    """
+
+    def __init__(self, path: Path | None, fence: Fence | None = None) -> None:
+        self._path, self.fence = path, fence or Fence()
 
     def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
         """Appends an event, with rank, host and cause where an error says them.
@@ -26,11 +30,11 @@ class Events:
         """
         if self._path is None:
             return
-        event: dict[str, Any] = {"at": instant(time.time()), "kind": kind}
+        event: dict[str, Any] = {"at": instant(time.time()), "kind": kind, "generation": self.fence.generation}
         if error is not None:
             event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
-        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**event, **more}) + "\n")
+        with contextlib.suppress(OSError):
+            self.fence.append(self._path, json.dumps({**event, **more}))
 
 
 def mtbf_seconds(path: Path, since: float, now: float) -> float | None:

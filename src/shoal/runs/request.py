@@ -19,10 +19,12 @@ from shoal.plans.conflicts import idle
 from shoal.plans.legal import conflicts, refuse
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
 from shoal.runs.certificate import Certificate
-from shoal.runs.directory import RunDirectory, default_directory
+from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
+from shoal.runs.generation import Fence
 from shoal.runs.initial_weights import InitialWeights
 from shoal.runs.job_file import JobRequest
+from shoal.runs.resize import resized
 from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
@@ -45,6 +47,8 @@ class RunRequest:
     max_restarts: int = 0  # in a row, none of which got further than those before
     restarts: int = 0  # of this call's ranks so far
     lost_at: float | None = None  # when they were lost last, in seconds since the epoch
+    generation: int = 0  # of the ranks; 0: nothing has taken the directory for them yet
+    resizable: bool = False  # whether who has started the ranks can start another number of them
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = 3  # of the newest; None: all
     telemetry: bool = True
@@ -89,9 +93,36 @@ class RunRequest:
         return replace(self, resume=True, restarts=restarts) if begun else self
 
     def again(self, restarts: int, lost_at: float) -> RunRequest:
-        """The request that goes on where ranks were lost, from the newest checkpoint if there is one."""
-        begun = RunDirectory(self.out).job.exists()
-        return replace(self, resume=self.resume or begun, restarts=restarts, lost_at=lost_at)
+        """The request that goes on where ranks were lost, from the newest checkpoint if there is one.
+
+        The number of grains is that of the run: to find it anew may take an outline of the model.
+        """
+        job = RunDirectory(self.out).job
+        grains = self.recorded_grains or (read_json(job) or {}).get("grains")
+        resume = self.resume or job.exists()
+        return replace(self, resume=resume, restarts=restarts, lost_at=lost_at, recorded_grains=grains)
+
+    @property
+    def fence(self) -> Fence:
+        """The fence of these ranks' generation."""
+        return Fence(self.out, self.generation) if self.generation else Fence()
+
+    def begun(self, reason: str = "") -> RunRequest:
+        """The request of ranks that are about to be started, a generation of their own. Raises: as `Fence.next`."""
+        reason = reason or ("resumed" if self.resume else "begun")
+        after = self.fence if self.generation else None
+        found = Fence.next(self.out, self.plan.num_processes, reason, after, resizable=self.resizable)
+        return replace(self, generation=found.generation)
+
+    def resized(self, devices: int, at: float) -> RunRequest:
+        """The request that goes on with so many processes. Raises: PlanError. `at`: the end of those before."""
+        from shoal.hardware.detect import gpus
+
+        job = read_json(RunDirectory(self.out).job) or {}
+        plan = resized(self.plan, devices, job, len(gpus()))
+        grains, wishes = job.get("grains"), replace(self.wishes, devices=devices)
+        found = replace(self, plan=plan, wishes=wishes, judged=None, recorded_grains=grains, resume=True, lost_at=at)
+        return found.with_own_sums()
 
     def claim(self) -> DirectoryLock:
         """The directory for this process alone, until it is released: `out`, or of another number.

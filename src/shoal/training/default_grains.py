@@ -20,6 +20,7 @@ from torch import nn
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, Opened, small_batch
+from shoal.distributed.process_setup import compiler_deferred
 from shoal.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
@@ -77,7 +78,7 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 def outline(job: Job) -> nn.Module | None:
     """The job's model without values; None where its constructor computes with them, and only building it tells."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), compiler_deferred():  # which random draws there load, 2.6 s on two cores
             model = job.model()
     except Exception:
         return None

@@ -201,7 +201,9 @@ class StepRunner:
         return ComputedStep(passes, sums, seen, following, proposal, error)
 
     def _ends_at_once(self, error: Exception) -> bool:
-        """Whether this rank cannot tell the others what it failed of, in a model that they compute together."""
+        """Whether this rank cannot tell the others what it failed of: one is gone, or waits within the same model."""
+        if not isinstance(error, ShoalError) and is_lost_peer(error):
+            return True
         pipeline = self._parts.pipeline
         told = pipeline is not None and pipeline.alone and not is_lost_peer(error)
         return self._parts.sharded_model.divided and not told

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shoal.launch.heartbeat import Heartbeat
+from shoal.runs.generation import Fence
 from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
@@ -168,8 +169,13 @@ class RecordWriter:
     `forgotten` is called with the records of steps that are about to be trained again.
     """
 
-    def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
-        self._path, self._forgotten = path, forgotten
+    def __init__(
+        self,
+        path: Path | None,
+        forgotten: Callable[[list[StepRecord]], None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
         self._file = path.open("ab", buffering=0) if path else None
         self._waiting: deque[StepRecord] = deque(maxlen=_MOST_LATE)
         self._next = 0.0  # when lines that wait are written
@@ -214,9 +220,7 @@ class RecordWriter:
             for late in [one for one in self._waiting if one.step > step]:
                 self._waiting.remove(late)
             kept = [record.to_line() + "\n" for record in records if record.step <= step]
-            fresh = self._path.with_suffix(".tmp")
-            fresh.write_text("".join(kept), encoding="utf-8")
-            fresh.replace(self._path)
+            self._fence.write(self._path, "".join(kept))  # what an earlier generation still appends to is gone then
             self._file = self._path.open("ab", buffering=0)
             if self._forgotten is not None and len(kept) < len(records):
                 self._forgotten([record for record in records if record.step > step])

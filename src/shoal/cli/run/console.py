@@ -14,9 +14,11 @@ from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.planner.calibrate.comparison import told
 from shoal.plans.plan import Plan, described
+from shoal.runs.directory import RunDirectory
 from shoal.runs.job_file import LoadedJob
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest
+from shoal.runs.resize import wished
 from shoal.runs.version import __version__
 from shoal.training.engine import Engine
 
@@ -256,7 +258,9 @@ def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, functio
         reporter.note(f"  {told(result.prediction)}")
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
-    if result.status == "preempted":
+    if result.status == "preempted" and request.resizable and wished(RunDirectory(request.out)) is not None:
+        reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
+    elif result.status == "preempted":
         command = f"shoal run {request.job.path}:{function} --resume --out {request.out}"
         call = f"shoal.run({function}, resume=True, out={str(request.out)!r})"
         reporter.note(f"resume with: {command if request.job.handed is None else call}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.options import RunOptions, VerifyOptions
-from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
+from shoal.cli.run.start import claimed, judged_request, resized, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
@@ -62,10 +62,20 @@ def run(options: RunOptions) -> int:
         for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
             os.environ.setdefault(name, text)
         return _train(request, environment, unprepared=True)
+    return _started_here(request)
+
+
+def _started_here(request: RunRequest) -> int:
+    """Trains in this process, or with ranks of this host; the exit code."""
     with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:
+            request = request.begun()
             with inside_run(os.environ):
-                return _train(request, Environment())
+                code = _train(request, Environment())
+            following = resized(request, code, Signals(impatient=False))
+            if following is None:
+                return code
+            request = following  # this process is a launcher from now on
         tell_notes(request)
         try:
             request, signals = looked_at(request) if request.needs_look else request, Signals(impatient=False)

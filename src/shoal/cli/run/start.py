@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from shoal.errors import ShoalError, from_json
+from shoal.errors import ExitCode, ShoalError, from_json
+from shoal.hardware.detect import gpus
 from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
 from shoal.launch.spares import Spares
-from shoal.runs.directory import RunDirectory
+from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.events import Events
+from shoal.runs.generation import withdraw
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
+from shoal.runs.resize import granted, wished
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,13 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     request = request.with_devices(devices_here()).with_own_sums()
     request.check_plan()
     with request.claim() as lock:
-        yield replace(request, out=lock.folder), lock
+        granted(RunDirectory(lock.folder))  # a wish that was left there is of another call
+        # A process that has trained alone keeps its GPU as long as it lives.
+        alone = request.plan.num_processes == 1 and bool(gpus())
+        try:
+            yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
+        finally:
+            withdraw(lock.folder)
 
 
 def tell_notes(request: RunRequest) -> None:
@@ -63,22 +75,52 @@ def trained(
     `stream`: where rank 0's output goes, if not to this process's own. Handlers of signals are the caller's.
     """
     recovery = Recovery(request.max_restarts, RunDirectory(request.out))
-    run = LocalRun(
-        ["run", str(request.job.path)],
-        request.plan.num_processes,
-        request.threads_per_process,
-        request.out / "logs",
-        request=dumped(request),
-        replaceable=request.plan.worker_ranks,
-        unsaved=recovery.unsaved_seconds,
-        stream=stream,
-        lock=lock.descriptor,
-    )
-    with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
 
-        def once(restarts: int, lost_at: float) -> LaunchEnd:
-            again = replace(run, request=dumped(request.again(restarts, lost_at))) if restarts else run
-            return launch(again, signals, spares)
+    def launched(restarts: int, lost_at: float, spares: Spares) -> LaunchEnd:
+        nonlocal request
+        request = request.again(restarts, lost_at) if lost_at else request
+        request = request.begun("lost ranks" if lost_at else "")
+        granted(RunDirectory(request.out))
+        recovery.events.fence = request.fence
+        run = LocalRun(
+            ["run", str(request.job.path)],
+            request.plan.num_processes,
+            request.threads_per_process,
+            request.out / "logs",
+            request=dumped(request),
+            replaceable=request.plan.worker_ranks,
+            unsaved=recovery.unsaved_seconds,
+            stream=stream,
+            lock=lock.descriptor,
+        )
+        return launch(run, signals, spares)
 
-        code, error = recovery.until_done(signals, once)
-        return RunEnd(code, error, tuple(signals.received))
+    while True:
+        with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
+            code, error = recovery.until_done(signals, functools.partial(launched, spares=spares))
+        following = resized(request, code, signals)
+        if error is not None or following is None:
+            return RunEnd(code, error, tuple(signals.received))
+        request = following
+
+
+def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | None:
+    """The request that goes on with the number of processes that is wished for; None where the run has ended.
+
+    It goes on with those that it had, and says why, where that number is none for it.
+    """
+    directory = RunDirectory(request.out)
+    devices = wished(directory) if code == ExitCode.PREEMPTED and not signals.received else None
+    if devices is None:
+        return None
+    ended_at, before = time.time(), request.plan.num_processes
+    events = Events(directory.events, request.fence)
+    try:
+        found = request.resized(devices, ended_at)
+    except ShoalError as error:
+        print(f"note: not resized\n{error.render()}", file=sys.stderr)
+        return replace(request, resume=True, lost_at=ended_at)
+    step = int((read_json(directory.saved) or {}).get("step", 0))
+    events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
+    print(f"note: the run goes on with {devices} processes in place of {before}, from step {step}", file=sys.stderr)
+    return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import platform
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,31 +17,37 @@ import torch
 
 from shoal.checkpoint.run_state import RunState
 from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
-from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
+from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
+from shoal.cli.run.description import (
+    certified,
+    describe,
+    initial_weights_of,
+    without_initial_weights,
+    write_description,
+)
 from shoal.cli.run.write_result import Result
 from shoal.data.opened import opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
-from shoal.distributed.process_setup import prepare_process, versions
+from shoal.distributed.process_setup import prepare_process
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import ExitCode, LaunchError, RunDirectoryError
+from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
 from shoal.job import Job
-from shoal.launch.environment import Environment
+from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import in_child
 from shoal.launch.signals import Signals
-from shoal.parallel.model.adapters.transformers import save_config
-from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
-from shoal.runs.certificate import Certificate
-from shoal.runs.directory import RunDirectory, read_json, write_file
+from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.events import Events, mtbf_seconds
+from shoal.runs.generation import withdraw
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
+from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
 from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
@@ -83,6 +88,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     start_up.ends("launch")
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
+            held.enter_context(_fenced(request, environment))
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
             loaded = _attempt(request)
@@ -95,14 +101,31 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                    call = replace(call, request=replace(request, out=out))
-                    directory = RunDirectory(out)
+                    request, directory = replace(request, out=out), RunDirectory(out)
+                    if mesh.rank == 0:
+                        held.callback(withdraw, out)
+                    generation = decided_by_rank_0(mesh, int, lambda: request.begun().generation)
+                    request = replace(request, generation=generation)
+                    held.enter_context(_fenced(request, environment))
+                    call = replace(call, request=request)
                 return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
+            request.fence.check()  # a process that stood still loses the others, and is told why
             error = as_shoal_error(caught)
             with contextlib.suppress(OSError):
                 directory.keep_traceback(f"rank-{environment.rank}", error)
             raise error from None
+
+
+def _fenced(request: RunRequest, environment: Environment) -> AbstractContextManager[None]:
+    """A context in which this process ends by itself once a later generation goes on with the run.
+
+    One of each host looks, and less often where there are many: the others lose it, and are told then.
+    """
+    if environment.local_rank != 0:
+        return contextlib.nullcontext()
+    many = not environment.single_host
+    return request.fence.watched(says=REPORT_FILE not in os.environ, seldom=many)
 
 
 def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
@@ -192,6 +215,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
     return Options(
         checkpoints=kept.checkpoints,
         saved=kept.saved,
+        fence=request.fence,
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
@@ -233,21 +257,21 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
     call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
-    description = _describe(loaded, engine, request, call.why_grains)
+    description = describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
     changes = decided_by_rank_0(
         mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.accept_changes)
     )
-    description["certificate"] = certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
-    description["initial_weights"] = began = _initial_weights(engine, saved)
+    description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
+    description["initial_weights"] = began = initial_weights_of(engine, saved)
     state, complaints = engine.load() if request.resume else (None, [])
     if request.resume and state is None and began is not None and engine.taken is None:
-        raise _without_initial_weights(began)
+        raise without_initial_weights(began)
     first = state.step if state else 0
     course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.accept_changes))
     description["lengths"] = course.to_json()
     result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
-    result.restarts = request.restarts
+    result.restarts, result.fence = request.restarts, request.fence
     num_steps = request.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
@@ -255,26 +279,20 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         taken = engine.taken if state is None else None  # lost ranks start again with the options of the call
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):
             reporter.note(complaint)
-        together(mesh, lambda: _begin(directory, engine, description) if mesh.rank == 0 else None)
+        together(
+            mesh, lambda: write_description(directory, engine, description, request.fence) if mesh.rank == 0 else None
+        )
         if taken is not None:  # so that a resume never needs the source
             engine.keeper.save(engine.first_state(), wait=True)
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
-
-            def on_step(record: StepRecord, slowest_rank: int) -> None:
-                if request.lost_at is not None and result.first_step_at is None:
-                    around.events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
-                result.take(record)
-                reporter.step(record, slowest_rank)
-
-            events = Events(directory.events if mesh.rank == 0 else None)
-            about = (request.out, loaded.settings, description, request.evaluate_every, events)
-            around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
+            around = _surroundings(call, mesh, reporter, result, description)
             if first < num_steps:
                 engine.rehearse()
             result.log = log = _tell_start(call, engine, (state, num_steps))
             result.began_at = time.time()
-            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
+            kept = directory.records if mesh.rank == 0 and request.telemetry else None
+            records = RecordWriter(kept, log.undone, request.fence)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
@@ -291,6 +309,24 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
 
 
+def _surroundings(
+    call: _Call, mesh: Mesh, reporter: Reporter, result: Result, description: dict[str, Any]
+) -> Surroundings:
+    """What a training tells of its steps, and by what it is asked to stop: a signal, or a wish for other processes."""
+    request, directory = call.request, RunDirectory(call.request.out)
+
+    def on_step(record: StepRecord, slowest_rank: int) -> None:
+        if request.lost_at is not None and result.first_step_at is None:
+            events.add("going_on", step=record.step, seconds=time.time() - request.lost_at)
+        result.take(record)
+        reporter.step(record, slowest_rank)
+
+    resize = ResizeWish(directory if mesh.rank == 0 and request.resizable else None)
+    events = Events(directory.events if mesh.rank == 0 else None, request.fence)
+    about = (request.out, call.loaded.settings, description, request.evaluate_every, events)
+    return Surroundings(reporter.note, on_step, lambda: bool(call.signals.received or resize), *about)
+
+
 @contextlib.contextmanager
 def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
     """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
@@ -305,7 +341,8 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
 def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
     """The log of attempts, in which is when this one began, what its start-up took, and what it is."""
     state, num_steps = course
-    log = AttemptLog(RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None)
+    path = RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None
+    log = AttemptLog(path, fence=call.request.fence)
     call.start_up.ends("prepare")
     device = engine.mesh.device.type
     log.began(
@@ -340,60 +377,3 @@ def _trained(
 
     conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
     return conductor.train(), conductor.report()
-
-
-def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str) -> dict[str, Any]:
-    """job.json: what is trained, as far as numbers and names can say it."""
-    shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
-    return {
-        "file": str(request.job.path),
-        "file_sha256": loaded.file_sha256,
-        "function": loaded.function,
-        "settings": loaded.settings,
-        "code": loaded.code,
-        "given": dict(request.job.settings),
-        "by_value": request.job.by_value,
-        "stop_after": request.steps,
-        "keep_checkpoints": request.keep_checkpoints or "all",
-        "evaluate_every": request.evaluate_every,
-        "bad_samples": request.bad_samples,
-        "check_replicas": request.check_replicas,
-        **loaded.job.describe(),
-        "why_grains": why_grains,
-        "train_samples": engine.num_train_samples,
-        "parameters": engine.num_parameters,
-        "shapes_sha256": hashlib.sha256(shapes.encode()).hexdigest(),
-        "versions": versions(),
-    }
-
-
-def _initial_weights(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Entry of job.json on initial weights that are not the job's own: of this call, or of the run that goes on."""
-    if engine.taken is not None:
-        return engine.taken.to_json()
-    found: dict[str, Any] | None = (saved or {}).get("initial_weights")
-    return found
-
-
-def _without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
-    return RunDirectoryError(
-        given="--resume of a run without any checkpoint",
-        conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
-        remedy=f"start anew with --init-from {began['from']} and another --out",
-    )
-
-
-def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
-    """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
-    if request.certificate is None:
-        return None
-    certificate = Certificate.read(request.certificate)
-    certificate.check(loaded.describe(), plan.to_mapping(), versions())
-    return certificate.sha256
-
-
-def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any]) -> None:
-    directory.path.mkdir(parents=True, exist_ok=True)
-    write_file(directory.plan, plan_text(engine.plan))
-    save_config(engine.model, directory.model, engine.sharded_model.shapes())
-    write_file(directory.job, json.dumps(description, indent=2) + "\n")

@@ -23,8 +23,9 @@ from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.runs.attempts import AttemptLog
-from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.directory import RunDirectory
 from shoal.runs.effective_time import EffectiveTime, earlier_starts
+from shoal.runs.generation import Fence
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine
@@ -48,6 +49,7 @@ class Result:
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
     restarts: int = 0
+    fence: Fence = field(default_factory=Fence)
     log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
@@ -122,7 +124,7 @@ class Result:
         """Writes the file, on rank 0; the error where that could not be."""
         try:
             if self.engine.mesh.rank == 0:
-                write_file(self.path, record.to_json())
+                self.fence.write(self.path, record.to_json())
                 trained_at, writing = self.trained_at or time.time(), self.engine.keeper.writing
                 self.log.ended(record.status, record.steps, trained_at, self.after, checkpoint_cpu=writing)
         except OSError as error:

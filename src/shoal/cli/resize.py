@@ -1,0 +1,79 @@
+"""The `shoal resize` command: a run that trains goes on with another number of processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from shoal.cli.options import ResizeOptions
+from shoal.errors import CommandError, ExitCode
+from shoal.hardware.detect import gpus
+from shoal.plans.plan import read_plan
+from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.directory_lock import is_held
+from shoal.runs.generation import about, newest
+from shoal.runs.resize import granted, resized, wish, wished
+from shoal.runs.run_files import read_run
+
+_LOOK_SECONDS = 0.1
+
+
+def resize(options: ResizeOptions) -> ExitCode:
+    """Asks a run to go on with so many processes, and waits until it does.
+
+    Raises: RunDirectoryError where no run is there; CommandError where none trains, or not one that can be resized;
+    PlanError where that number is none for its job and layout.
+    """
+    files = read_run(Path(options.run))
+    directory = RunDirectory(files.path)
+    given = f"shoal resize {options.run} {options.devices}"
+    if not files.is_held:
+        raise CommandError(
+            given=given,
+            conflict="no run trains there now",
+            remedy=f"go on with it on so many: shoal run ... --resume --out {options.run} --devices {options.devices}",
+        )
+    before = newest(directory.path)
+    if not about(directory.path, before).get("resizable"):
+        raise CommandError(
+            given=given,
+            conflict="an engine has started its ranks, or its parameters are kept by servers",
+            remedy=f"stop it, and start it again with --resume --out {options.run} on so many",
+        )
+    plan = read_plan(directory.plan)
+    resized(plan, options.devices, read_json(directory.job) or {}, len(gpus()))
+    if plan.degrees.world_size == options.devices:
+        print(f"{options.run} trains on {_processes(options.devices)} already")
+        return ExitCode.DONE
+    wish(directory, options.devices)
+    try:
+        _wait(directory, options, given)
+    except KeyboardInterrupt:
+        granted(directory)
+        return ExitCode.INTERRUPTED
+    now = newest(directory.path)
+    if now == before or about(directory.path, now).get("world_size") != options.devices:
+        raise CommandError(
+            given=given,
+            conflict="the run has not gone on with so many: it ended, or another wish came after this one",
+            remedy="look at what it says; a run that has ended goes on with shoal run ... --resume",
+        )
+    print(f"{options.run} goes on with {_processes(options.devices)}")
+    return ExitCode.DONE
+
+
+def _wait(directory: RunDirectory, options: ResizeOptions, given: str) -> None:
+    """Waits until the wish is granted, or nobody is there who could."""
+    while wished(directory) == options.devices:
+        if not is_held(directory.path):
+            granted(directory)
+            raise CommandError(
+                given=given,
+                conflict="the run ended before the step was over after which it would have been heeded",
+                remedy="nothing, where it has completed; else go on with shoal run ... --resume",
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number > 1 else ''}"

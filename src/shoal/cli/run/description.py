@@ -1,0 +1,77 @@
+"""Description of a run in its directory: job.json, and the plan and the model's configuration beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from shoal.distributed.process_setup import versions
+from shoal.errors import RunDirectoryError
+from shoal.parallel.model.adapters.transformers import save_config
+from shoal.plans.plan import Plan, plan_text
+from shoal.runs.certificate import Certificate
+from shoal.runs.directory import RunDirectory
+from shoal.runs.generation import Fence
+from shoal.runs.job_file import LoadedJob
+from shoal.runs.request import RunRequest
+from shoal.training.engine import Engine
+
+
+def describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str) -> dict[str, Any]:
+    """job.json: what is trained, as far as numbers and names can say it."""
+    shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
+    return {
+        "file": str(request.job.path),
+        "file_sha256": loaded.file_sha256,
+        "function": loaded.function,
+        "settings": loaded.settings,
+        "code": loaded.code,
+        "given": dict(request.job.settings),
+        "by_value": request.job.by_value,
+        "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
+        "evaluate_every": request.evaluate_every,
+        "bad_samples": request.bad_samples,
+        "check_replicas": request.check_replicas,
+        **loaded.job.describe(),
+        "why_grains": why_grains,
+        "train_samples": engine.num_train_samples,
+        "parameters": engine.num_parameters,
+        "shapes_sha256": hashlib.sha256(shapes.encode()).hexdigest(),
+        "versions": versions(),
+    }
+
+
+def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Entry of job.json on initial weights that are not the job's own: of this call, or of the run that goes on."""
+    if engine.taken is not None:
+        return engine.taken.to_json()
+    found: dict[str, Any] | None = (saved or {}).get("initial_weights")
+    return found
+
+
+def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
+    """The error of a resume that has neither a checkpoint nor the weights that the run began with."""
+    return RunDirectoryError(
+        given="--resume of a run without any checkpoint",
+        conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
+        remedy=f"start anew with --init-from {began['from']} and another --out",
+    )
+
+
+def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
+    """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
+    if request.certificate is None:
+        return None
+    certificate = Certificate.read(request.certificate)
+    certificate.check(loaded.describe(), plan.to_mapping(), versions())
+    return certificate.sha256
+
+
+def write_description(directory: RunDirectory, engine: Engine, description: dict[str, Any], fence: Fence) -> None:
+    """Writes the files, of the generation that is about to train. Raises: OSError; FencedError."""
+    directory.path.mkdir(parents=True, exist_ok=True)
+    fence.write(directory.plan, plan_text(engine.plan))
+    save_config(engine.model, directory.model, engine.sharded_model.shapes())
+    fence.write(directory.job, json.dumps(description, indent=2) + "\n")

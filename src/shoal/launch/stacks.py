@@ -1,0 +1,44 @@
+"""Python stacks of ranks, read for the collectives that the job's own code was in: to name those that differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_FRAME = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
+_TORCH = re.compile(r"[\\/]torch[\\/]")
+_COLLECTIVES = re.compile(r"[\\/]torch[\\/]distributed[\\/]distributed_c10d\.py$")
+_OWN = str(Path(__file__).resolve().parents[1])
+
+
+def own_call(stacks: str) -> str | None:
+    """The collective that a rank's stacks are in, as "all_reduce at FILE:LINE in FUNCTION" of the job's own code.
+
+    `stacks`: of faulthandler, or an exception's traceback. None where they are in none, or it is shoal that calls it.
+    """
+    for frames in _threads(stacks):
+        called = [place for place, (file, _, _) in enumerate(frames) if _COLLECTIVES.search(file)]
+        callers = [frame for frame in frames[called[-1] :] if not _TORCH.search(frame[0])] if called else []
+        if callers and not callers[0][0].startswith(_OWN):
+            file, line, function = callers[0]
+            return f"{frames[called[-1]][2]} at {file}:{line} in {function}"
+    return None
+
+
+def _threads(stacks: str) -> Iterator[list[tuple[str, str, str]]]:
+    """Frames of each thread, the innermost first: file, line and function."""
+    if stacks.startswith("Traceback"):
+        yield [match.groups() for match in reversed(list(_FRAME.finditer(stacks)))]  # type: ignore[misc]
+        return
+    for thread in re.split(r"^(?:Current t|T)hread 0x.*$", stacks, flags=re.MULTILINE):
+        yield [match.groups() for match in _FRAME.finditer(thread)]  # type: ignore[misc]
+
+
+def different_calls(stacks: Mapping[int, str]) -> str:
+    """The clause that names the collective of each rank, where the job's own code is in one and not all are alike."""
+    calls = {rank: own_call(text) for rank, text in sorted(stacks.items()) if text}
+    if len(calls) < 2 or len({(call or "").partition(" ")[0] for call in calls.values()} - {""}) == 0:
+        return ""
+    told = (f"rank {rank} in {call or 'none of its own, or in one of shoal'}" for rank, call in calls.items())
+    return f"; the job's own collectives do not match: {', '.join(told)}"
