@@ -100,6 +100,7 @@ class RunOptions(TrainingOptions):
         default="local",
     )
     dry_run: bool = _switch("print what would be started or submitted, and end")
+    address: str | None = None  # of the run directory, where `out` is a working copy of it: no option
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 
-JOIN_TIMEOUT = timedelta(seconds=60)
+JOIN_TIMEOUT = timedelta(seconds=50)  # with the start of a process less than a minute
 _PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
 _LEAVING_SECONDS = 3.0
 _REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"

@@ -59,10 +59,16 @@ class RunRequest:
     trackers: tuple[TrackerName, ...] = ()
     trace: TraceSteps | None = None
     evaluate_every: int | None = None
+    address: str | None = None  # of the run directory, whose working copy `out` is then
+
+    @property
+    def place(self) -> str:
+        """The run directory, as the command was given it."""
+        return self.address or str(self.out)
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""
-        directory = RunDirectory(self.out)
+        directory = RunDirectory(self.out, self.address)
         directory.check(self.resume)
         if self.resume and not self.accept_changes:
             directory.check_job()

@@ -22,6 +22,7 @@ from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
@@ -32,6 +33,13 @@ from shoal.runs.tracking import TrackerName
 
 def run(options: RunOptions) -> int:
     """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
+    if options.out is None or not is_address(options.out) or REQUEST_FILE in os.environ:
+        return _run(options)
+    with working_copy(options.out, fetched=not options.dry_run) as out:
+        return _run(replace(options, out=str(out), address=options.out))
+
+
+def _run(options: RunOptions) -> int:
     environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
@@ -105,6 +113,12 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
+    if options.out is not None and is_address(options.out):
+        raise CommandError(
+            given=f"out={options.out}",
+            conflict="only the command shoal run trains to an address; this one reads the run directory afterwards",
+            remedy="give a folder",
+        )
     options = _going_on(options, suffix)
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
@@ -156,6 +170,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         trace=_trace(options.trace, asked),
         evaluate_every=_evaluate_every(options, kept),
         numbered=None if options.out or options.resume else name,
+        address=options.address,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
 

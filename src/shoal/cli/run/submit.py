@@ -45,7 +45,7 @@ def submitted(options: RunOptions, request: RunRequest, signals: Signals | None 
 
 def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Submission:
     """The run as a launcher is given it: the request's directory is fixed, and how many processes."""
-    fixed = replace(options, out=str(request.out.absolute()))
+    fixed = replace(options, out=options.address or str(request.out.absolute()))
     if options.devices is None and not request.plan_from_file:
         fixed = replace(fixed, devices=request.plan.num_processes)
     return Submission(
@@ -57,6 +57,7 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Su
         options=own,
         threads=1 if request.plan.execution.exact else None,
         max_restarts=options.max_restarts,
+        address=options.address,
     )
 
 
@@ -71,7 +72,7 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
         request = request.with_own_sums()
     refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
     run = LocalRun(
-        ["run", *arguments_of(replace(options, out=str(request.out), resume=request.resume), without=_OWN)],
+        ["run", *arguments_of(replace(options, out=request.place, resume=request.resume), without=_OWN)],
         environment.num_to_start,
         1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
         request.out / "logs",

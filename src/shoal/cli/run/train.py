@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.run_state import RunState
 from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
 from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
@@ -95,8 +96,9 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                    call = replace(call, request=replace(request, out=out))
-                    directory = RunDirectory(out)
+                    if request.address is None:  # else each process has a working copy of its own
+                        call = replace(call, request=replace(request, out=out))
+                        directory = RunDirectory(out)
                 return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
             error = as_shoal_error(caught)
@@ -192,6 +194,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
     return Options(
         checkpoints=kept.checkpoints,
         saved=kept.saved,
+        remote=RemotePlace(request.address) if request.address is not None else None,
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
@@ -390,3 +393,4 @@ def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any])
     write_file(directory.plan, plan_text(engine.plan))
     save_config(engine.model, directory.model, engine.sharded_model.shapes())
     write_file(directory.job, json.dumps(description, indent=2) + "\n")
+    engine.keeper.begin()

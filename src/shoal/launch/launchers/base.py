@@ -40,6 +40,7 @@ class Submission:
     num_hosts: int | None = None  # None: the engine decides
     gpus: bool | None = None  # whether each process needs a GPU; None: nobody says
     max_restarts: int = 0  # in a row, that bring no new step
+    address: str | None = None  # of the run directory, where `out` is this host's working copy of it
 
     @property
     def command(self) -> tuple[str, ...]:

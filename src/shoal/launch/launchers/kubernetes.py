@@ -58,7 +58,7 @@ def pod_run(submission: Submission) -> PodRun:
     """The run in pods. Raises: CommandError of the settings."""
     given = f"--on kubernetes:{submission.options}"
     settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
-    settings.check(given, submission.num_processes)
+    settings.check(given, submission.num_processes, needs_volume=submission.address is None)
     on = ("--on", "ray") if settings.kind == "rayjob" else ()
     words = ("shoal", *_in_pod(submission, settings), "--resume-if-exists", *on)
     return PodRun(settings, submission.num_processes // settings.pods, words)
@@ -79,7 +79,9 @@ def _completed(settings: KubernetesSettings, submission: Submission) -> Kubernet
 
 
 def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, ...]:
-    """The command's words with the run directory on the pods' volume."""
+    """The command's words with the run directory on the pods' volume, unless it is at an address."""
+    if submission.address is not None:
+        return submission.arguments
     out = PurePosixPath(submission.out)
     if not out.is_relative_to(settings.mount):
         out = PurePosixPath(settings.mount) / out.name

@@ -16,6 +16,7 @@ from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.runs.address import RunAddress
 from shoal.runs.directory import RunDirectory, read_json
 
 _RANK = "%r"  # in the report's path: each rank puts its number there
@@ -83,7 +84,17 @@ def until_done(
 def restarted(submission: Submission, signals: Signals, once: Callable[[int], tuple[int, ShoalError | None]]) -> int:
     """As `until_done`, of an engine that knows how its ranks end; `once` is given how often they were started."""
     recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
-    code, error = recovery.until_done(signals, lambda number, _: (*once(number), time.time()))
+    address = RunAddress(submission.address) if submission.address is not None else None
+
+    def start(number: int, _: float) -> tuple[int, ShoalError | None, float]:
+        if address is not None:
+            address.send(submission.out)  # what this launcher has noted, before ranks add to it
+        code, error = once(number)
+        if address is not None:
+            address.fetch(submission.out)
+        return code, error, time.time()
+
+    code, error = recovery.until_done(signals, start)
     if error is not None:
         print(error.render(), file=sys.stderr)
     return code

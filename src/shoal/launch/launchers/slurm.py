@@ -77,7 +77,7 @@ def render(submission: Submission) -> Mapping[str, str]:
 def _script(submission: Submission, options: list[str]) -> str:
     array = is_array(options)
     output = "slurm-%A_%a.out" if array else "slurm-%j.out"
-    out = str(submission.out)
+    out = submission.address or str(submission.out)
     arguments = list(submission.arguments)
     if array and not any(_TASK in word for word in arguments[arguments.index("--out") :][:2]):
         arguments[arguments.index("--out") + 1] = f"{out}/{_TASK}"
@@ -112,7 +112,12 @@ def is_array(options: list[str]) -> bool:
 
 
 def _folder(submission: Submission, options: list[str]) -> Path:
-    """Where script and output go: the run directory, or of an array the one above those of its tasks."""
+    """Where script and output go: the run directory, or of an array the one above those of its tasks.
+
+    Of a run directory at an address a folder here: Slurm writes the output to a disk.
+    """
+    if submission.address is not None:
+        return submission.folder / "runs" / f"{submission.name}.slurm"
     out = submission.out
     while is_array(options) and _TASK in str(out):
         out = out.parent
