@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.options import RunOptions, arguments_of
+from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
@@ -80,8 +81,14 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
         unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
     )
     signals = Signals(impatient=False)
-    with signals.handled():
-        ended = launch(run, signals)
+    try:
+        with signals.handled():
+            ended = launch(run, signals)
+    except LaunchError as error:
+        if environment.engine != "kubernetes":
+            raise
+        print(error.render(), file=sys.stderr)  # such as a name that the cluster does not know yet: a new pod may
+        return int(ExitCode.RANK_LOST)
     if ended.error is not None:
         print(ended.error.render(), file=sys.stderr)
     return ended.code

@@ -12,6 +12,7 @@ from shoal.launch.launchers.argument import Check, refuse_wrong
 
 Object = dict[str, Any]
 
+NOBODY_SAID = -1
 KINDS = ("job", "trainjob", "rayjob")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _MANAGER = "shoal/run"  # owner of a TrainJob's patches
@@ -44,7 +45,7 @@ class KubernetesSettings:
     claim: str = ""  # a PersistentVolumeClaim for the run directory
     mount: str = "/runs"
     grace: int = 120  # seconds from SIGTERM to SIGKILL: for a checkpoint
-    restarts: int = 10
+    restarts: int = NOBODY_SAID  # that of --max-restarts
     port: int = 29500
     runtime: str = ""  # of a TrainJob: a ClusterTrainingRuntime that is there, in place of one of its own
 

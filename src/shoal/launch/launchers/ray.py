@@ -10,17 +10,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
-from shoal.launch.environment import RESTARTS
+from shoal.launch.environment import RESTARTS, defaults
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission, library
-from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
 from shoal.launch.launchers.reports import restarted
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 
 # Ranks share no objects: what Ray takes for its store by default is a third of the memory.
 _STORE_BYTES = 200 << 20
@@ -58,8 +59,12 @@ def render(submission: Submission) -> Mapping[str, str]:
 def start(submission: Submission, signals: Signals) -> int:
     """Starts the ranks in actors, shows rank 0's output, and starts all again where one was lost."""
     settings = _settings(submission)
-    if not _address(settings):
-        _protect(os.environ)
+    own = {} if _address(settings) else _token(os.environ)
+    with defaults(os.environ, own):
+        return _started(settings, submission, signals)
+
+
+def _started(settings: RaySettings, submission: Submission, signals: Signals) -> int:
     ray = library("ray", "ray", submission)
     with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
         run = RayRun(ray, settings, submission, signals)
@@ -122,14 +127,14 @@ def _refuse_unreachable(address: str) -> None:
         raise _not_connected(address, error, reached=False) from None
 
 
-def _protect(variables: MutableMapping[str, str]) -> None:
-    """A token for a cluster of our own, where nobody has chosen: other users of this host can reach its ports.
+def _token(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables with a token for a cluster of our own, where nobody has chosen: others on this host reach its ports.
 
     Ray reads it as it is imported. A program that has done so already keeps what it has.
     """
     if "RAY_AUTH_MODE" not in variables and "ray" not in sys.modules:
-        variables["RAY_AUTH_MODE"] = "token"
-        variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {}
 
 
 def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchError:
@@ -167,7 +172,7 @@ class RayRun:
 
     def _once(self, restarts: int) -> tuple[int, ShoalError | None]:
         ends = self._trained(restarts)
-        return verdict(ends, stopped=bool(self.signals.received))
+        return verdict(ends, self.signals)
 
     def close(self) -> None:
         """Ends the actors, and gives their resources back."""

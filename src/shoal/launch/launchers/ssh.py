@@ -300,7 +300,9 @@ def _followed(processes: list[HostProcess], signals: Signals) -> tuple[int, Shoa
         if failed_at is not None and ((not told_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
-    return _verdict(processes)
+    code, error = _verdict(processes)
+    lost = signals.twice and isinstance(error, RankLostError)
+    return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # as on one host
 
 
 def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
