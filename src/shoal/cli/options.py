@@ -48,7 +48,9 @@ class TrainingOptions:
     job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
     started_at: float = field(default_factory=time.time)  # of the command: no option
     plan: str | Plan | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")  # noqa: RUF009
-    devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
+    devices: int | str | None = _option(
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1
+    )
     exact: bool | None = _switch("bit-identical on any number of devices", default=None)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str | tuple[str, Setting], ...] = _option(*_SET, default=(), action="append")
@@ -61,6 +63,10 @@ class TrainingOptions:
 class RunOptions(TrainingOptions):
     """Options of `shoal run`."""
 
+    devices: int | str | None = _option(
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two",
+        "N|LEAST:MOST",
+    )
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
     resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
@@ -339,11 +345,12 @@ def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
     for option in _options(kind):
         least = option.metadata["least"]
         if least is not None and option.name in checked:
-            checked[option.name] = _integer(option.name, checked[option.name], least)
+            checked[option.name] = whole_number(option.name, checked[option.name], least)
     return kind(**checked)
 
 
-def _integer(name: str, text: Any, least: int) -> int | None:
+def whole_number(name: str, text: Any, least: int) -> int | None:
+    """A number of at least `least`, of an option of that name. Raises: CommandError."""
     if text is None:
         return None
     try:

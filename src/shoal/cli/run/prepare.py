@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.cli.options import RunOptions, VerifyOptions, whole_number
+from shoal.cli.run.device_range import range_of, with_number
 from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
@@ -45,8 +46,10 @@ def _run(options: RunOptions) -> int:
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+    limits = range_of(options)
+    options = with_number(options, environment)
     if options.dry_run or (environment is None and options.on != "local"):
-        return submitted(options, requested(options))
+        return submitted(options, requested(options), least=limits.least if limits is not None else None)
     if environment is not None and options.on != "local":
         raise CommandError(
             given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
@@ -120,7 +123,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             remedy="give a folder",
         )
     options = _going_on(options, suffix)
-    wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
+    devices = whole_number("devices", options.devices, 1)
+    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     name = job.name + suffix

@@ -81,10 +81,11 @@ def pod_run(submission: Submission) -> PodRun:
 def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:
     """The settings with what nobody said: by the cluster, where one is named."""
     pods, gpus = settings.pods, settings.gpus
-    if settings.cluster:
+    named = settings.cluster or submission.cluster
+    if named:
         from shoal.hardware import cluster
 
-        found = cluster(settings.cluster)
+        found = cluster(named)
         per_pod = min(found.devices_per_host, submission.num_processes)
         pods = pods or -(-submission.num_processes // per_pod)
         gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)

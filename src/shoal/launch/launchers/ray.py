@@ -40,7 +40,7 @@ class RaySettings:
 
     address: str = ""  # of a cluster; RAY_ADDRESS where that is set; "local": a new one
     cpus: int = 1  # of a rank
-    gpus: int = -1  # of a rank; one where the cluster has GPUs
+    gpus: int = -1  # of a rank; one where the plan was made for GPUs, or the cluster has some
     strategy: str = "PACK"
 
 
@@ -165,6 +165,9 @@ class RayRun:
 
     def train(self) -> int:
         """The exit code, after as many starts as it takes."""
+        bundle = self._bundle
+        there = min(int(self.ray.available_resources().get(name, 0.0) // each) for name, each in bundle.items() if each)
+        self.submission = self.submission.with_what_is_there(there)
         self._group = self._placed()
         if self._group is None:
             return int(ExitCode.INTERRUPTED)
@@ -184,7 +187,8 @@ class RayRun:
     @property
     def _bundle(self) -> dict[str, float]:
         has_gpus = self.ray.cluster_resources().get("GPU", 0) > 0
-        gpus = int(has_gpus) if self.settings.gpus < 0 else self.settings.gpus
+        wanted = has_gpus if self.submission.gpus is None else self.submission.gpus
+        gpus = int(wanted) if self.settings.gpus < 0 else self.settings.gpus
         return {"CPU": self.settings.cpus, **({"GPU": gpus} if gpus else {})}
 
     def _placed(self) -> Any:

@@ -84,7 +84,7 @@ def _script(submission: Submission, options: list[str]) -> str:
     words = [*submission.command[: len(submission.command) - len(arguments)], *arguments]
     directives = [
         f"--job-name={submission.name}",
-        f"--ntasks={submission.num_processes}",
+        *_sizes(submission, options),
         *([f"--nodes={submission.num_hosts}"] if submission.num_hosts else []),
         *(["--gpus-per-task=1"] if submission.gpus else []),
         f"--chdir={submission.folder}",
@@ -104,6 +104,28 @@ def _script(submission: Submission, options: list[str]) -> str:
         lost=int(ExitCode.RANK_LOST),
         preempted=int(ExitCode.PREEMPTED),
     )
+
+
+def _sizes(submission: Submission, options: list[str]) -> list[str]:
+    """How many tasks; of a number between two limits how many nodes, since Slurm has a range of these alone."""
+    if submission.least_processes is None:
+        return [f"--ntasks={submission.num_processes}"]
+    known = [word.partition("=")[2] for word in options if word.startswith("--ntasks-per-node=")]
+    if not known or not known[-1].isdecimal() or int(known[-1]) < 1:
+        raise CommandError(
+            given=f"--devices {submission.least_processes}:{submission.num_processes} --on slurm:{submission.options}",
+            conflict="Slurm gives a range of nodes, and nothing says how many ranks a node has",
+            remedy='add it: --on "slurm:--ntasks-per-node=8"',
+        )
+    per_node = int(known[-1])
+    least, most = -(-submission.least_processes // per_node), submission.num_processes // per_node
+    if least > most:
+        raise CommandError(
+            given=f"--devices {submission.least_processes}:{submission.num_processes}, --ntasks-per-node={per_node}",
+            conflict="no number of whole nodes is between the two",
+            remedy="write limits that are multiples of it",
+        )
+    return [f"--nodes={least}-{most}"]
 
 
 def is_array(options: list[str]) -> bool:

@@ -123,16 +123,21 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
         raise LaunchError(given=f"{java} of version {found[1]}", conflict="Spark 4 does not run in it", remedy=remedy)
 
 
+def _slots(context: Any) -> int | None:
+    """Tasks that the cluster runs at once; None where it does not say."""
+    try:
+        inner = context._jsc.sc()
+        return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
+    except Exception:
+        return None
+
+
 def _refuse_without_slots(context: Any, number: int) -> None:
     """Raises: LaunchError where the cluster never runs so many tasks at once. Spark by itself would try for minutes."""
-    deadline, slots = time.monotonic() + _SLOT_SECONDS, 0
+    deadline = time.monotonic() + _SLOT_SECONDS
     while True:
-        try:
-            inner = context._jsc.sc()
-            slots = int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
-        except Exception:
-            return
-        if slots >= number:
+        slots = _slots(context)
+        if slots is None or slots >= number:
             return
         if time.monotonic() > deadline or str(context.master).startswith("local["):
             break
@@ -156,6 +161,7 @@ class SparkRun:
     _channel: TaskChannel = field(init=False)
 
     def __post_init__(self) -> None:
+        self.asked = self.submission
         host = self.session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
         self._channel = TaskChannel(host, self._secret, _show)
 
@@ -164,6 +170,9 @@ class SparkRun:
         return restarted(self.submission, self.signals, self._once)
 
     def _once(self, _: int) -> tuple[int, ShoalError | None]:
+        there = _slots(self.session.sparkContext)
+        if there is not None:
+            self.submission = self.asked.with_what_is_there(there)
         # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
         _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
         ends = self._trained()
