@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from tests.launching import JOBS, Gate, Run, run, start
 from tests.sharing import Shared
 
@@ -30,3 +31,19 @@ def test_a_lost_rank_and_other_devices(shared: Shared, tmp_path: Path) -> None:
     assert [result[name] for name in same] == [undisturbed.result[name] for name in same]
     kinds = [json.loads(line)["kind"] for line in (there / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     assert kinds == ["lost", "going_on"]
+
+
+@pytest.mark.slow
+def test_a_run_that_another_has_followed_ends(tmp_path: Path) -> None:
+    """As one whose host was cut off, and that was started again elsewhere."""
+    gate, out = Gate(tmp_path / "gate", 6), ("--out", f"file://{tmp_path}/there")
+    job, words = JOBS / "tiny.py", (*out, "--checkpoint-every", "2")
+    with start(Run(job, tmp_path / "a", 1, True, words, environment=gate.environment)) as older:
+        older.until(lambda: gate.reached(1), "the gate", 60)
+        newer = run(Run(job, tmp_path / "b", 1, True, (*words, "--resume", "--steps", "16"))).expect(0)
+        gate.open()
+        ended = older.wait().expect(73)
+    assert "another run trains there since" in ended.stderr
+    assert "resumed     after step 6" in newer.stdout
+    result = json.loads((tmp_path / "there" / "result.json").read_text(encoding="utf-8"))
+    assert result["status"] == "completed"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, ManifestError
-from shoal.runs.address import CHECKPOINTS, Ownership, RunAddress, make_parent
+from shoal.runs.address import CHECKPOINTS, RunAddress, make_parent
 
 
 class RemotePlace:
@@ -19,7 +20,7 @@ class RemotePlace:
 
     def __init__(self, address: str) -> None:
         self._address = RunAddress(address)
-        self._ownership = Ownership(self._address)
+        self._mark: dict[str, Any] = {}  # of this run, once it writes here
 
     def shown(self, name: str = "") -> str:
         """Address of the folder."""
@@ -35,7 +36,7 @@ class RemotePlace:
 
     def make(self, name: str) -> None:
         """Nothing: a folder is its files. Raises: OSError where another run has begun there since."""
-        self._ownership.check()
+        self._address.check_owner(self._mark)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
         """Sends a file in parts, as they come."""
@@ -83,7 +84,7 @@ class RemotePlace:
 
     def take_over(self, folder: Path) -> None:
         """Makes this run the one that writes here, and sends its own files."""
-        self._ownership.take()
+        self._mark = self._address.own(folder)
         self.send(folder)
 
     def send(self, folder: Path) -> None:

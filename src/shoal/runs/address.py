@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
+from shoal.runs.directory import write_file
 from shoal.runs.directory_lock import NAME as LOCK
 
 CHECKPOINTS = "checkpoints"
@@ -29,6 +31,10 @@ _PACKAGES = {"s3": "shoal[s3]", "s3a": "shoal[s3]", "gs": "shoal[gs]", "gcs": "s
 def is_address(text: str | None) -> bool:
     """Whether a run directory is given as an address."""
     return text is not None and "://" in text
+
+
+class SupersededError(OSError):
+    """Another run has begun at an address since, and writes there."""
 
 
 class RunAddress:
@@ -83,7 +89,7 @@ class RunAddress:
             with self.files() as files:
                 there = files.ls(self.path(), detail=True) if files.exists(self.path()) else []
                 names = [PurePosixPath(entry["name"]).name for entry in there if entry["type"] == "file"]
-                for name in names:
+                for name in (name for name in names if name != OWNER):
                     content = files.cat_file(self.path(name))
                     aside = folder / f".{name}.fetched"
                     aside.write_bytes(content)
@@ -97,7 +103,12 @@ class RunAddress:
             ) from error
 
     def send(self, folder: Path) -> None:
-        """Copies files here that are new or changed to the address, but checkpoints and what is hidden."""
+        """Copies files here that are new or changed to the address, but checkpoints and what is hidden.
+
+        Raises: SupersededError where the folder is of a run that another has followed; OSError.
+        """
+        if (folder / OWNER).exists():
+            self.check_owner(json.loads((folder / OWNER).read_text(encoding="utf-8")))
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
@@ -111,11 +122,30 @@ class RunAddress:
                     files.pipe_file(self.path(name), content)
                 self._known[name] = stamp
 
-    def put(self, path: str, content: bytes) -> None:
-        """Writes a small file."""
+    def own(self, folder: Path) -> dict[str, Any]:
+        """Makes the run of a folder here the one that writes there, and returns its mark, which both have.
+
+        It is the right of the run that began last. No lock: a host that is cut off cannot give one back.
+        """
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        mark = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
+        content = json.dumps(mark)
         with self.files() as files:
-            make_parent(files, path)
-            files.pipe_file(path, content)
+            make_parent(files, self.path(OWNER))
+            files.pipe_file(self.path(OWNER), content.encode())
+        write_file(folder / OWNER, content)
+        return mark
+
+    def check_owner(self, mark: dict[str, Any]) -> None:
+        """Raises: SupersededError where another run than that of the mark has begun there since; OSError."""
+        with self.files() as files:
+            files.invalidate_cache()
+            there = json.loads(files.cat_file(self.path(OWNER)))
+        if there["token"] != mark["token"]:
+            raise SupersededError(
+                f"{self.text}: another run trains there since {there['since']} "
+                f"(process {there['pid']} on {there['host']}), and this one writes there no more"
+            )
 
 
 def make_parent(files: Any, path: str) -> None:
@@ -130,33 +160,6 @@ def make_parent(files: Any, path: str) -> None:
 def _stamp(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_mtime_ns, found.st_size
-
-
-class Ownership:
-    """Right of one run to write at an address: that of the run that began there last.
-
-    No lock: a host that is cut off cannot give one back. Each write of an older run finds the newer one's mark.
-    """
-
-    def __init__(self, address: RunAddress) -> None:
-        self._address, self._token = address, uuid.uuid4().hex
-
-    def take(self) -> None:
-        """Makes this run the one that writes there."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        mark = {"token": self._token, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
-        self._address.put(self._address.path(OWNER), json.dumps(mark).encode())
-
-    def check(self) -> None:
-        """Raises: OSError where another run has begun there since."""
-        with self._address.files() as files:
-            files.invalidate_cache()
-            mark = json.loads(files.cat_file(self._address.path(OWNER)))
-        if mark["token"] != self._token:
-            raise OSError(
-                f"{self._address.text}: another run trains there since {mark['since']} "
-                f"(process {mark['pid']} on {mark['host']}), and this one writes there no more"
-            )
 
 
 @contextlib.contextmanager
@@ -175,6 +178,8 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
         finally:
             try:
                 address.send(folder)
+            except SupersededError as error:
+                print(f"note: {error}", file=sys.stderr)
             except OSError as error:
                 raise StorageError(
                     given=f"--out {text}",
