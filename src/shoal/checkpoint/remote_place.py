@@ -29,7 +29,7 @@ class RemotePlace:
     def names(self) -> list[str]:
         """Folders that are whole, and hidden ones. What a killed writer has left of others is none."""
         found: dict[str, set[str]] = {}
-        for path in self._address.list(CHECKPOINTS):
+        for path in self._address.paths(CHECKPOINTS):
             name, _, file = path.partition("/")
             found.setdefault(name, set()).add(file)
         return [name for name, files in found.items() if MANIFEST_NAME in files or name.startswith(".")]
@@ -92,7 +92,7 @@ class RemotePlace:
         self._address.send(folder)
 
     def _files(self, name: str) -> list[str]:
-        return self._address.list(f"{CHECKPOINTS}/{name}")
+        return self._address.paths(f"{CHECKPOINTS}/{name}")
 
     def _path(self, name: str, file: str) -> str:
         return self._address.path(CHECKPOINTS, name, file)

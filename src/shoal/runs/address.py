@@ -75,7 +75,7 @@ class RunAddress:
         except Exception as error:
             raise OSError(f"{self.text}: {type(error).__name__}: {str(error).strip()[:300]}") from error
 
-    def list(self, below: str = "") -> list[str]:
+    def paths(self, below: str = "") -> list[str]:
         """Paths of all files below a folder, relative to it."""
         with self.files() as files:
             files.invalidate_cache()
@@ -87,6 +87,7 @@ class RunAddress:
         """Copies the directory's own files here. Raises: RunDirectoryError where the address does not answer."""
         try:
             with self.files() as files:
+                files.invalidate_cache()
                 there = files.ls(self.path(), detail=True) if files.exists(self.path()) else []
                 names = [PurePosixPath(entry["name"]).name for entry in there if entry["type"] == "file"]
                 for name in (name for name in names if name != OWNER):
