@@ -154,16 +154,26 @@ def seconds(command: list[str], variables: dict[str, str], out: Path) -> float:
     return float(json.loads(records.read_text(encoding="utf-8").splitlines()[0])["at"]) - began
 
 
+def measured(pair: Pair, folder: Path) -> dict[str, list[float]]:
+    """Seconds of both commands of a pair, in turns."""
+    times: dict[str, list[float]] = {"shoal": [], "own": []}
+    for trial in range(TRIALS):
+        for kind, command in (("shoal", pair.shoal), ("own", pair.own)):
+            out = folder / f"{pair.name.replace(' ', '-').replace(',', '')}-{kind}-{trial}"
+            times[kind].append(seconds(command(out), pair.variables, out))
+    return times
+
+
 def main(names: list[str]) -> None:
     """Measures, and writes the page."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="shoal-start-") as name, pairs(Path(name)) as found:
         for pair in (pair for pair in found if not names or pair.name in names):
-            times: dict[str, list[float]] = {"shoal": [], "own": []}
-            for trial in range(TRIALS):
-                for kind, command in (("shoal", pair.shoal), ("own", pair.own)):
-                    out = Path(name) / f"{pair.name.replace(' ', '-').replace(',', '')}-{kind}-{trial}"
-                    times[kind].append(seconds(command(out), pair.variables, out))
+            try:
+                times = measured(pair, Path(name))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"{pair.name}: {error}", file=sys.stderr, flush=True)
+                continue
             said = {kind: f"{statistics.median(t):.1f} ({min(t):.1f} to {max(t):.1f})" for kind, t in times.items()}
             rows.append(f"| {pair.name} | {said['shoal']} | {said['own']} | {pair.own_is} |")
             print(rows[-1], flush=True)
