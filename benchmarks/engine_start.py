@@ -1,9 +1,9 @@
 """Claim: CLAIM
 
 Repeat on an idle machine with `scripts/engines slurm mpi ray spark`, then as root
-`python -m benchmarks.engine_start [NAME ...]`. The same run, two ranks of tests/jobs/tiny.py on this host, is started by
-shoal's launcher and by the engine's own, in turns; the time is from the command to the end of the first step, by the
-record of that step. Clusters of Slurm (one node) and Ray are up before; Spark's session is made by either.
+`python -m benchmarks.engine_start [NAME ...]`. The same run, two ranks of tests/jobs/tiny.py on this host, is started
+by shoal's launcher and by the engine's own, in turns; the time is from the command to the end of the first step, by
+the record of that step. Clusters of Slurm (one node) and Ray are up before; Spark's session is made by either.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ HEAD = f"""\
 # Time to the first step
 
 Seconds from the command to the end of the first step, of the same run of two ranks on one host of two cores: started
-by `shoal run`, and by the engine's own launcher, in turns. Medians of {TRIALS}, with the least and the most. Clusters of
-Slurm and Ray were up; Spark's session is made by either command. `python -m benchmarks.engine_start` repeats it.
+by `shoal run`, and by the engine's own launcher, in turns. Medians of {TRIALS}, with the least and the most. Clusters
+of Slurm and Ray were up; Spark's session is made by either command. `python -m benchmarks.engine_start` repeats it.
 
 | Engine | `shoal run --on ...` | its own launcher | which is |
 |---|---|---|---|

@@ -111,7 +111,7 @@ def test_a_rank_with_wrong_variables(name: str, hosts: Hosts, tmp_path: Path) ->
 @marked(HOSTS)
 def test_a_rank_that_is_missing(hosts: Hosts, tmp_path: Path) -> None:
     said = by_hand("missing rank", hosts, tmp_path / "run", [RUN], [{}])
-    assert "rank 1 of 2 did not come within 50 s; here are rank 0 (process" in said
+    assert "rank 1 of 2 did not come within 45 s; here are rank 0 (process" in said
     assert "on h1" in said
 
 

@@ -22,8 +22,11 @@ T = TypeVar("T")
 
 
 def _option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
-    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`."""
-    told = {"flags": flags, "least": more.pop("least", None)}
+    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`.
+
+    `between`: LEAST:MOST is an answer too.
+    """
+    told = {"flags": flags, "least": more.pop("least", None), "between": more.pop("between", False)}
     told["settings"] = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
     return field(default=default, metadata=told)
 
@@ -66,6 +69,8 @@ class RunOptions(TrainingOptions):
     devices: int | str | None = _option(
         "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two",
         "N|LEAST:MOST",
+        least=1,
+        between=True,
     )
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
@@ -344,7 +349,8 @@ def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
     checked = dict(values)
     for option in _options(kind):
         least = option.metadata["least"]
-        if least is not None and option.name in checked:
+        between = option.metadata["between"] and ":" in str(checked.get(option.name))
+        if least is not None and option.name in checked and not between:
             checked[option.name] = whole_number(option.name, checked[option.name], least)
     return kind(**checked)
 

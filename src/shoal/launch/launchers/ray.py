@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
-from shoal.launch.environment import RESTARTS, defaults
+from shoal.launch.environment import RESTARTS
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission, library
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
@@ -59,12 +59,8 @@ def render(submission: Submission) -> Mapping[str, str]:
 def start(submission: Submission, signals: Signals) -> int:
     """Starts the ranks in actors, shows rank 0's output, and starts all again where one was lost."""
     settings = _settings(submission)
-    own = {} if _address(settings) else _token(os.environ)
-    with defaults(os.environ, own):
-        return _started(settings, submission, signals)
-
-
-def _started(settings: RaySettings, submission: Submission, signals: Signals) -> int:
+    if not _address(settings):
+        os.environ.update(_token(os.environ))
     ray = library("ray", "ray", submission)
     with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
         run = RayRun(ray, settings, submission, signals)
@@ -130,7 +126,8 @@ def _refuse_unreachable(address: str) -> None:
 def _token(variables: Mapping[str, str]) -> dict[str, str]:
     """Variables with a token for a cluster of our own, where nobody has chosen: others on this host reach its ports.
 
-    Ray reads it as it is imported. A program that has done so already keeps what it has.
+    Ray reads it as it is imported, and wants the same variables as long as the program lives: they stay. A program that
+    has imported it already keeps what it has.
     """
     if "RAY_AUTH_MODE" not in variables and "ray" not in sys.modules:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
