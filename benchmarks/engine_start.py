@@ -1,4 +1,9 @@
-"""Claim: CLAIM
+"""Claim: shoal's launchers start a run as soon as MPICH's and Slurm's own: medians 0.2 and 0.4 s later, spreads wider.
+
+Seconds to the first step, medians of 3, 2 cores: this host 5.0 (4.6 to 6.0), torchrun 6.4 (4.0 to 10.3);
+Open MPI 7.6 (7.5 to 10.6), mpirun 7.5 (2.1 to 9.1); MPICH 2.4 (2.1 to 4.1), mpirun 2.2 (1.7 to 2.3); Slurm 5.0 (4.3 to
+9.2), sbatch 4.6 (4.6 to 6.4). torch 2.13.0. Other work began and ended under the first two. Ray and Spark are not
+measured yet.
 
 Repeat on an idle machine with `scripts/engines slurm mpi ray spark`, then as root
 `python -m benchmarks.engine_start [NAME ...]`. The same run, two ranks of tests/jobs/tiny.py on this host, is started
@@ -75,7 +80,7 @@ def scripted(text: str) -> Callable[[Path], Path]:
     """A file beside a run directory with a program."""
 
     def write(out: Path) -> Path:
-        path = out.with_suffix(".program")
+        path = out.with_suffix(".py")
         path.write_text(text.replace("COMMAND", shlex.join(ranks(out))), encoding="utf-8")
         return path
 
