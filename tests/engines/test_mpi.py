@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.engines import sshd
 from tests.engines.choice import needs
 from tests.engines.same_run import assert_same, result
 from tests.launching import JOBS, Ended, Gate, Started, start_command
@@ -50,6 +51,27 @@ def ranks_of(started: Started) -> dict[int, int]:
         if number is not None and b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
             found[int(number)] = pid
     return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_hosts_that_no_option_names(program: str, undisturbed: Ended, tmp_path: Path) -> None:
+    """By ssh to two namespaces; mpirun has the hosts from a file of its own, as in a scheduler's allocation."""
+    if (missing := sshd.unavailable()) is not None:
+        pytest.skip(missing)
+    out, file = tmp_path / "run", tmp_path / "hosts"
+    with sshd.started(tmp_path / "ssh", "h1", "h2") as hosts:
+        file.write_text("".join(f"{host.name}\n" for host in hosts.hosts.hosts))
+        agent = tmp_path / "agent"
+        agent.write_text(f'#!/bin/sh\nexec ssh -F {hosts.config} "$@"\n')
+        agent.chmod(0o755)
+        network = f"{hosts.hosts.gateway.rpartition('.')[0]}.0/24"
+        own = {"OMPI_MCA_orte_default_hostfile": str(file), "OMPI_MCA_plm_rsh_agent": str(agent)}
+        own |= {"OMPI_MCA_oob_tcp_if_include": network, "HYDRA_HOST_FILE": str(file)}
+        own |= {"HYDRA_LAUNCHER_EXEC": str(agent), "HYDRA_IFACE": hosts.hosts.bridge}
+        with start_command(on(program, out, 2), out, VARIABLES | own) as started:
+            ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert ended.stdout.count("completed after step 16") == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -18,6 +18,7 @@ from tests.engines import ray_cluster
 from tests.engines.choice import needs
 from tests.engines.ray_cluster import QUIET, RayCluster
 from tests.engines.same_run import assert_same
+from tests.engines.wrong_table import note
 from tests.launching import JOBS, Ended, Gate, Run, Started, start, start_command
 
 pytestmark = [*needs("ray", ray_cluster.unavailable), pytest.mark.timeout(300)]
@@ -65,10 +66,10 @@ def test_nothing_is_left_of_a_killed_driver(undisturbed: Ended, tmp_path: Path) 
         started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
         started.send(signal.SIGKILL)
         started.process.wait()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60  # Ray's own daemons look for their driver now and then
         while started.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not started.processes()
+        assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in started.processes()] == []
     with start(Run(JOB, tmp_path / "run", 2, True, ("--resume",))) as started:  # on one machine, from what there is
         started.wait(LIMIT_SECONDS).expect(0)
     assert_same(tmp_path / "run", undisturbed)
@@ -114,8 +115,8 @@ def test_a_token_that_the_cluster_does_not_know(
     run = on_ray(tmp_path / "run", f"ray:address={cluster.address}", **{**cluster.variables, **variables})
     began = time.monotonic()
     with start(run) as started:
-        said = started.wait(LIMIT_SECONDS).expect(2).stderr
-    assert time.monotonic() - began < 60  # promised to whoever waits for the message
+        said = started.wait(60).expect(2).stderr  # promised to whoever waits for the message
+    note("an expired token", began, said)
     assert f"the Ray cluster at {cluster.address}" in said
     assert wanted in said.split("write instead:")[1]
 

@@ -13,6 +13,7 @@ from tests.engines import spark_session
 from tests.engines.choice import needs
 from tests.engines.same_run import assert_same
 from tests.engines.spark_session import FRAME_JOB, MASTER, QUIET, SESSION
+from tests.engines.wrong_table import note
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start, start_command
 
 pytestmark = [*needs("spark", spark_session.unavailable), pytest.mark.timeout(400)]
@@ -83,8 +84,10 @@ def test_no_room_for_all_ranks(tmp_path: Path) -> None:
 
 
 def test_without_java(tmp_path: Path) -> None:
+    began = time.monotonic()
     with start(on_spark(tmp_path / "run", JAVA_HOME=str(tmp_path))) as started:
         said = started.wait(LIMIT_SECONDS).expect(2).stderr
+    note("no Java", began, said)
     assert "there is no Java here" in said
     assert f"JAVA_HOME={tmp_path}" in said
 

@@ -16,7 +16,7 @@ from tests.usual import parametrize
 pytestmark = pytest.mark.faults
 
 JOB = f"{JOBS / 'tiny.py'}:job"
-# Less than the 60 s for which ranks wait for each other.
+# Less than the 45 s for which ranks wait for each other.
 SOON_SECONDS = 40.0
 
 
@@ -76,7 +76,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     with ranks(tmp_path, (0, 3), (2, 3)) as started:
         for one in started:
             ended = one.wait(200.0).expect(2)
-            assert "rank 1 of 3 did not come within 60 s; here are rank 0 (process" in ended.stderr
+            assert "rank 1 of 3 did not come within 45 s; here are rank 0 (process" in ended.stderr
     assert time.monotonic() - began < 200.0
 
 

@@ -63,6 +63,7 @@ RUN_OPTIONS: Table = {
     "--devices: of another plan": Refuses(
         Call(plan={"layout": {"data": 2}}, arguments=("--devices", "3")), "the plan's degrees make a world of 2"
     ),
+    "--devices: between two limits": Says(PLAIN.with_("--devices", "1:16"), "the planner chose one device", PLAIN),
     "--devices: under a launcher": Refuses(Call(arguments=("--devices", "3"), ranks=2), "WORLD_SIZE=2"),
     "--devices: of a run with other degrees": Says(
         Call(

@@ -38,7 +38,7 @@ class KeptCallbacks(Protocol):
     def differ(self, digests: Sequence[Mapping[str, str] | None]) -> list[str]:
         """Notes callbacks whose states are not the same on all ranks."""
 
-    def saved(self, folder: Path) -> None:
+    def saved(self, folder: Path | str) -> None:
         """A checkpoint was taken."""
 
 

@@ -106,7 +106,7 @@ class Keeper:
             self._start(state)
             self._newest = state.step
             if self._trained.callbacks is not None:
-                self._trained.callbacks.saved(self._store.path(state.step))
+                self._trained.callbacks.saved(self._store.shown(state.step))
         if wait:
             self._confirm(self._store)
 
@@ -163,7 +163,7 @@ class Keeper:
         told = self._mesh.gather_json(str(failure) if failure is not None else None)[0]
         if told is not None:
             raise StorageError(
-                given=f"the checkpoint of step {self._newest} in {store.folder}",
+                given=f"the checkpoint of step {self._newest} in {store.place.shown()}",
                 conflict=f"it could not be written: {told}",
                 remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
             )
@@ -249,6 +249,19 @@ class Keeper:
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)
 
+    def begin(self) -> None:
+        """Makes this run the one that writes where checkpoints are. On rank 0. Raises: StorageError."""
+        if self._store is None:
+            return
+        try:
+            self._store.take_over()
+        except OSError as error:
+            raise StorageError(
+                given=f"the checkpoints in {self._store.place.shown()}",
+                conflict=f"nothing can be written there: {error}",
+                remedy="check the address, and this host's credentials and way to it",
+            ) from error
+
     def clean(self) -> None:
         """Removes what the writer of a killed run left half done. Before this one writes anything."""
         if self._store is not None and self._mesh.rank == 0:
@@ -281,7 +294,7 @@ class Keeper:
             if isinstance(error, ShoalError):
                 raise
             raise IntegrityError(
-                given=f"the checkpoint of step {step} in {store.folder}",
+                given=f"the checkpoint of step {step} in {store.place.shown()}",
                 conflict=f"rank 0 can read it, rank {self._mesh.rank} on {self._mesh.host} cannot: {error}",
                 remedy="give an --out directory that all hosts share",
             ) from error
@@ -297,7 +310,7 @@ class Keeper:
             raise
         except OSError as error:
             raise StorageError(
-                given=f"the checkpoints in {store.folder}",
+                given=f"the checkpoints in {store.place.shown()}",
                 conflict=f"they cannot be read now: {error}; nothing was moved or changed",
                 remedy="mend the permission or the disk, then --resume",
             ) from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -119,13 +117,13 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[s
     """
     written = index(mesh.gather_json(described(held)))
     aside, failure = _attempt(lambda: store.begin(snapshot.step)) if mesh.rank == 0 else (None, None)
-    place, failure = mesh.gather_json([str(aside), failure])[0]
+    place, failure = mesh.gather_json([aside, failure])[0]
     if failure is not None:
         return str(failure)
 
     def add() -> dict[str, FileEntry]:
         content = share(held, written, mesh.rank, mesh.world_size)
-        return dict(store.add(Path(place), name, tensors) for name, tensors in content)
+        return dict(store.add(place, name, tensors) for name, tensors in content)
 
     files, failure = _attempt(add)
     told = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
@@ -136,7 +134,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[s
             document = {**snapshot.document, "tensors": written}
             _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document, best=snapshot.best))
         if failure is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+            store.place.remove(aside)
     found: str | None = mesh.gather_json(failure)[0]
     return found
 

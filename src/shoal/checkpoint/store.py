@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
-import io
 import json
 import os
-import shutil
-import stat
 import sys
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from shoal.checkpoint.local_place import GONE, LocalPlace, Place
 from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, FormatError, Manifest, ManifestError
 from shoal.checkpoint.newest_mark import NewestMark
+from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError
 from shoal.runs.directory_lock import claim
@@ -30,8 +27,6 @@ from shoal.runs.generation import Fence
 
 BEST_NAME = "best"
 STATE_NAME, _TENSORS = "state.json", ".safetensors"
-# What reading a damaged checkpoint may give: a file gone, a link or folder in its place, a bad sector.
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
 
 
 def directory_name(step: int) -> str:
@@ -51,12 +46,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint on disk; its tensors are read a file at a time. `checked`: all of its files are what was written."""
+    """A checkpoint; its tensors are read a file at a time. `checked`: all of its files are what was written."""
 
-    folder: Path
+    place: Place
+    name: str
     manifest: Manifest
     document: dict[str, Any]
     checked: bool = True
+
+    @property
+    def folder(self) -> Path:
+        """Its folder on disk; checkpoints at an address are read by the run alone."""
+        assert isinstance(self.place, LocalPlace), "it is read from a run directory on disk"
+        return self.place.folder / self.name
 
     @property
     def step(self) -> int:
@@ -71,7 +73,7 @@ class SavedCheckpoint:
     def read(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file. Raises: ManifestError where it is not what was written; OSError."""
         file = f"{name}{_TENSORS}"
-        content = _verified(self.folder, file, self.manifest.files[file], hashed=not self.checked)
+        content = _verified(self.place, self.name, file, self.manifest.files[file], hashed=not self.checked)
         try:
             found: dict[str, Tensor] = load_tensors(content)
         except SafetensorError as error:
@@ -79,12 +81,13 @@ class SavedCheckpoint:
         return found
 
     def verified(self, name: str) -> Path:
-        """The path of one file of tensors, whose bytes are what was written. Raises: as `read`."""
+        """The path of one file of tensors on this host, whose bytes are what was written. Raises: as `read`."""
+        assert isinstance(self.place, LocalPlace), "it is read from a run directory on disk"
         file = f"{name}{_TENSORS}"
         entry = self.manifest.files.get(file)
         if entry is None:
             raise ManifestError(f"the manifest does not name {file}")
-        with _opened(self.folder / file) as content:
+        with self.place.opened(self.name, file) as content:
             size = os.fstat(content.fileno()).st_size
             if size != entry.size:
                 raise ManifestError(f"{file} has {size} bytes, written were {entry.size}")
@@ -94,38 +97,53 @@ class SavedCheckpoint:
 
 
 def open_folder(folder: Path) -> SavedCheckpoint:
-    """The checkpoint in a folder, of which each file is checked when it is read. Raises: ManifestError; OSError."""
-    if folder.is_symlink():
-        raise ManifestError(f"{folder.name} is a link")
-    manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
+    """The checkpoint in a folder on disk. Raises: as `open_in`."""
+    return open_in(LocalPlace(folder.parent), folder.name)
+
+
+def open_in(place: Place, name: str) -> SavedCheckpoint:
+    """The checkpoint of that name, of which each file is checked when it is read. Raises: ManifestError; OSError."""
+    manifest = Manifest.from_bytes(place.read(name, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
     if STATE_NAME not in manifest.files:
         raise ManifestError(f"its files do not hold a training state: {STATE_NAME!r}")
-    content = _verified(folder, STATE_NAME, manifest.files[STATE_NAME])
+    content = _verified(place, name, STATE_NAME, manifest.files[STATE_NAME])
     try:
-        return SavedCheckpoint(folder, manifest, json.loads(content), checked=False)
+        return SavedCheckpoint(place, name, manifest, json.loads(content), checked=False)
     except ValueError as error:
         raise ManifestError(f"its files do not hold a training state: {error}") from None
 
 
 class Store:
-    """Checkpoints under one directory, of which the newest `keep` remain."""
+    """Checkpoints in one place, of which the newest `keep` remain."""
 
     def __init__(
-        self, folder: Path, keep: int | None = 3, mark: NewestMark | None = None, fence: Fence | None = None
+        self,
+        folder: Path,
+        keep: int | None = 3,
+        mark: NewestMark | None = None,
+        fence: Fence | None = None,
+        remote: RemotePlace | None = None,
     ) -> None:
-        """`keep`: how many of the newest, None for all; `mark`: of the newest one's step; `fence`: of who writes."""
+        """`keep`: how many of the newest, None for all; `mark`: of the newest one's step; `fence`: of who writes.
+
+        `remote`: where they are, if not in `folder` on disk.
+        """
         self.folder, self.keep, self._mark, self._fence = folder, keep, mark or NewestMark(None), fence or Fence()
+        self.place: Place = remote or LocalPlace(folder)
+        self._remote = remote
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, oldest first; whether they are good is not known yet."""
-        if not self.folder.is_dir():
-            return []
-        names = [p.name for p in self.folder.iterdir() if p.is_dir()]
+        names = self.place.names()
         return sorted(int(n[5:]) for n in names if n.startswith("step-") and n[5:].isdecimal())
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
+        """The folder of a step's checkpoint on disk."""
         return self.folder / directory_name(step)
+
+    def shown(self, step: int) -> Path | str:
+        """The folder of a step's checkpoint: its path, or its address as text."""
+        return self.path(step) if self._remote is None else self._remote.shown(directory_name(step))
 
     def write(self, snapshot: Snapshot) -> None:
         """Writes a checkpoint: either it is there whole, or not at all. Raises: OSError where the disk does."""
@@ -134,74 +152,69 @@ class Store:
             files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
             self.commit(aside, snapshot.step, files, snapshot.document, best=snapshot.best)
         except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
+            self.place.remove(aside)
             self._fence.check()  # whose next generation removes what lies aside
             raise
 
-    def begin(self, step: int) -> Path:
-        """A new folder for the files of a checkpoint, which `commit` makes one."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = self.folder / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
-        aside.mkdir(mode=0o700)
+    def begin(self, step: int) -> str:
+        """A new folder for the files of a checkpoint, which `commit` makes one; its name. Raises: OSError."""
+        aside = f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
+        self.place.make(aside)
         return aside
 
-    def add(self, aside: Path, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
+    def add(self, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
         """Writes one file of tensors; its name and the manifest's entry for it. Raises: OSError."""
-        return f"{name}{_TENSORS}", _write(aside / f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
+        return f"{name}{_TENSORS}", self.place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
 
     def commit(
-        self, aside: Path, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
+        self, aside: str, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
     ) -> None:
         """Seals what is in the folder and gives it its name; the oldest beyond `keep` go. Raises: OSError."""
-        target = self.folder / directory_name(step)
+        place, target = self.place, directory_name(step)
         content = json.dumps(document, sort_keys=True).encode()
-        files = {**files, STATE_NAME: _write(aside / STATE_NAME, content)}
-        _write(aside / MANIFEST_NAME, Manifest(step, files).to_bytes())
-        _sync_directory(aside)
+        files = {**files, STATE_NAME: place.write(aside, STATE_NAME, content)}
+        place.write(aside, MANIFEST_NAME, Manifest(step, files).to_bytes())
+        place.sync(aside)
         self._fence.check()
-        if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
-            old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
-            target.rename(old)
+        if target in place.names():  # the same step again, after a rollback or a resume: the older one steps aside
+            old = f".old-{target}-{uuid.uuid4().hex[:12]}"
+            place.move(target, old)
             try:
-                aside.rename(target)
+                place.move(aside, target)
             except OSError:
-                old.rename(target)
+                place.move(old, target)
                 raise
-            shutil.rmtree(old, ignore_errors=True)
+            place.remove(old)
         else:
-            aside.rename(target)
-        _sync_directory(self.folder)
+            place.move(aside, target)
+        place.sync()
         self._mark.note(step)
         if best:
             self.keep_best(step)
         others = [s for s in self.steps() if s != step]
         for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
-            shutil.rmtree(self.folder / directory_name(other), ignore_errors=True)
+            place.remove(directory_name(other))
+        if self._remote is not None:
+            self._remote.send(self.folder.parent)
 
     def keep_best(self, step: int) -> None:
         """Makes the checkpoint of a step the best, which stays until there is a better one. Raises: OSError."""
-        target, mark = self.folder / BEST_NAME, uuid.uuid4().hex[:12]
-        aside, old = self.folder / f".tmp-{BEST_NAME}-{mark}", self.folder / f".old-{BEST_NAME}-{mark}"
-        aside.mkdir(mode=0o700)
-        for file in self.path(step).iterdir():
-            try:
-                os.link(file, aside / file.name)  # the same bytes on disk under a second name
-            except OSError:
-                shutil.copy2(file, aside / file.name)
-        _sync_directory(aside)
+        place, mark = self.place, uuid.uuid4().hex[:12]
+        aside, old = f".tmp-{BEST_NAME}-{mark}", f".old-{BEST_NAME}-{mark}"
+        place.copy(directory_name(step), aside)
         if not self._fence.is_open:
-            shutil.rmtree(aside, ignore_errors=True)
+            place.remove(aside)
         self._fence.check()
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-        _sync_directory(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        if BEST_NAME in place.names():
+            place.move(BEST_NAME, old)
+        place.move(aside, BEST_NAME)
+        place.sync()
+        place.remove(old)
 
     def mend_best(self, step: int) -> None:
         """Makes the checkpoint of a step the best where a killed writer had not come to that. Raises: OSError."""
         try:
-            there = open_folder(self.folder / BEST_NAME).step == step
+            there = open_in(self.place, BEST_NAME).step == step
         except ManifestError:
             there = False
         if not there and step in self.steps():
@@ -209,7 +222,7 @@ class Store:
 
     def open(self, step: int) -> SavedCheckpoint:
         """The checkpoint of a step, of which each file is checked when it is read. Raises: as `read`."""
-        found = open_folder(self.folder / directory_name(step))
+        found = open_in(self.place, directory_name(step))
         if found.step != step:
             raise ManifestError(f"it is the checkpoint of step {found.step}")
         return found
@@ -244,18 +257,18 @@ class Store:
                 return good, complaints
             except FormatError as error:
                 raise IntegrityError(
-                    given=f"--resume from {self.folder}",
+                    given=f"--resume from {self.place.shown()}",
                     conflict=f"the checkpoint of step {step}, the newest, was written by another version: {error}",
                     remedy="resume with the version of shoal that wrote it; job.json has its number",
                 ) from None
             except ManifestError as error:
                 kept = self._quarantine(step)
-                complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {kept.name}")
+                complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {kept}")
         if found or self.damaged() or self._mark.step is not None:
             gone = f"this run had a checkpoint of step {self._mark.step}, and no checkpoint is there any more"
             bad = "no checkpoint there passes its checks" + "".join(f"\n{c}" for c in complaints)
             raise IntegrityError(
-                given=f"--resume from {self.folder}",
+                given=f"--resume from {self.place.shown()}",
                 conflict=bad if found or self.damaged() else gone,
                 remedy="restore the directory from a copy, or start anew with another --out",
             )
@@ -264,88 +277,46 @@ class Store:
     def forget_after(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
         for later in [s for s in self.steps() if s > step]:
-            shutil.rmtree(self.folder / directory_name(later), ignore_errors=True)
+            self.place.remove(directory_name(later))
 
-    def damaged(self) -> list[Path]:
-        """Directories of damaged checkpoints."""
-        return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []
+    def damaged(self) -> list[str]:
+        """Names of damaged checkpoints' folders."""
+        return sorted(name for name in self.place.names() if name.startswith("step-") and ".bad" in name)
 
     def hold(self, until: contextlib.ExitStack) -> None:
         """Takes the folder for this process alone until that closes, and cleans it. Raises: as `claim`."""
         until.enter_context(claim(self.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
         self.clean()
 
+    def take_over(self) -> None:
+        """Makes this run the one that writes to an address. On disk a lock says so. Raises: OSError."""
+        if self._remote is not None:
+            self._remote.take_over(self.folder.parent)
+
     def clean(self) -> None:
         """Removes what a killed writer left half done, and puts back what it had moved aside last."""
         self._fence.check()
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.glob(".old-step-*"):
-            target = self.folder / path.name[5:18]
-            if not target.exists():
+        there = self.place.names()
+        for name in (name for name in there if name.startswith(".old-step-")):
+            if name[5:18] not in there:
                 with contextlib.suppress(OSError):
-                    path.rename(target)
-        for pattern in (".tmp-*", ".old-*", ".gone-*"):
-            for path in self.folder.glob(pattern):
-                gone = self.folder / f".gone-{uuid.uuid4().hex[:12]}"  # at one stroke, should its writer live
-                with contextlib.suppress(OSError):
-                    path.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                    self.place.move(name, name[5:18])
+        for name in self.place.names():
+            if name.startswith((".tmp-", ".old-", GONE)):
+                self.place.remove(name)
 
-    def _quarantine(self, step: int) -> Path:
-        folder = self.folder / directory_name(step)
-        number = 1
-        while (kept := folder.with_name(f"{folder.name}.bad" + (f"-{number}" if number > 1 else ""))).exists():
+    def _quarantine(self, step: int) -> str:
+        name, there, number = directory_name(step), self.place.names(), 1
+        while (kept := f"{name}.bad" + (f"-{number}" if number > 1 else "")) in there:
             number += 1
-        folder.rename(kept)
+        self.place.move(name, kept)
         return kept
 
 
-def _write(path: Path, *content: bytes | memoryview) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        for part in content:
-            file.write(part)
-            digest.update(part)
-            size += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(size, digest.hexdigest())
-
-
-def _verified(folder: Path, name: str, entry: FileEntry, hashed: bool = True) -> bytes:
-    content = _read(folder / name, entry.size + 1)
+def _verified(place: Place, name: str, file: str, entry: FileEntry, hashed: bool = True) -> bytes:
+    content = place.read(name, file, entry.size + 1)
     if len(content) != entry.size:
-        raise ManifestError(f"{name} has {len(content)} bytes or more, written were {entry.size}")
+        raise ManifestError(f"{file} has {len(content)} bytes or more, written were {entry.size}")
     if hashed and hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise ManifestError(f"{name} is not what was written (SHA-256 differs)")
+        raise ManifestError(f"{file} is not what was written (SHA-256 differs)")
     return content
-
-
-def _read(path: Path, limit: int) -> bytes:
-    with _opened(path) as file:
-        return file.read(min(limit, os.fstat(file.fileno()).st_size + 1))
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[io.BufferedReader]:
-    """A regular file; a link could lead anywhere and a pipe could wait forever. Raises: ManifestError; OSError."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ManifestError(f"{path.name} is not a regular file")
-            yield file
-    except OSError as error:
-        if error.errno not in _DAMAGE:
-            raise
-        raise ManifestError(f"{path.name} cannot be read: {error.strerror}") from None
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -232,7 +232,7 @@ def _folder_of(path: Path, step: Step) -> Path:
             return store.folder / BEST_NAME
         conflict, remedy = "no checkpoint is kept as the best", 'write Job(watch="accuracy:max"), say, and train'
     elif not steps:
-        bad = ", ".join(found.name for found in store.damaged())
+        bad = ", ".join(store.damaged())
         conflict = f"no checkpoint is there{f' but damaged ones: {bad}' if bad else ''}"
         remedy = "give the directory of a run that has trained, or one of its checkpoints"
     elif step == "last":

@@ -28,6 +28,7 @@ from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
 from shoal.plans import Plan
+from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.job_file import JobRequest, Setting, called, parameters_of, setting_of
@@ -161,6 +162,9 @@ def _run(given: dict[str, Any]) -> Run:
         options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
         request = requested(options)
         if in_ray_train:
+            if given["max_restarts"] != RunOptions.max_restarts:
+                told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
+                warn_of([f"max_restarts={given['max_restarts']}: {told}"])
             _raise(trained_in_worker(options, request, signals), request)
             return Run(request.out, job)
         if options.on != "local":

@@ -22,8 +22,11 @@ T = TypeVar("T")
 
 
 def _option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
-    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`."""
-    told = {"flags": flags, "least": more.pop("least", None)}
+    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`.
+
+    `between`: LEAST:MOST is an answer too.
+    """
+    told = {"flags": flags, "least": more.pop("least", None), "between": more.pop("between", False)}
     told["settings"] = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
     return field(default=default, metadata=told)
 
@@ -48,7 +51,9 @@ class TrainingOptions:
     job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
     started_at: float = field(default_factory=time.time)  # of the command: no option
     plan: str | Plan | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")  # noqa: RUF009
-    devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
+    devices: int | str | None = _option(
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1
+    )
     exact: bool | None = _switch("bit-identical on any number of devices", default=None)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str | tuple[str, Setting], ...] = _option(*_SET, default=(), action="append")
@@ -61,6 +66,12 @@ class TrainingOptions:
 class RunOptions(TrainingOptions):
     """Options of `shoal run`."""
 
+    devices: int | str | None = _option(
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1); 4:16 for what there is between the two",
+        "N|LEAST:MOST",
+        least=1,
+        between=True,
+    )
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
     resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
@@ -108,6 +119,7 @@ class RunOptions(TrainingOptions):
         default="local",
     )
     dry_run: bool = _switch("print what would be started or submitted, and end")
+    address: str | None = None  # of the run directory, where `out` is a working copy of it: no option
 
 
 @dataclass(frozen=True)
@@ -353,12 +365,14 @@ def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
     checked = dict(values)
     for option in _options(kind):
         least = option.metadata["least"]
-        if least is not None and option.name in checked:
-            checked[option.name] = _integer(option.name, checked[option.name], least)
+        between = option.metadata["between"] and ":" in str(checked.get(option.name))
+        if least is not None and option.name in checked and not between:
+            checked[option.name] = whole_number(option.name, checked[option.name], least)
     return kind(**checked)
 
 
-def _integer(name: str, text: Any, least: int) -> int | None:
+def whole_number(name: str, text: Any, least: int) -> int | None:
+    """A number of at least `least`, of an option of that name. Raises: CommandError."""
     if text is None:
         return None
     try:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 
-JOIN_TIMEOUT = timedelta(seconds=60)
+JOIN_TIMEOUT = timedelta(seconds=45)  # with the start of a process less than a minute
 _PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
 _LEAVING_SECONDS = 3.0
 _REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
@@ -82,6 +82,11 @@ class JoinLimit:
         """Whether the time has passed."""
         return time.monotonic() - self._began >= JOIN_TIMEOUT.total_seconds()
 
+    @property
+    def left(self) -> timedelta:
+        """What is left of it, but for a moment at least."""
+        return max(_LOOK, JOIN_TIMEOUT - timedelta(seconds=time.monotonic() - self._began))
+
     def tell(self, what: str) -> None:
         """Prints the line, where one is due."""
         if self._says and time.monotonic() >= self._next:
@@ -96,7 +101,7 @@ def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Sto
     waiting = JoinLimit(environment.local_rank == 0)
     while True:
         try:
-            return once(timedelta(seconds=_PROGRESS_SECONDS))
+            return once(min(timedelta(seconds=_PROGRESS_SECONDS), waiting.left))
         except (dist.DistError, RuntimeError):
             if waiting.is_over:
                 raise

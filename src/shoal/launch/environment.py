@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 GATE_FD = "SHOAL_GATE_FD"  # a pipe on which a spare process waits until it is needed
@@ -29,6 +29,18 @@ def inside_run(variables: MutableMapping[str, str]) -> Iterator[None]:
     finally:
         if before is None:
             del variables[INSIDE]
+
+
+@contextlib.contextmanager
+def defaults(variables: MutableMapping[str, str], values: Mapping[str, str]) -> Iterator[None]:
+    """A context in which variables that nobody has set have these values."""
+    added = {name: value for name, value in values.items() if name not in variables}
+    variables.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            variables.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ ends, the launcher is gone, and it ends itself and so its ranks.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -25,6 +26,7 @@ from shoal.launch.local import launch
 from shoal.launch.rank_processes import LocalRun, listener_at
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.runs.address import working_copy
 from shoal.runs.directory import RunDirectory
 from shoal.runs.version import __version__
 
@@ -53,8 +55,8 @@ def main() -> int:
         return int(ExitCode.INTERRUPTED)
     signals = Signals(impatient=False)
     try:
-        with signals.handled():
-            run = _run(asked, answers)
+        with signals.handled(), contextlib.ExitStack() as until_end:
+            run = _run(asked, answers, until_end)
             threading.Thread(target=_listen, args=(signals,), daemon=True).start()
             code, error, _ = launch(run, signals)
     except ShoalError as caught:
@@ -63,10 +65,11 @@ def main() -> int:
     return int(code)
 
 
-def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
+def _run(asked: Mapping[str, Any], answers: _Answers, until_end: contextlib.ExitStack) -> LocalRun:
     """The run of this host. Raises: LaunchError where this host lacks what the others have, all of it in one."""
     place = Environment(**asked["place"])
     _refuse_differences(asked)
+    answers.answer(fit=True)
     os.chdir(asked["folder"])
     os.environ.update(asked["variables"])
     listener = listener_at(place)
@@ -77,7 +80,8 @@ def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
         place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
         if not place.port:
             os._exit(ExitCode.INTERRUPTED)
-    out = Path(asked["out"])
+    address = asked["address"]
+    out = Path(asked["out"]) if address is None else until_end.enter_context(working_copy(address))
     return LocalRun(
         asked["arguments"],
         place.local_world_size,
@@ -91,15 +95,15 @@ def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
 
 
 # Certificates, schedules of learning rates and trackers read clocks; files of a run are compared by their times.
-_MOST_APART_SECONDS = 60.0
+MOST_APART_SECONDS = 60.0
 
 
 def _refuse_differences(asked: Mapping[str, Any]) -> None:
-    missing = [f"no folder {path}" for path in (asked["folder"], asked["shared"]) if not Path(path).is_dir()]
+    missing = [f"no folder {path}" for path in _folders(asked) if not Path(path).is_dir()]
     apart = time.time() - float(asked["time"])
     if asked["version"] != __version__:
         missing.append(f"shoal {__version__}, where the command has {asked['version']}")
-    if abs(apart) > _MOST_APART_SECONDS:
+    if abs(apart) > MOST_APART_SECONDS:
         missing.append(f"a clock that is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}")
     if missing:
         raise LaunchError(
@@ -107,6 +111,11 @@ def _refuse_differences(asked: Mapping[str, Any]) -> None:
             conflict="it has " + ", ".join(missing),
             remedy="give every host the same files, on a file system that all see, the same versions and time",
         )
+
+
+def _folders(asked: Mapping[str, Any]) -> list[str]:
+    """Folders that every host has to have."""
+    return [asked["folder"], *([asked["out"]] if asked["address"] is None else [])]
 
 
 def _described(error: ShoalError, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import signal
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
-from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
+from shoal.errors import ExitCode, ShoalError
 from shoal.launch import heartbeat
 from shoal.launch.rank_processes import LocalRun, RankProcess, tell, tell_groups
-from shoal.launch.signals import Signals, how_it_ended, pausing
+from shoal.launch.signals import Signals, pausing
 from shoal.launch.spares import Spares
 from shoal.launch.stacks import different_calls
+from shoal.launch.verdict import verdict
 from shoal.launch.watch import Stuck, Watch
 
 _POLL_SECONDS = 0.02
@@ -67,7 +67,7 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and workers[0].is_well and not cut_short:  # who is left over had been given up
                 return LaunchEnd(workers[0].process.returncode, None, failed_at)
-            return LaunchEnd(*_verdict(workers, signals, run.share is not None), failed_at)
+            return LaunchEnd(*verdict(workers, signals, elsewhere=run.share is not None), failed_at)
         finally:
             start.close()
 
@@ -138,39 +138,3 @@ def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
     for worker in stuck:
         stacks = f"; it was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
         worker.stuck = f"{reasons[worker.rank]}, and was killed{calls}{stacks}"
-
-
-def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> tuple[int, ShoalError | None]:
-    """The exit code, and the root error. `elsewhere`: whether other hosts have ranks, unknown here."""
-    ends = [(worker, worker.how_it_ended()) for worker in workers]
-    if signals.twice and not all(end for _, end in ends):
-        return ExitCode.INTERRUPTED, None
-    told = [end["error"] for _, end in ends if end and end.get("error")]
-    roots = [error for error in told if error["kind"] != "PeerError"]
-    if roots:
-        code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
-        return code, from_json(roots[0])
-    lost = sorted((worker for worker, end in ends if end is None), key=lambda worker: worker.given_up)
-    if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
-        return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
-    if lost:
-        stacks = {int(error["rank"]): error.get("traceback") or "" for error in told}
-        return ExitCode.RANK_LOST, _lost(lost[0], stacks)
-    if told:
-        return (ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(told[0])
-    return max(end["exit_code"] for _, end in ends if end), None
-
-
-def _lost(worker: RankProcess, others: Mapping[int, str]) -> RankLostError:
-    """The error of a rank that is lost; `others`: where the other ranks were when they noticed."""
-    how, shown = how_it_ended(worker.process.returncode), ""
-    if worker.stuck is None:
-        shown = heartbeat.last_stacks(worker.heartbeat)
-        how = f"{how} without a word{different_calls({worker.rank: shown, **others})}{worker.last_words()}"
-    error = RankLostError(
-        given=f"rank {worker.rank} (process {worker.process.pid})",
-        conflict=f"it {worker.stuck or how}" + (f"\nIt was in\n{shown}" if shown else ""),
-        remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
-    )
-    error.rank, error.host = worker.rank, socket.gethostname()
-    return error

@@ -11,21 +11,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.errors import ExitCode, LaunchError
+from shoal.errors import ExitCode, LaunchError, RankLostError
 from shoal.launch import heartbeat
 from shoal.launch.environment import GATE_FD, LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.output import OutputRelay
+from shoal.launch.signals import how_it_ended
+from shoal.launch.stacks import different_calls
 from shoal.launch.start_folder import StartFolder
 from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import NAME
 from shoal.runs.generation import FOLDER as GENERATIONS
 
 _REQUEST = "request.json"
+_NAME_SECONDS, _LOOK_SECONDS = 40.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,25 @@ class RankProcess:
     def is_well(self) -> bool:
         """Whether it has ended and its exit code is a good one."""
         return self.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of the process, negative for a signal."""
+        return self.process.returncode
+
+    def error(self, others: Mapping[int, str]) -> RankLostError:
+        """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
+        how, shown = how_it_ended(self.process.returncode), ""
+        if self.stuck is None:
+            shown = heartbeat.last_stacks(self.heartbeat)
+            how = f"{how} without a word{different_calls({self.rank: shown, **others})}{self.last_words()}"
+        error = RankLostError(
+            given=f"rank {self.rank} (process {self.process.pid})",
+            conflict=f"it {self.stuck or how}" + (f"\nIt was in\n{shown}" if shown else ""),
+            remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+        )
+        error.rank, error.host = self.rank, socket.gethostname()
+        return error
 
     def last_words(self) -> str:
         """The last lines that it printed, each on a new line."""
@@ -243,6 +266,18 @@ def _listener() -> socket.socket:
     return listener
 
 
+def _resolved(share: Environment) -> Any:
+    """The first of the address's entries. Of a pod the name is not known before the cluster has noticed its Service."""
+    deadline = time.monotonic() + (_NAME_SECONDS if share.engine == "kubernetes" else 0.0)
+    while True:
+        try:
+            return socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_SECONDS)
+
+
 def listener_at(share: Environment) -> socket.socket | None:
     """A socket for rank 0's store where rank 0 is here; it listens on the address and on nothing else.
 
@@ -253,7 +288,7 @@ def listener_at(share: Environment) -> socket.socket | None:
     given, here = f"rank 0's store at {share.address}:{share.port}", socket.gethostname()
     listener: socket.socket | None = None
     try:
-        family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, place = _resolved(share)
         if share.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
             raise LaunchError(
                 given=f"{given}, on host {here}",

@@ -14,8 +14,9 @@ from shoal.errors import IntegrityError, RunDirectoryError, ShoalError
 class RunDirectory:
     """The files of one run under one directory."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, shown: str | None = None) -> None:
+        """`shown`: the directory as messages name it, where `path` is a working copy."""
+        self.path, self.shown = path, shown or str(path)
         # File, function, settings and numbers of the job. Its presence makes the directory a run's.
         self.job = path / "job.json"
         self.plan = path / "plan.toml"  # complete
@@ -44,7 +45,7 @@ class RunDirectory:
         """Raises: IntegrityError where nothing can say which job was trained here."""
         if read_json(self.job) is None:
             raise IntegrityError(
-                given=f"--resume of {self.path}",
+                given=f"--resume of {self.shown}",
                 conflict=f"{self.job.name} is damaged, so that nothing tells whether this is the job that was trained",
                 remedy="restore it from a copy, or add --accept-changes to go on with the job as it is now",
             )
@@ -58,7 +59,7 @@ class RunDirectory:
 
     def check(self, resume: bool) -> None:
         """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""
-        given = f"--out {self.path}"
+        given = f"--out {self.shown}"
         parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if self.path.exists() and not self.path.is_dir():
             conflict, remedy = "that is a file", "give a directory that is new or empty"

@@ -65,10 +65,16 @@ class RunRequest:
     evaluate_every: int | None = None
     bad_samples: int = 0  # that are left out
     check_replicas: int | None = None  # steps between comparisons of the replicas
+    address: str | None = None  # of the run directory, whose working copy `out` is then
+
+    @property
+    def place(self) -> str:
+        """The run directory, as the command was given it."""
+        return self.address or str(self.out)
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""
-        directory = RunDirectory(self.out)
+        directory = RunDirectory(self.out, self.address)
         directory.check(self.resume)
         if self.resume and not self.accept_changes:
             directory.check_job()

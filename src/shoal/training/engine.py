@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.checkpoint.initial import TakenWeights, take_weights
 from shoal.checkpoint.keeper import Keeper, Trained
 from shoal.checkpoint.newest_mark import NewestMark
+from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
@@ -116,8 +117,9 @@ class Options:
     """Options of a run; but for initial weights none changes its results.
 
     `checkpoints` is their directory, None for none, of which the newest `keep_checkpoints` are kept, None for all;
-    `saved` the file that has the newest one's step, `fence` that of the ranks' generation; `eval_samples` the
-    most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
+    `saved` the file that has the newest one's step, `fence` that of the ranks' generation; `remote`: where checkpoints
+    are, if not there; `eval_samples` the most that an evaluation reads, None for all; `take_workers`: a DataLoader's
+    num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
@@ -128,6 +130,7 @@ class Options:
     checkpoints: Path | None = None
     saved: Path | None = None
     fence: Fence = field(default_factory=Fence)
+    remote: RemotePlace | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = 3
     telemetry: bool = True
@@ -226,7 +229,8 @@ def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[Ev
 def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
     folder = options.checkpoints
     mark = NewestMark(options.saved, options.fence)
-    store = Store(folder, options.keep_checkpoints, mark, options.fence) if folder is not None else None
+    own = (options.keep_checkpoints, mark, options.fence, options.remote)
+    store = Store(folder, *own) if folder is not None else None
     return Keeper(mesh, store, trained, options.checkpoint_every, options.mtbf_seconds)
 
 

@@ -6,7 +6,10 @@ import hashlib
 import json
 import platform
 import re
+import time
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
 from shoal.job import Job
+from shoal.launch.host_process import MOST_APART_SECONDS
 from shoal.numerics.flat import raw_bytes
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
@@ -30,6 +34,7 @@ from shoal.runs.request import RunRequest, dumped
 from shoal.runs.version import __version__
 from shoal.training.default_grains import grains_of, outline
 
+_MOST_LINES = 64
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -94,7 +99,10 @@ def one_grain(job: Job) -> Any:
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
-    """Compares versions, code, job, options, plan and device of all ranks. Raises, collective: `refuse_differences`."""
+    """Compares versions, code, job, options, plan, device and clock of all ranks.
+
+    Raises and collective: `refuse_differences`, and two JSON gathers of the clocks.
+    """
     mine = {
         "shoal": __version__,
         "torch": torch.__version__,
@@ -115,28 +123,46 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "--require-certificate": request.certificate is not None,
         "device": mesh.device.type,
     }
-    refuse_differences(mesh, mine)
+    refuse_differences(mesh, mine, _clocks_apart(mesh))
 
 
-def refuse_differences(mesh: Mesh, mine: dict[str, Any]) -> None:
-    """Compares values under the same names on all ranks. Raises: LaunchError, on every rank, for the first difference.
+def _clocks_apart(mesh: Mesh) -> dict[int, float]:
+    """Seconds by which the clocks of other ranks are ahead of rank 0's, where that is too much to be a wait."""
+    if mesh.world_size == 1:
+        return {}
+    mesh.gather_json(None)  # all leave it within moments
+    clocks = mesh.gather_json(time.time())
+    apart = {rank: clock - clocks[0] for rank, clock in enumerate(clocks)}
+    return {rank: seconds for rank, seconds in apart.items() if abs(seconds) > MOST_APART_SECONDS}
 
+
+def refuse_differences(mesh: Mesh, mine: dict[str, Any], clocks: Mapping[int, float] | None = None) -> None:
+    """Compares values under the same names on all ranks. Raises: LaunchError, on every rank, with every difference.
+
+    `clocks`: the seconds by which ranks' clocks are ahead of rank 0's, of those that differ, the same on all ranks.
     Collective: all ranks, one JSON gather of a digest, and where they differ another.
     """
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    if len(set(mesh.gather_json(digest))) == 1:
+    if len(set(mesh.gather_json(digest))) == 1 and not clocks:
         return
     told = mesh.gather_json({**mine, "host": mesh.host})
+    found: dict[tuple[str, str], list[int]] = {}  # ranks of one host differ in the same way
+    first: dict[str, None] = {}
     for rank, other in enumerate(told):
-        differing = [name for name in mine if other[name] != told[0][name]]
-        if differing:
-            name = differing[0]
-            theirs, first = _apart(other[name], told[0][name]), _apart(told[0][name], other[name])
-            raise LaunchError(
-                given=f"rank {rank} on {other['host']}: {name} = {str(theirs)[:200]}",
-                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(first)[:200]}",
-                remedy="start every rank with the same files, versions and arguments",
-            )
+        for name in (name for name in mine if other[name] != told[0][name]):
+            theirs, here = _apart(other[name], told[0][name]), _apart(told[0][name], other[name])
+            found.setdefault((other["host"], f"{name} = {str(theirs)[:200]}"), []).append(rank)
+            first[f"{name} = {str(here)[:200]}"] = None
+    for rank, seconds in (clocks or {}).items():
+        way = "ahead of" if seconds > 0 else "behind"
+        found.setdefault((told[rank]["host"], f"its clock is {abs(seconds):.0f} s {way} rank 0's"), []).append(rank)
+        first[f"time = {datetime.now(UTC).isoformat(timespec='seconds')}"] = None
+    lines = [f"rank {', '.join(map(str, ranks[:16]))} on {host}: {what}" for (host, what), ranks in found.items()]
+    raise LaunchError(
+        given="\n".join(lines[:_MOST_LINES]),
+        conflict=f"rank 0 on {told[0]['host']} has {'; '.join(first)}",
+        remedy="start every rank with the same files, versions and arguments, on hosts whose clocks agree",
+    )
 
 
 def compare_models(mesh: Mesh, model: nn.Module) -> None:

@@ -196,7 +196,7 @@ def sealed(store: Store, **contents: bytes) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     for name, content in contents.items():
-        entries[name.replace("__", ".")] = shoal.checkpoint.store._write(folder / name.replace("__", "."), content)
+        entries[name.replace("__", ".")] = store.place.write(folder.name, name.replace("__", "."), content)
     (folder / MANIFEST_NAME).write_bytes(Manifest(20, entries).to_bytes())
 
 
@@ -235,7 +235,7 @@ def test_the_one_before_is_taken_and_the_bad_one_kept_aside(store: Store, kind: 
     assert complaint.startswith("checkpoint of step 20 is damaged: ")
     assert complaint.endswith("kept as step-00000020.bad")
     assert store.steps() == [10]
-    assert [p.name for p in store.damaged()] == ["step-00000020.bad"]
+    assert store.damaged() == ["step-00000020.bad"]
     # The step is trained and damaged again: neither of the two is lost.
     store.write(snapshot(20))
     DAMAGES[kind](store.folder / directory_name(20))

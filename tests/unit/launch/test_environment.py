@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch.environment import LISTEN_FD, Environment
+from shoal.launch.environment import LISTEN_FD, Environment, defaults
 from shoal.launch.environments.detect import joined
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -79,3 +79,10 @@ def test_a_value_is_read_from_its_own_variables() -> None:
         5, 8, 1, 4, "h0", 29501, key="k", own_gpu=True, restarts=2, host=1, num_hosts=2, engine="hosts", job="a:7"
     )
     assert joined(value.variables()) == value
+
+
+def test_defaults_are_there_for_a_context_alone() -> None:
+    variables = {"A": "chosen"}
+    with defaults(variables, {"A": "1", "B": "2"}):
+        assert variables == {"A": "chosen", "B": "2"}
+    assert variables == {"A": "chosen"}

@@ -16,7 +16,14 @@ from shoal.runs.version import __version__
 
 
 def asked(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {"folder": str(folder), "shared": str(folder), "version": __version__, "time": time.time(), **changes}
+    return {
+        "folder": str(folder),
+        "out": str(folder),
+        "address": None,
+        "version": __version__,
+        "time": time.time(),
+        **changes,
+    }
 
 
 def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
@@ -29,13 +36,17 @@ def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
         ({"time": time.time() - 3600}, r"a clock that is 36\d\d s ahead"),
         ({"time": time.time() + 3600}, r"a clock that is 3[56]\d\d s behind"),
         ({"version": "9.9"}, f"shoal {__version__}, where the command has 9.9"),
-        ({"shared": "/nowhere/run"}, "no folder /nowhere/run"),
-        ({"shared": "/nowhere/run", "version": "9.9"}, "no folder /nowhere/run, shoal"),
+        ({"out": "/nowhere/run"}, "no folder /nowhere/run"),
+        ({"out": "/nowhere/run", "version": "9.9"}, "no folder /nowhere/run, shoal"),
     ],
 )
 def test_differences_are_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=said):
         _refuse_differences(asked(tmp_path, **changes))
+
+
+def test_a_run_directory_at_an_address_is_on_no_host(tmp_path: Path) -> None:
+    _refuse_differences(asked(tmp_path, out="/nowhere/run", address="s3://bucket/run"))
 
 
 def test_output_travels_as_json() -> None:

@@ -178,7 +178,7 @@ def introduce(
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
-    reporter.note(f"shoal {__version__}: {request.job.path}:{loaded.function} -> {request.out}")
+    reporter.note(f"shoal {__version__}: {request.job.path}:{loaded.function} -> {request.place}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")
     reporter.note(f"  layout      {described(plan)}")
@@ -261,8 +261,8 @@ def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, functio
     if result.status == "preempted" and request.resizable and wished(RunDirectory(request.out)) is not None:
         reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
     elif result.status == "preempted":
-        command = f"shoal run {request.job.path}:{function} --resume --out {request.out}"
-        call = f"shoal.run({function}, resume=True, out={str(request.out)!r})"
+        command = f"shoal run {request.job.path}:{function} --resume --out {request.place}"
+        call = f"shoal.run({function}, resume=True, out={request.place!r})"
         reporter.note(f"resume with: {command if request.job.handed is None else call}")
 
 

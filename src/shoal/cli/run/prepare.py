@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.cli.options import RunOptions, VerifyOptions, whole_number
+from shoal.cli.run.device_range import range_of, with_number
 from shoal.cli.run.start import claimed, judged_request, resized, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
@@ -22,6 +23,7 @@ from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
@@ -32,13 +34,22 @@ from shoal.runs.tracking import TrackerName
 
 def run(options: RunOptions) -> int:
     """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
+    if options.out is None or not is_address(options.out) or REQUEST_FILE in os.environ:
+        return _run(options)
+    with working_copy(options.out, fetched=not options.dry_run) as out:
+        return _run(replace(options, out=str(out), address=options.out))
+
+
+def _run(options: RunOptions) -> int:
     environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+    limits = range_of(options)
+    options = with_number(options, environment)
     if options.dry_run or (environment is None and options.on != "local"):
-        return submitted(options, requested(options))
+        return submitted(options, requested(options), least=limits.least if limits is not None else None)
     if environment is not None and options.on != "local":
         raise CommandError(
             given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
@@ -115,8 +126,15 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
+    if options.out is not None and is_address(options.out):
+        raise CommandError(
+            given=f"out={options.out}",
+            conflict="only the command shoal run trains to an address; this one reads the run directory afterwards",
+            remedy="give a folder",
+        )
     options = _going_on(options, suffix)
-    wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
+    devices = whole_number("devices", options.devices, 1)
+    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     name = job.name + suffix
@@ -168,6 +186,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         bad_samples=_bad_samples(options, kept, asked),
         check_replicas=_as_before("check_replicas", options, kept),
         numbered=None if options.out or options.resume else name,
+        address=options.address,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
 

@@ -11,8 +11,9 @@ from shoal.cli.options import RunOptions, arguments_of
 from shoal.cli.run.start import RunEnd
 from shoal.launch.environment import INSIDE, LAUNCHER_PID
 from shoal.launch.environments.torchrun import TORCHRUN
-from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, verdict
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 from shoal.runs.request import RunRequest
 
 _LOOK_SECONDS = 0.3
@@ -62,6 +63,6 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
                 rank.tell(number)
             told = len(signals.received)
         end = RankEnd(environment.rank, os.uname().nodename, look)
-        return RunEnd(*verdict([end], stopped=bool(signals.received)), tuple(signals.received))
+        return RunEnd(*verdict([end], signals), tuple(signals.received))
     finally:
         rank.close()

@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.options import RunOptions, arguments_of
+from shoal.errors import ExitCode, LaunchError, ShoalError
+from shoal.hardware import cluster as find_cluster
 from shoal.hardware.detect import cores
+from shoal.hardware.values import Cluster
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
 from shoal.launch.local import launch
@@ -23,8 +26,12 @@ from shoal.runs.request import RunRequest, devices_here
 _OWN = ("on", "dry_run", "max_restarts")
 
 
-def submitted(options: RunOptions, request: RunRequest, signals: Signals | None = None) -> int:
+def submitted(
+    options: RunOptions, request: RunRequest, signals: Signals | None = None, *, least: int | None = None
+) -> int:
     """Submits the run to its engine and follows it, or prints what would be submitted; the exit code.
+
+    `least`: how few processes will do, where not so many as the request has are there.
 
     Raises: CommandError of an engine or an option; PlanError; RunDirectoryError of a directory that holds a run.
     """
@@ -32,7 +39,7 @@ def submitted(options: RunOptions, request: RunRequest, signals: Signals | None 
     found = launcher(engine)
     request = request.with_devices(devices_here())
     request.check_plan()
-    submission = submission_of(options, request, own)
+    submission = submission_of(options, request, own, least)
     if options.dry_run:
         for name, text in found.render(submission).items():
             print(f"# {name}\n{text.rstrip()}")
@@ -43,21 +50,44 @@ def submitted(options: RunOptions, request: RunRequest, signals: Signals | None 
         return found.start(submission, signals)
 
 
-def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Submission:
+def submission_of(options: RunOptions, request: RunRequest, own: str = "", least: int | None = None) -> Submission:
     """The run as a launcher is given it: the request's directory is fixed, and how many processes."""
-    fixed = replace(options, out=str(request.out.absolute()))
+    fixed = replace(options, out=options.address or str(request.out.absolute()))
     if options.devices is None and not request.plan_from_file:
         fixed = replace(fixed, devices=request.plan.num_processes)
+    cluster = _cluster_of(request)
+    if least is not None:
+        fixed = replace(fixed, devices=f"{least}:{request.plan.num_processes}")
     return Submission(
         arguments=("run", *arguments_of(fixed, without=_OWN)),
         name=re.sub(r"[^A-Za-z0-9._-]+", "-", request.job.name) or "shoal",
         out=request.out.absolute(),
         folder=Path.cwd(),
         num_processes=request.plan.num_processes,
+        least_processes=least,
         options=own,
         threads=1 if request.plan.execution.exact else None,
+        num_hosts=-(-request.plan.num_processes // cluster.devices_per_host) if cluster is not None else None,
+        gpus=cluster.device.kind == "gpu" if cluster is not None else None,
+        cluster=cluster.name if cluster is not None else None,
         max_restarts=options.max_restarts,
+        address=options.address,
     )
+
+
+def _cluster_of(request: RunRequest) -> Cluster | None:
+    """The cluster that the plan was made for; None where nobody says, or by a name that this host does not know."""
+    name = request.plan.prediction.get("cluster")
+    if not request.plan_from_file or request.plan_resumed or not isinstance(name, str) or name == "here":
+        return None
+    try:
+        return find_cluster(name)
+    except ShoalError:
+        print(
+            f"note: the plan's cluster, {name}, is not known here: its hosts and GPUs are not asked for",
+            file=sys.stderr,
+        )
+        return None
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
@@ -71,7 +101,7 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
         request = request.with_own_sums()
     refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
     run = LocalRun(
-        ["run", *arguments_of(replace(options, out=str(request.out), resume=request.resume), without=_OWN)],
+        ["run", *arguments_of(replace(options, out=request.place, resume=request.resume), without=_OWN)],
         environment.num_to_start,
         1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
         request.out / "logs",
@@ -79,8 +109,14 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
         unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
     )
     signals = Signals(impatient=False)
-    with signals.handled():
-        ended = launch(run, signals)
+    try:
+        with signals.handled():
+            ended = launch(run, signals)
+    except LaunchError as error:
+        if environment.engine != "kubernetes":
+            raise
+        print(error.render(), file=sys.stderr)  # such as a name that the cluster does not know yet: a new pod may
+        return int(ExitCode.RANK_LOST)
     if ended.error is not None:
         print(ended.error.render(), file=sys.stderr)
     return ended.code

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.run_state import RunState
 from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
 from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
@@ -101,7 +102,8 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                    request, directory = replace(request, out=out), RunDirectory(out)
+                    if request.address is None:  # else each process has a working copy of its own
+                        request, directory = replace(request, out=out), RunDirectory(out)
                     if mesh.rank == 0:
                         held.callback(withdraw, out)
                     generation = decided_by_rank_0(mesh, int, lambda: request.begun().generation)
@@ -216,6 +218,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         fence=request.fence,
+        remote=RemotePlace(request.address) if request.address is not None else None,
         checkpoint_every=request.checkpoint_every,
         keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,

@@ -7,7 +7,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -34,17 +34,26 @@ class Submission:
     name: str  # of the run, of letters, digits, dots, underscores and hyphens
     out: Path  # the run directory, absolute
     folder: Path  # where the command is given, absolute
-    num_processes: int
+    num_processes: int  # with `least_processes` the most
     options: str = ""  # what follows the engine's name and a colon
     threads: int | None = None  # of each process; None: nobody says
     num_hosts: int | None = None  # None: the engine decides
     gpus: bool | None = None  # whether each process needs a GPU; None: nobody says
+    cluster: str | None = None  # the name of the one that the plan was made for
     max_restarts: int = 0  # in a row, that bring no new step
+    least_processes: int | None = None  # how few will do, where there are not so many; None: it is one number
+    address: str | None = None  # of the run directory, where `out` is this host's working copy of it
 
     @property
     def command(self) -> tuple[str, ...]:
         """The words of the command that starts one process."""
         return (sys.executable, "-m", "shoal", *self.arguments)
+
+    def with_what_is_there(self, number: int) -> Submission:
+        """The submission for so many processes as an engine can start now, within its limits."""
+        if self.least_processes is None:
+            return self
+        return replace(self, num_processes=min(self.num_processes, max(self.least_processes, number)))
 
     def option_words(self) -> list[str]:
         """`options` as words, as a shell reads them. Raises: CommandError where a quote is open."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
+from shoal.errors import ExitCode, RankLostError
 from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
 from shoal.launch.signals import how_it_ended
 from shoal.runs.directory import read_json
@@ -194,7 +194,16 @@ class RankEnd:
         """Whether it is done, or has stopped on request."""
         return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
 
-    def error(self) -> ShoalError:
+    @property
+    def code(self) -> int | None:
+        """Exit code of the process, as far as it is known."""
+        return self.look.code
+
+    def how_it_ended(self) -> dict[str, Any] | None:
+        """Its report; None where it ended without one, or the engine has lost it."""
+        return None if self.gone else self.look.report
+
+    def error(self, _: Mapping[int, str]) -> RankLostError:
         """The rank's loss as an error."""
         how = how_it_ended(self.look.code if self.look.code is not None else 0)
         error = RankLostError(
@@ -204,19 +213,3 @@ class RankEnd:
         )
         error.rank, error.host = self.rank, self.host
         return error
-
-
-def verdict(ends: Sequence[RankEnd], *, stopped: bool) -> tuple[int, ShoalError | None]:
-    """The exit code of all ranks, and the root error. `stopped`: whether they were asked to stop."""
-    told = [end.look.report for end in ends if end.look.report and end.look.report.get("error")]
-    roots = [report for report in told if report["error"]["kind"] != "PeerError"]
-    if roots:
-        return int(roots[0]["exit_code"]), from_json(roots[0]["error"])
-    lost = sorted((end for end in ends if end.gone or end.look.report is None), key=lambda end: end.given_up)
-    if stopped and any(end.look.code == -signal.SIGTERM for end in lost):
-        return int(ExitCode.INTERRUPTED), None  # told before it could listen: nothing had begun
-    if lost:
-        return int(ExitCode.RANK_LOST), lost[0].error()
-    if told:
-        return int(ExitCode.RANK_LOST), from_json(told[0]["error"])
-    return max((int(end.look.code or 0) for end in ends), default=0), None

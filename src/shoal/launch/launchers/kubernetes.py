@@ -16,7 +16,7 @@ from typing import Any
 from shoal.errors import ExitCode, LaunchError
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.kubernetes_objects import KubernetesSettings, PodRun
+from shoal.launch.launchers.kubernetes_objects import NOBODY_SAID, KubernetesSettings, PodRun
 from shoal.launch.launchers.yaml_text import documents
 from shoal.launch.signals import Signals
 
@@ -50,15 +50,29 @@ def start(submission: Submission, signals: Signals) -> int:
             remedy="install kubectl; or add --dry-run > run.yaml, and apply that file where there is one",
         )
     watched = PodWatch(run, Kubectl(kubectl, run.settings.namespace))
+    _refuse_older(run, watched.kubectl)
     watched.kubectl.call("apply", "-f", "-", text=documents(run.objects()))
     return watched.follow(signals)
+
+
+def _refuse_older(run: PodRun, kubectl: Kubectl) -> None:
+    """Raises: LaunchError where an object of that name is there, whose end would be followed."""
+    older = kubectl.json(run.watched[0])
+    if not older:
+        return
+    began = older.get("metadata", {}).get("creationTimestamp", "")
+    raise LaunchError(
+        given=f"name={run.settings.name}",
+        conflict=f"{run.watched[0]} is there already, since {began}: a run that goes on, or one that has ended",
+        remedy=f"write another name=, or kubectl delete {run.watched[0]}; a new one goes on where its run directory is",
+    )
 
 
 def pod_run(submission: Submission) -> PodRun:
     """The run in pods. Raises: CommandError of the settings."""
     given = f"--on kubernetes:{submission.options}"
     settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
-    settings.check(given, submission.num_processes)
+    settings.check(given, submission.num_processes, needs_volume=submission.address is None)
     on = ("--on", "ray") if settings.kind == "rayjob" else ()
     words = ("shoal", *_in_pod(submission, settings), "--resume-if-exists", *on)
     return PodRun(settings, submission.num_processes // settings.pods, words)
@@ -67,19 +81,23 @@ def pod_run(submission: Submission) -> PodRun:
 def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:
     """The settings with what nobody said: by the cluster, where one is named."""
     pods, gpus = settings.pods, settings.gpus
-    if settings.cluster:
+    named = settings.cluster or submission.cluster
+    if named:
         from shoal.hardware import cluster
 
-        found = cluster(settings.cluster)
+        found = cluster(named)
         per_pod = min(found.devices_per_host, submission.num_processes)
         pods = pods or -(-submission.num_processes // per_pod)
         gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)
     name = settings.name or re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-") or "shoal"
-    return replace(settings, pods=pods or 1, gpus=gpus, name=name)
+    restarts = submission.max_restarts if settings.restarts == NOBODY_SAID else settings.restarts
+    return replace(settings, pods=pods or 1, gpus=gpus, name=name, restarts=restarts)
 
 
 def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, ...]:
-    """The command's words with the run directory on the pods' volume."""
+    """The command's words with the run directory on the pods' volume, unless it is at an address."""
+    if submission.address is not None:
+        return submission.arguments
     out = PurePosixPath(submission.out)
     if not out.is_relative_to(settings.mount):
         out = PurePosixPath(settings.mount) / out.name

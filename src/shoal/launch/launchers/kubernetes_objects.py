@@ -12,6 +12,7 @@ from shoal.launch.launchers.argument import Check, refuse_wrong
 
 Object = dict[str, Any]
 
+NOBODY_SAID = -1
 KINDS = ("job", "trainjob", "rayjob")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _MANAGER = "shoal/run"  # owner of a TrainJob's patches
@@ -44,13 +45,13 @@ class KubernetesSettings:
     claim: str = ""  # a PersistentVolumeClaim for the run directory
     mount: str = "/runs"
     grace: int = 120  # seconds from SIGTERM to SIGKILL: for a checkpoint
-    restarts: int = 10
+    restarts: int = NOBODY_SAID  # that of --max-restarts
     port: int = 29500
     runtime: str = ""  # of a TrainJob: a ClusterTrainingRuntime that is there, in place of one of its own
 
-    def check(self, given: str, num_ranks: int) -> None:
+    def check(self, given: str, num_ranks: int, *, needs_volume: bool = True) -> None:
         """Raises: CommandError with everything that no cluster would take, or no run could use."""
-        refuse_wrong(given, self._names() | self._sizes(num_ranks))
+        refuse_wrong(given, self._names() | self._sizes(num_ranks, needs_volume))
 
     def _names(self) -> dict[str, Check]:
         """Of names and of the kind: by what would be wrong, whether it is right, and what to write."""
@@ -86,7 +87,7 @@ class KubernetesSettings:
             ),
         }
 
-    def _sizes(self, num_ranks: int) -> dict[str, Check]:
+    def _sizes(self, num_ranks: int, needs_volume: bool) -> dict[str, Check]:
         """Of numbers of pods and their resources, as `_names`."""
         quantity = "a number such as 4, 500m or 16Gi"
         gpus = f"{self.gpus} GPUs a pod for {num_ranks // max(1, self.pods)} ranks"
@@ -108,8 +109,8 @@ class KubernetesSettings:
                 f"write memory=N: {quantity}",
             ),
             f"{self.pods} pods without a volume that all of them see": (
-                lambda: self.pods == 1 or bool(self.claim),
-                "add claim=NAME, a PersistentVolumeClaim that can be mounted by several pods (ReadWriteMany)",
+                lambda: self.pods == 1 or bool(self.claim) or not needs_volume,
+                "add claim=NAME, a PersistentVolumeClaim that several pods can mount (ReadWriteMany), or --out s3://...",
             ),
             f"port={self.port} is none": (
                 lambda: 1024 <= self.port < 65536,

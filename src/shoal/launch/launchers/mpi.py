@@ -16,8 +16,9 @@ from shoal.errors import CommandError, LaunchError, ShoalError
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _PLACE_SECONDS = 0.05, 30.0
 _LISTS = ("--host", "-host", "-H", "-hosts", "--hosts")
 _FILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
 _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
@@ -59,12 +60,15 @@ def render(submission: Submission) -> Mapping[str, str]:
 def start(submission: Submission, signals: Signals) -> int:
     """Starts mpirun and waits for it, again where a rank was lost. Raises: LaunchError where there is no mpirun."""
     mpirun, options = _chosen(submission)
+    rendezvous = _variables(submission, options)
+    if "MASTER_ADDR" not in rendezvous and (host := _host_of_rank_0(mpirun, submission.num_processes, options)):
+        rendezvous["MASTER_ADDR"] = host
 
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
-        variables = {**_variables(submission, options), **attempt.variables()}
+        variables = {**rendezvous, **attempt.variables()}
         words = [*mpirun.words(submission.num_processes, variables, options), *submission.command]
         _followed(words, mpirun, signals)
-        return attempt.verdict(socket.gethostname())
+        return verdict(attempt.ends(socket.gethostname()), signals)
 
     return until_done(submission, signals, once)
 
@@ -113,6 +117,23 @@ def _variables(submission: Submission, options: list[str]) -> dict[str, str]:
     found = {"MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
     first = os.environ.get("MASTER_ADDR") or _first_host(options)
     return found | ({"MASTER_ADDR": first} if first else {})
+
+
+def _host_of_rank_0(mpirun: _Mpirun, number: int, options: list[str]) -> str | None:
+    """The host where mpirun puts rank 0, as a scheduler or a file of mpirun's own may say; None where all are on one.
+
+    None also where it cannot start: the ranks' own start will say why.
+    """
+    told = 'echo "shoal: ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $(uname -n)"'
+    words = [mpirun.path, "-n", str(number), *options, "sh", "-c", told]
+    try:
+        pipe = subprocess.PIPE
+        ended = subprocess.run(words, stdout=pipe, stdin=subprocess.DEVNULL, text=True, timeout=_PLACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("shoal: ")]
+    hosts = {words[1]: words[2] for words in lines if len(words) == 3}
+    return hosts.get("0") if len(set(hosts.values())) > 1 else None
 
 
 def _first_host(options: list[str]) -> str | None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,10 @@ from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
 from shoal.launch.environment import RESTARTS
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission, library
-from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
 from shoal.launch.launchers.reports import restarted
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 
 # Ranks share no objects: what Ray takes for its store by default is a third of the memory.
 _STORE_BYTES = 200 << 20
@@ -39,7 +40,7 @@ class RaySettings:
 
     address: str = ""  # of a cluster; RAY_ADDRESS where that is set; "local": a new one
     cpus: int = 1  # of a rank
-    gpus: int = -1  # of a rank; one where the cluster has GPUs
+    gpus: int = -1  # of a rank; one where the plan was made for GPUs, or the cluster has some
     strategy: str = "PACK"
 
 
@@ -59,7 +60,7 @@ def start(submission: Submission, signals: Signals) -> int:
     """Starts the ranks in actors, shows rank 0's output, and starts all again where one was lost."""
     settings = _settings(submission)
     if not _address(settings):
-        _protect(os.environ)
+        os.environ.update(_token(os.environ))
     ray = library("ray", "ray", submission)
     with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
         run = RayRun(ray, settings, submission, signals)
@@ -122,14 +123,15 @@ def _refuse_unreachable(address: str) -> None:
         raise _not_connected(address, error, reached=False) from None
 
 
-def _protect(variables: MutableMapping[str, str]) -> None:
-    """A token for a cluster of our own, where nobody has chosen: other users of this host can reach its ports.
+def _token(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables with a token for a cluster of our own, where nobody has chosen: others on this host reach its ports.
 
-    Ray reads it as it is imported. A program that has done so already keeps what it has.
+    Ray reads it as it is imported, and wants the same variables as long as the program lives: they stay. A program that
+    has imported it already keeps what it has.
     """
     if "RAY_AUTH_MODE" not in variables and "ray" not in sys.modules:
-        variables["RAY_AUTH_MODE"] = "token"
-        variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {}
 
 
 def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchError:
@@ -160,6 +162,9 @@ class RayRun:
 
     def train(self) -> int:
         """The exit code, after as many starts as it takes."""
+        bundle = self._bundle
+        there = min(int(self.ray.available_resources().get(name, 0.0) // each) for name, each in bundle.items() if each)
+        self.submission = self.submission.with_what_is_there(there)
         self._group = self._placed()
         if self._group is None:
             return int(ExitCode.INTERRUPTED)
@@ -167,7 +172,7 @@ class RayRun:
 
     def _once(self, restarts: int) -> tuple[int, ShoalError | None]:
         ends = self._trained(restarts)
-        return verdict(ends, stopped=bool(self.signals.received))
+        return verdict(ends, self.signals)
 
     def close(self) -> None:
         """Ends the actors, and gives their resources back."""
@@ -179,7 +184,8 @@ class RayRun:
     @property
     def _bundle(self) -> dict[str, float]:
         has_gpus = self.ray.cluster_resources().get("GPU", 0) > 0
-        gpus = int(has_gpus) if self.settings.gpus < 0 else self.settings.gpus
+        wanted = has_gpus if self.submission.gpus is None else self.submission.gpus
+        gpus = int(wanted) if self.settings.gpus < 0 else self.settings.gpus
         return {"CPU": self.settings.cpus, **({"GPU": gpus} if gpus else {})}
 
     def _placed(self) -> Any:

@@ -7,15 +7,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
+from shoal.errors import RankLostError, ShoalError
 from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.runs.address import RunAddress
 from shoal.runs.directory import RunDirectory, read_json
 
 _RANK = "%r"  # in the report's path: each rank puts its number there
@@ -34,35 +36,39 @@ class RankStart:
         found = {REPORT_FILE: str(self.reports / f"rank-{_RANK}.json")}
         return found | ({RESTARTS: str(self.number)} if self.number else {})
 
-    def verdict(self, host: str) -> tuple[int, ShoalError | None]:
-        """How it ended, by the ranks' own reports: the exit code, and the error at the root of it.
-
-        `host`: where ranks without a report were lost, as far as it is known.
-        """
+    def ends(self, host: str) -> list[ReportedRank]:
+        """How the ranks ended, by their own reports. `host`: where those without one were lost, as far as is known."""
         size = self.submission.num_processes
-        ends = [read_json(self.reports / f"rank-{rank}.json") for rank in range(size)]
-        told = [end["error"] for end in ends if end and end.get("error")]
-        roots = [error for error in told if error["kind"] != "PeerError"]
-        if roots:
-            error = from_json(roots[0])
-            return int(error.exit_code), error
-        lost = [rank for rank, end in enumerate(ends) if end is None]
-        if lost:
-            return int(ExitCode.RANK_LOST), _lost(lost, size, host)
-        if told:
-            return int(ExitCode.RANK_LOST), from_json(told[0])
-        return max(int(end["exit_code"]) for end in ends if end), None
+        reports = [read_json(self.reports / f"rank-{rank}.json") for rank in range(size)]
+        lost = tuple(rank for rank, report in enumerate(reports) if report is None)
+        return [ReportedRank(report, lost, size, host) for report in reports]
 
 
-def _lost(ranks: list[int], size: int, host: str) -> RankLostError:
-    names = ", ".join(map(str, ranks[:16]))
-    error = RankLostError(
-        given=f"rank {names} of {size}",
-        conflict="it ended without a word",
-        remedy="--resume goes on from the newest checkpoint; look at what the engine says, and at that host's memory",
-    )
-    error.rank, error.host = ranks[0], host
-    return error
+@dataclass(frozen=True)
+class ReportedRank:
+    """End of a rank of which there is only its report; `lost`: all ranks of the run that have none."""
+
+    report: dict[str, Any] | None
+    lost: tuple[int, ...]
+    size: int
+    host: str
+    code: int | None = None
+    given_up: bool = False
+
+    def how_it_ended(self) -> dict[str, Any] | None:
+        """Its report."""
+        return self.report
+
+    def error(self, _: Mapping[int, str]) -> RankLostError:
+        """The loss of all that are lost."""
+        names = ", ".join(map(str, self.lost[:16]))
+        error = RankLostError(
+            given=f"rank {names} of {self.size}",
+            conflict="it ended without a word",
+            remedy="--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
+        )
+        error.rank, error.host = self.lost[0], self.host
+        return error
 
 
 def until_done(
@@ -72,10 +78,7 @@ def until_done(
 
     def start(number: int) -> tuple[int, ShoalError | None]:
         with _folder(submission.out) as folder:
-            code, error = once(RankStart(submission, number, folder))
-        if signals.twice and isinstance(error, RankLostError):
-            return int(ExitCode.INTERRUPTED), None  # as on one host
-        return code, error
+            return once(RankStart(submission, number, folder))
 
     return restarted(submission, signals, start)
 
@@ -83,7 +86,17 @@ def until_done(
 def restarted(submission: Submission, signals: Signals, once: Callable[[int], tuple[int, ShoalError | None]]) -> int:
     """As `until_done`, of an engine that knows how its ranks end; `once` is given how often they were started."""
     recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
-    code, error = recovery.until_done(signals, lambda number, _: (*once(number), time.time()))
+    address = RunAddress(submission.address) if submission.address is not None else None
+
+    def start(number: int, _: float) -> tuple[int, ShoalError | None, float]:
+        if address is not None:
+            address.send(submission.out)  # what this launcher has noted, before ranks add to it
+        code, error = once(number)
+        if address is not None:
+            address.fetch(submission.out)
+        return code, error, time.time()
+
+    code, error = recovery.until_done(signals, start)
     if error is not None:
         print(error.render(), file=sys.stderr)
     return code

@@ -77,14 +77,14 @@ def render(submission: Submission) -> Mapping[str, str]:
 def _script(submission: Submission, options: list[str]) -> str:
     array = is_array(options)
     output = "slurm-%A_%a.out" if array else "slurm-%j.out"
-    out = str(submission.out)
+    out = submission.address or str(submission.out)
     arguments = list(submission.arguments)
     if array and not any(_TASK in word for word in arguments[arguments.index("--out") :][:2]):
         arguments[arguments.index("--out") + 1] = f"{out}/{_TASK}"
     words = [*submission.command[: len(submission.command) - len(arguments)], *arguments]
     directives = [
         f"--job-name={submission.name}",
-        f"--ntasks={submission.num_processes}",
+        *_sizes(submission, options),
         *([f"--nodes={submission.num_hosts}"] if submission.num_hosts else []),
         *(["--gpus-per-task=1"] if submission.gpus else []),
         f"--chdir={submission.folder}",
@@ -106,13 +106,40 @@ def _script(submission: Submission, options: list[str]) -> str:
     )
 
 
+def _sizes(submission: Submission, options: list[str]) -> list[str]:
+    """How many tasks; of a number between two limits how many nodes, since Slurm has a range of these alone."""
+    if submission.least_processes is None:
+        return [f"--ntasks={submission.num_processes}"]
+    known = [word.partition("=")[2] for word in options if word.startswith("--ntasks-per-node=")]
+    if not known or not known[-1].isdecimal() or int(known[-1]) < 1:
+        raise CommandError(
+            given=f"--devices {submission.least_processes}:{submission.num_processes} --on slurm:{submission.options}",
+            conflict="Slurm gives a range of nodes, and nothing says how many ranks a node has",
+            remedy='add it: --on "slurm:--ntasks-per-node=8"',
+        )
+    per_node = int(known[-1])
+    least, most = -(-submission.least_processes // per_node), submission.num_processes // per_node
+    if least > most:
+        raise CommandError(
+            given=f"--devices {submission.least_processes}:{submission.num_processes}, --ntasks-per-node={per_node}",
+            conflict="no number of whole nodes is between the two",
+            remedy="write limits that are multiples of it",
+        )
+    return [f"--nodes={least}-{most}"]
+
+
 def is_array(options: list[str]) -> bool:
     """Whether sbatch's options make a job array."""
     return any(word == "-a" or word.startswith(("--array", "-a")) for word in options)
 
 
 def _folder(submission: Submission, options: list[str]) -> Path:
-    """Where script and output go: the run directory, or of an array the one above those of its tasks."""
+    """Where script and output go: the run directory, or of an array the one above those of its tasks.
+
+    Of a run directory at an address a folder here: Slurm writes the output to a disk.
+    """
+    if submission.address is not None:
+        return submission.folder / "runs" / f"{submission.name}.slurm"
     out = submission.out
     while is_array(options) and _TASK in str(out):
         out = out.parent

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError, ShoalError
+from shoal.launch.environment import defaults
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission, library
-from shoal.launch.launchers.engine_rank import RankEnd, RankLook, verdict
+from shoal.launch.launchers.engine_rank import RankEnd, RankLook
 from shoal.launch.launchers.reports import restarted
 from shoal.launch.launchers.spark_task import BarrierTask, TaskChannel
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 
+_LOOPBACK = "127.0.0.1"
 _LEAST_JAVA = 17  # of Spark 4
 _LOOK_SECONDS, _SLOT_SECONDS = 0.2, 30.0
 _PATIENCE_SECONDS = 60.0
@@ -75,17 +78,24 @@ def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
         yield active
         return
     _refuse_without_java(os.environ)
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = sql.SparkSession.builder.appName(f"shoal {submission.name}")
+    with defaults(os.environ, {"PYSPARK_PYTHON": sys.executable}), _own_session(sql, settings, submission) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _own_session(sql: Any, settings: SparkSettings, submission: Submission) -> Iterator[Any]:
+    """A new session, which ends with the context. Raises: LaunchError."""
+    builder, variables = sql.SparkSession.builder.appName(f"shoal {submission.name}"), {}
     if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # under spark-submit these are its own
         master = settings.master or f"local[{submission.num_processes}]"
         builder = builder.master(master)
         builder = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
         if master.startswith("local"):
-            os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-            builder = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1")
+            variables["SPARK_LOCAL_IP"] = _LOOPBACK
+            builder = builder.config("spark.driver.bindAddress", _LOOPBACK).config("spark.driver.host", _LOOPBACK)
     try:
-        session = builder.getOrCreate()
+        with defaults(os.environ, variables):
+            session = builder.getOrCreate()
     except Exception as error:
         said = str(error).strip().split("\n")[0][:300]
         raise LaunchError(
@@ -113,16 +123,21 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
         raise LaunchError(given=f"{java} of version {found[1]}", conflict="Spark 4 does not run in it", remedy=remedy)
 
 
+def _slots(context: Any) -> int | None:
+    """Tasks that the cluster runs at once; None where it does not say."""
+    try:
+        inner = context._jsc.sc()
+        return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
+    except Exception:
+        return None
+
+
 def _refuse_without_slots(context: Any, number: int) -> None:
     """Raises: LaunchError where the cluster never runs so many tasks at once. Spark by itself would try for minutes."""
-    deadline, slots = time.monotonic() + _SLOT_SECONDS, 0
+    deadline = time.monotonic() + _SLOT_SECONDS
     while True:
-        try:
-            inner = context._jsc.sc()
-            slots = int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
-        except Exception:
-            return
-        if slots >= number:
+        slots = _slots(context)
+        if slots is None or slots >= number:
             return
         if time.monotonic() > deadline or str(context.master).startswith("local["):
             break
@@ -146,6 +161,7 @@ class SparkRun:
     _channel: TaskChannel = field(init=False)
 
     def __post_init__(self) -> None:
+        self.asked = self.submission
         host = self.session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
         self._channel = TaskChannel(host, self._secret, _show)
 
@@ -154,10 +170,13 @@ class SparkRun:
         return restarted(self.submission, self.signals, self._once)
 
     def _once(self, _: int) -> tuple[int, ShoalError | None]:
+        there = _slots(self.session.sparkContext)
+        if there is not None:
+            self.submission = self.asked.with_what_is_there(there)
         # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
         _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
         ends = self._trained()
-        return verdict(ends, stopped=bool(self.signals.received))
+        return verdict(ends, self.signals)
 
     def close(self) -> None:
         """Hangs up on the tasks."""

@@ -33,6 +33,10 @@ SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
 # Of this command's variables those that change how ranks train go along.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
+# By these clients know who asks, where the run directory is at an address.
+_OF_ADDRESSES = ("AWS_", "GOOGLE_", "FSSPEC_")
+# Of this host, whatever others have.
+_OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SSH_FAILED = 255
 
 
@@ -62,6 +66,8 @@ def start(submission: Submission, signals: Signals) -> int:
         raise LaunchError(given="--on hosts", conflict="ssh is not on this host", remedy="install OpenSSH's client")
     counts = _counts(hosts, submission)
     address = address_of(hosts[0].name, options)
+    for name in (name for name in _OWN if name in os.environ):
+        print(f"note: {name} is of this host, and no other is told: set it where ssh logs in", file=sys.stderr)
 
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         processes = []
@@ -158,12 +164,13 @@ def address_of(host: str, options: Sequence[str]) -> str:
 
 def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
     """First line to a host's process."""
-    kept = {n: v for n, v in os.environ.items() if n in _VARIABLES or n.startswith(_PREFIXES)}
+    prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
+    kept = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
     return {
         "arguments": list(submission.arguments),
         "folder": str(submission.folder),
         "out": str(submission.out),
-        "shared": str(submission.out),
+        "address": submission.address,
         "threads": submission.threads,
         "variables": kept,
         "version": __version__,
@@ -178,6 +185,7 @@ class HostProcess:
 
     name: str
     ssh: subprocess.Popen[str]
+    fit: bool = False  # whether it has what the others have
     port: int | None = None
     ended: dict[str, Any] | None = None
     said: list[str] = field(default_factory=list)  # its last lines on stderr
@@ -258,6 +266,8 @@ class HostProcess:
                 sys.stdout.flush()
             elif "port" in answer:
                 self.port = int(answer["port"])
+            elif "fit" in answer:
+                self.fit = True
             else:
                 self.ended = answer
 
@@ -286,10 +296,13 @@ def _followed(processes: list[HostProcess], signals: Signals) -> tuple[int, Shoa
         gone = [p for p in processes if p.is_over() and (p.ended is None or p.ended["error"] is not None)]
         if gone and failed_at is None:
             failed_at = time.monotonic()
-        if failed_at is not None and (not told_port or time.monotonic() - failed_at > _GRACE_SECONDS):
+        compared = all(process.fit or process.is_over() for process in processes)
+        if failed_at is not None and ((not told_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
-    return _verdict(processes)
+    code, error = _verdict(processes)
+    lost = signals.twice and isinstance(error, RankLostError)
+    return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # as on one host
 
 
 def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
@@ -297,5 +310,15 @@ def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
     order = {"PeerError": 2, "RankLostError": 1}  # what others only suffered from last
     if errors:
         error = min(errors, key=lambda found: order.get(type(found).__name__, 0))
+        unfit = [found for found in errors if isinstance(found, LaunchError)]
+        if error in unfit and len(unfit) > 1:
+            error = _together(unfit)
         return int(error.exit_code), error
     return max(int(p.ended["code"]) for p in processes if p.ended), None
+
+
+def _together(errors: Sequence[LaunchError]) -> LaunchError:
+    """What several hosts lack, in one error."""
+    said = list(dict.fromkeys(f"{error.given}: {error.conflict}" for error in errors))
+    remedies = dict.fromkeys(error.remedy for error in errors)
+    return LaunchError(given="several hosts", conflict="\n".join(said), remedy="; ".join(remedies))

@@ -112,7 +112,7 @@ class CallbackCalls:
         self._state = state
         self._call("on_evaluation", dict(metrics))
 
-    def saved(self, folder: Path) -> None:
+    def saved(self, folder: Path | str) -> None:
         """After a checkpoint was taken."""
         self._call("on_checkpoint", folder)
 

@@ -28,7 +28,12 @@ def said(plan: Plan, label: str = "devices", resumed: int | None = None, **setti
     )
     wishes = SimpleNamespace(devices=None)
     request: Any = SimpleNamespace(
-        job=SimpleNamespace(path=Path("job.py")), out=Path("out"), wishes=wishes, plan_from_file=True, steps=None
+        job=SimpleNamespace(path=Path("job.py")),
+        out=Path("out"),
+        place="out",
+        wishes=wishes,
+        plan_from_file=True,
+        steps=None,
     )
     request.resume = resumed is not None
     loaded: Any = SimpleNamespace(job=job, function="job", settings=settings)

@@ -76,3 +76,15 @@ def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch: Any, c
     assert lines[0] == "# ranks"
     assert [shlex.split(line)[:2] for line in lines[1:]] == [[f"RANK={rank}", "WORLD_SIZE=2"] for rank in range(2)]
     assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+def test_the_cluster_of_a_plan_decides_hosts_and_gpus(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("def job():\n    pass\n")
+    words = ("job.py", "--plan", "plan.toml", "--out", "run")
+    expected = {'cluster = "2x8xH100"': (2, True, "2x8xH100"), 'cluster = "ours"': (None, None, None), "": (None,) * 3}
+    for line, found in expected.items():
+        (tmp_path / "plan.toml").write_text(f"[layout]\ndata = 16\n[prediction]\n{line}\n")
+        given = options(*words)
+        submission = submission_of(given, requested(given))
+        assert (submission.num_hosts, submission.gpus, submission.cluster) == found

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from shoal.launch.launchers import engine_rank
-from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
+from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict
 
 
 def test_ranks_are_numbered_by_node() -> None:
@@ -52,7 +54,7 @@ def end(rank: int, code: int, kind: str | None = None, *, silent: bool = False, 
     ids=["done", "stopped", "an error", "killed", "who failed first", "gone", "of others", "before it began"],
 )
 def test_the_verdict(ends: list[RankEnd], stopped: bool, code: int, says: str | None) -> None:
-    found, error = verdict(ends, stopped=stopped)
+    found, error = verdict(ends, Signals(impatient=False, received=[signal.SIGTERM] if stopped else []))
     assert found == code
     assert (error is None) == (says is None)
     assert says is None or says in str(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +121,25 @@ def test_what_the_cluster_refuses(error: str, remedy: str, tmp_path: Path) -> No
         Kubectl(path).call("apply", "-f", "-", text="")
     assert error in caught.value.conflict
     assert remedy in caught.value.remedy
+
+
+def test_an_older_object_of_the_same_name_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"metadata": {"creationTimestamp": "2026-01-02T03:04:05Z"}, **condition("Complete")}
+    kubectl(tmp_path, {"job": older, "pods": {"items": []}})
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match=r"job/my-digits is there already, since 2026-01-02T03:04:05Z"):
+        start(submission(), Signals(impatient=False))
+    assert "apply" not in (tmp_path / "said").read_text()
+
+
+def test_restarts_are_those_of_the_command_unless_the_engine_has_its_own() -> None:
+    assert pod_run(replace(submission(), max_restarts=3)).settings.restarts == 3
+    assert pod_run(replace(submission(f"{OPTIONS},restarts=7"), max_restarts=3)).settings.restarts == 7
+
+
+def test_a_run_directory_at_an_address_needs_no_volume() -> None:
+    words = ("run", "job.py", "--devices", "4", "--out", "s3://bucket/run")
+    run = pod_run(replace(submission("image=a,pods=2"), arguments=words, address="s3://bucket/run"))
+    assert run.command[-3:] == ("--out", "s3://bucket/run", "--resume-if-exists")
+    with pytest.raises(CommandError, match="without a volume"):
+        pod_run(submission("image=a,pods=2"))

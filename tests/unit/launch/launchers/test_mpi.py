@@ -46,3 +46,11 @@ def test_each_has_its_own_words_and_signal() -> None:
 def test_an_mpirun_that_is_not_there_is_named() -> None:
     with pytest.raises(LaunchError, match="no-such-mpirun is not on this host"):
         mpi.render(SUBMISSION)
+
+
+@pytest.mark.parametrize(("hosts", "found"), [(("b", "a"), "b"), (("a", "a"), None)])
+def test_where_nobody_names_hosts_mpirun_is_asked(hosts: tuple[str, str], found: str | None, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\necho a greeting\necho "shoal: 1 {hosts[1]}"\necho "shoal: 0 {hosts[0]}"\n')
+    mpirun.chmod(0o755)
+    assert mpi._host_of_rank_0(mpi._Mpirun(str(mpirun), True), 2, []) == found

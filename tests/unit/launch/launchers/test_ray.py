@@ -9,7 +9,7 @@ import pytest
 
 from shoal.errors import CommandError, LaunchError
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.ray import _not_connected, _protect, _refuse_unreachable, render
+from shoal.launch.launchers.ray import _not_connected, _refuse_unreachable, _token, render
 
 
 def submission(options: str = "") -> Submission:
@@ -48,10 +48,7 @@ def test_a_cluster_that_is_there_and_does_not_take_us() -> None:
 
 def test_a_cluster_of_our_own_has_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.modules", {})
-    made: dict[str, str] = {}
-    _protect(made)
+    made = _token({})
     assert made["RAY_AUTH_MODE"] == "token"
     assert len(made["RAY_AUTH_TOKEN"]) == 64
-    chosen = {"RAY_AUTH_MODE": "disabled"}
-    _protect(chosen)
-    assert chosen == {"RAY_AUTH_MODE": "disabled"}
+    assert _token({"RAY_AUTH_MODE": "disabled"}) == {}

@@ -12,6 +12,7 @@ from shoal.errors import RankLostError, ShoalError
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
+from shoal.launch.verdict import verdict as verdict_of
 
 ERROR = {"given": "a", "conflict": "b", "remedy": "c", "rank": 1, "host": "h", "traceback": None}
 
@@ -24,7 +25,7 @@ def verdict(folder: Path, *ends: dict[str, Any] | None) -> tuple[int, ShoalError
     for rank, end in enumerate(ends):
         if end is not None:
             (folder / f"rank-{rank}.json").write_text(json.dumps(end), encoding="utf-8")
-    return RankStart(submission(folder), 0, folder).verdict("h0")
+    return verdict_of(RankStart(submission(folder), 0, folder).ends("h0"), Signals(impatient=False))
 
 
 def ended(code: int, kind: str | None = None) -> dict[str, Any]:

@@ -100,3 +100,11 @@ def test_the_command_is_one_for_the_shell() -> None:
 )
 def test_a_jobs_state_is_an_exit_code(state: dict[str, str], code: int) -> None:
     assert slurm._code(state) == code
+
+
+def test_a_run_directory_at_an_address_has_its_output_on_a_disk() -> None:
+    at = {"address": "s3://bucket/run", "arguments": ("run", "job.py", "--out", "s3://bucket/run")}
+    text = script(**at)
+    assert "--output=/home/runs/job.slurm/slurm-%j.out" in directives(text)
+    assert "--out s3://bucket/run\n" in text
+    assert '--out s3://bucket/run/"$SLURM_ARRAY_TASK_ID"' in script("--array=1-4", **at)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import CommandError
+from shoal.errors import CommandError, LaunchError
+from shoal.launch.environment import Environment
 from shoal.launch.launchers import ssh
 from shoal.launch.launchers.base import Submission
 
@@ -61,3 +62,21 @@ def test_a_dry_run_shows_ranks_and_hosts() -> None:
     lines = ssh.render(replace(SUBMISSION, options="a,b -p 2222"))["hosts"].splitlines()
     assert [line.rpartition("# ")[2] for line in lines] == ["ranks 0 to 1", "ranks 2 to 3"]
     assert all("-p 2222" in line for line in lines)
+
+
+def test_what_several_hosts_lack_is_one_message() -> None:
+    errors = [
+        LaunchError(given=f"host h{n}", conflict=f"it has no folder /{n}", remedy="give all the same") for n in (1, 2)
+    ]
+    said = str(ssh._together(errors))
+    assert "host h1: it has no folder /1\nhost h2: it has no folder /2" in said
+    assert said.count("give all the same") == 1
+
+
+def test_what_is_of_this_host_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "AWS_PROFILE"):
+        monkeypatch.setenv(name, "1")
+    handed_on = ssh._asked(SUBMISSION, Environment())["variables"]
+    assert {n for n in handed_on if n.startswith(("CUDA", "GLOO", "AWS"))} == {"CUDA_LAUNCH_BLOCKING"}
+    at_address = replace(SUBMISSION, address="s3://bucket/run")
+    assert "AWS_PROFILE" in ssh._asked(at_address, Environment())["variables"]

@@ -1,0 +1,127 @@
+"""Number of devices between two limits, `--devices 4:16`: what there is, and on this host what the planner chooses."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.cli.options import RunOptions, whole_number
+from shoal.errors import CommandError, LaunchError, from_json
+from shoal.hardware.detect import cores, gpus
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.in_child import in_child
+from shoal.plans import Plan
+from shoal.plans.plan import described
+from shoal.runs.request import devices_here, dumped, loaded
+
+_RANGE = re.compile(r"(\d+):(\d+)")
+# Engines whose launcher chooses, once it knows what they have.
+ELASTIC = ("slurm", "ray", "spark")
+
+
+@dataclass(frozen=True)
+class DeviceRange:
+    """Limits of the number of devices, both included."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+def range_of(options: RunOptions) -> DeviceRange | None:
+    """The range in the options; None for a number, or none. Raises: CommandError for other words."""
+    found = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
+    if found is None:
+        return None
+    limits = DeviceRange(int(found[1]), int(found[2]))
+    if not 1 <= limits.least <= limits.most:
+        raise CommandError(
+            given=f"--devices {limits}", conflict="the first is the least number, from 1", remedy="write --devices 4:16"
+        )
+    if options.plan is not None:
+        raise CommandError(
+            given=f"--devices {limits} --plan {options.plan}",
+            conflict="a plan is for one number of devices",
+            remedy="leave --plan out: the planner makes one for what there is; or write a number",
+        )
+    return limits
+
+
+def with_number(options: RunOptions, environment: Environment | None) -> RunOptions:
+    """The options with a number of devices, or a plan. Raises: CommandError; LaunchError where there are too few."""
+    limits = range_of(options)
+    if limits is None:
+        return replace(options, devices=whole_number("devices", options.devices, 1))
+    if environment is not None:
+        return replace(options, devices=_started(limits, environment))
+    engine = options.on.partition(":")[0]
+    if engine == "local":
+        return _chosen(options, limits)
+    if engine not in ELASTIC:
+        raise CommandError(
+            given=f"--devices {limits} --on {options.on}",
+            conflict=f"{engine} is asked for one number of processes, and gives it",
+            remedy=f"write a number; a range is for local, torchrun, {', '.join(ELASTIC)}",
+        )
+    return replace(options, devices=limits.most)
+
+
+def _started(limits: DeviceRange, environment: Environment) -> int:
+    """As many as an engine has started, which has its own choice."""
+    size = environment.world_size
+    if limits.least <= size <= limits.most:
+        return size
+    raise LaunchError(
+        given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
+        conflict="that is no number between the two",
+        remedy="start another number, or write other limits",
+    )
+
+
+def _chosen(options: RunOptions, limits: DeviceRange) -> RunOptions:
+    """The best plan on what this host has; of a resumed run, or in exact mode, as many devices, along its own axes."""
+    there, kind = (devices_here(), "GPUs") if gpus() else (cores(), "cores")
+    if there < limits.least:
+        raise LaunchError(
+            given=f"--devices {limits}",
+            conflict=f"this host has {there} {kind}",
+            remedy=f"write --devices {there}, or start it where there are more",
+        )
+    most = min(limits.most, there)
+    if options.resume or options.resume_if_exists:
+        print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
+        return replace(options, devices=most)
+    found = in_child(lambda: _planned(options, replace(limits, most=most)))
+    if "error" in found:
+        raise from_json(found["error"])
+    plan = loaded(Plan, found["plan"]) if found["plan"] is not None else None
+    number = plan.num_processes if plan is not None else most
+    why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
+    print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
+    if plan is None or options.exact:
+        return replace(options, devices=number)
+    return replace(options, devices=None, plan=plan)
+
+
+def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:
+    """The fastest plan between the limits, as JSON; in a process of its own, which loads torch and the job."""
+    from shoal.cli.options import PlanOptions
+    from shoal.cli.plan import answered
+    from shoal.distributed.failures import as_shoal_error, to_json
+
+    try:
+        with inside_run(os.environ):
+            asked = PlanOptions(
+                job=str(options.job), set=options.set, max_devices=limits.most, precision=options.precision
+            )
+            points = answered(asked).curve.points
+    except (Exception, SystemExit) as caught:
+        return {"error": to_json(as_shoal_error(caught), 0, "")}
+    fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= limits.most]
+    best = min(fit, key=lambda candidate: candidate.rank, default=None)
+    return {"plan": dumped(best.plan) if best is not None else None}

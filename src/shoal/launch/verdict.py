@@ -1,0 +1,49 @@
+"""Verdict on a run whose ranks have ended: its exit code, and the error at the root, on every engine the same."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
+from shoal.launch.signals import Signals
+
+
+class EndedRank(Protocol):
+    """Rank whose process has ended, as whoever started it knows it."""
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of the process, negative for a signal; None where nobody knows it."""
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it was ended by its launcher, after another had failed."""
+
+    def how_it_ended(self) -> dict[str, Any] | None:
+        """Its report; None where it ended without one."""
+
+    def error(self, others: Mapping[int, str]) -> RankLostError:
+        """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
+
+
+def verdict(ranks: Sequence[EndedRank], signals: Signals, *, elsewhere: bool = True) -> tuple[int, ShoalError | None]:
+    """The exit code of all ranks, and the root error. `elsewhere`: whether other hosts may have ranks, unknown here."""
+    ends = [(rank, rank.how_it_ended()) for rank in ranks]
+    lost = sorted((rank for rank, end in ends if end is None), key=lambda rank: rank.given_up)
+    if signals.twice and lost:
+        return int(ExitCode.INTERRUPTED), None
+    told = [end for _, end in ends if end and end.get("error")]
+    roots = [end for end in told if end["error"]["kind"] != "PeerError"]
+    if roots:
+        return int(roots[0]["exit_code"]), from_json(roots[0]["error"])
+    if signals.received and any(rank.code == -signal.SIGTERM for rank in lost):
+        return int(ExitCode.INTERRUPTED), None  # told to stop before it could listen: nothing had begun
+    if lost:
+        errors = [end["error"] for end in told]
+        stacks = {int(error["rank"]): error.get("traceback") or "" for error in errors if error.get("rank") is not None}
+        return int(ExitCode.RANK_LOST), lost[0].error(stacks)
+    if told:
+        return int(ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(told[0]["error"])
+    return max((int(end["exit_code"]) for _, end in ends if end), default=0), None
