@@ -27,6 +27,7 @@ BUILT_INS = {
     "LaunchError": OSError,
     "RankLostError": ChildProcessError,
     "PeerError": ConnectionError,
+    "FencedError": RuntimeError,
     "CollectiveError": ValueError,
     "CertificateError": ValueError,
     "NotDeterministicError": RuntimeError,

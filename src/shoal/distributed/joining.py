@@ -84,7 +84,7 @@ class JoinLimit:
 
     @property
     def left(self) -> timedelta:
-        """What is left of it, but for a moment at least."""
+        """Time that is left of it; a moment at least."""
         return max(_LOOK, JOIN_TIMEOUT - timedelta(seconds=time.monotonic() - self._began))
 
     def tell(self, what: str) -> None:

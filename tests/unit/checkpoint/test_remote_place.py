@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import MANIFEST_NAME
+from shoal.checkpoint.newest_mark import NewestMark
 from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.store import BEST_NAME, SavedCheckpoint, Snapshot, Store, directory_name
 
@@ -17,7 +18,9 @@ def opened(tmp_path: Path, keep: int | None = 3) -> Store:
     here = tmp_path / "here"
     here.mkdir(exist_ok=True)
     (here / "job.json").write_text("{}")
-    found = Store(here / "checkpoints", keep, here / "saved.json", RemotePlace(f"file://{tmp_path}/there/run"))
+    found = Store(
+        here / "checkpoints", keep, NewestMark(here / "saved.json"), remote=RemotePlace(f"file://{tmp_path}/there/run")
+    )
     found.take_over()
     return found
 

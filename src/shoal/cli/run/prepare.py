@@ -140,18 +140,9 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     name = job.name + suffix
     out = Path(options.out) if options.out else default_directory(name, options.resume)
     kept = RunDirectory(out)
-    if options.accept_changes and not options.resume:
-        raise CommandError(
-            given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
-        )
+    _refuse_with_resume(options)
     trackers = tuple(_tracker(text) for text in options.track)
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
-    if options.resume and weights is not None:
-        raise CommandError(
-            given=f"--init-from {options.init_from} --resume",
-            conflict="a run that goes on has its own weights",
-            remedy="leave --init-from out, or leave --resume out and give another --out",
-        )
     if options.resume:
         job, steps = _resumed(kept, job, steps)
     resumed_plan = options.resume and not options.plan and kept.plan.exists()
@@ -189,6 +180,20 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         address=options.address,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
+
+
+def _refuse_with_resume(options: RunOptions) -> None:
+    """Raises: CommandError for what only a resumed run has, or only a new one."""
+    if options.accept_changes and not options.resume:
+        raise CommandError(
+            given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
+        )
+    if options.resume and options.init_from:
+        raise CommandError(
+            given=f"--init-from {options.init_from} --resume",
+            conflict="a run that goes on has its own weights",
+            remedy="leave --init-from out, or leave --resume out and give another --out",
+        )
 
 
 def _as_before(name: str, options: RunOptions, kept: RunDirectory) -> int | None:

@@ -14,7 +14,7 @@ from shoal.launch.launchers import slurm
 from shoal.launch.launchers.base import Submission
 
 OUT = Path("/runs/my job")
-SUBMISSION = Submission(("run", "job.py", "--out", str(OUT)), "job", OUT, Path("/home"), 4, max_restarts=2)
+SUBMISSION = Submission(("run", "job.py", "--out", str(OUT)), "job", OUT, Path("/srv"), 4, max_restarts=2)
 
 
 def script(options: str = "", **changes: object) -> str:
@@ -30,7 +30,7 @@ def test_options_of_sbatch_follow_those_of_the_run() -> None:
     found = directives(script("--partition=gpu --time=60", gpus=True, num_hosts=2))
     assert found[0] == "--job-name=job"
     assert found.index("--ntasks=4") < found.index("--partition=gpu")
-    assert {"--nodes=2", "--gpus-per-task=1", "--requeue", "--chdir=/home"} <= set(found)
+    assert {"--nodes=2", "--gpus-per-task=1", "--requeue", "--chdir=/srv"} <= set(found)
     assert found[-2:] == ["--partition=gpu", "--time=60"]
     with pytest.raises(CommandError, match="one word"):
         script("--partition gpu")
@@ -105,6 +105,6 @@ def test_a_jobs_state_is_an_exit_code(state: dict[str, str], code: int) -> None:
 def test_a_run_directory_at_an_address_has_its_output_on_a_disk() -> None:
     at = {"address": "s3://bucket/run", "arguments": ("run", "job.py", "--out", "s3://bucket/run")}
     text = script(**at)
-    assert "--output=/home/runs/job.slurm/slurm-%j.out" in directives(text)
+    assert "--output=/srv/runs/job.slurm/slurm-%j.out" in directives(text)
     assert "--out s3://bucket/run\n" in text
     assert '--out s3://bucket/run/"$SLURM_ARRAY_TASK_ID"' in script("--array=1-4", **at)
