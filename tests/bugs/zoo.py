@@ -129,12 +129,12 @@ def norm_of_a_shard(patch: pytest.MonkeyPatch) -> None:
 def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any) -> Any:
         factor = loss_scale.factor(self._job.global_batch)
         wide = optimizer_step.global_norm
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(optimizer_step, "global_norm", lambda gradients: wide(gradients) * factor)
-            return original(self, loss, weight, loss_scale, progress)
+            return original(self, loss, weight, loss_scale, progress, *norm)
 
     patch.setattr(Updater, "step", step)
 
@@ -401,9 +401,9 @@ def own_initial_values(patch: pytest.MonkeyPatch) -> None:
 def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
-    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress, *norm: Any) -> Any:
         before = [p.detach().clone() for p, _ in self._parameters]
-        found = original(self, loss, weight, loss_scale, progress)
+        found = original(self, loss, weight, loss_scale, progress, *norm)
         if dist.get_rank() == 1 and progress.step == 1:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p, _ in self._parameters], before)

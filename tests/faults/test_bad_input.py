@@ -14,6 +14,8 @@ from tests.launching import JOBS, Run, run
 from tests.sharing import Shared
 from tests.usual import parametrize
 
+from shoal.runs.generation import FOLDER as GENERATIONS
+
 pytestmark = pytest.mark.faults
 
 BAD = str(JOBS / "bad.py")
@@ -219,8 +221,12 @@ USUAL = (
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder; but for the logs of the command itself, which lie beside its --out."""
+    """The SHA-256 of every file below a folder; but for the logs of the command itself, which lie beside its --out.
+
+    The number of a start of ranks is not looked at either: it is used once, whatever comes of the start.
+    """
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix not in (".stdout", ".stderr")]
+    files = [path for path in files if path.parent.name != GENERATIONS]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 

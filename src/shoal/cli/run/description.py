@@ -70,8 +70,9 @@ def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
 
 
 def write_description(directory: RunDirectory, engine: Engine, description: dict[str, Any], fence: Fence) -> None:
-    """Writes the files, of the generation that is about to train. Raises: OSError; FencedError."""
+    """Writes the files, of the generation that is about to train. Raises: OSError; FencedError; StorageError."""
     directory.path.mkdir(parents=True, exist_ok=True)
     fence.write(directory.plan, plan_text(engine.plan))
     save_config(engine.model, directory.model, engine.sharded_model.shapes())
     fence.write(directory.job, json.dumps(description, indent=2) + "\n")
+    engine.keeper.begin()
