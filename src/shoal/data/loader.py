@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import signal
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from shoal.data.quarantine import Fetched, Quarantine, with_replaced
 from shoal.data.sample_digest import Ids, grain_words
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
-from shoal.errors import ShoalError
+from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
@@ -149,6 +150,12 @@ class Loader(ABC):
 
     def leave_out(self, bad: Mapping[int, str]) -> None:  # noqa: B027
         """Reads these samples no more. Raises: DataError where they are more than are allowed."""
+
+    def warn_of_incidents(self) -> None:
+        """Warns of what befell the reading, where no event log has a line for it."""
+        for incident in self.incidents:
+            warnings.warn(f"{incident.what}; {incident.done}", RuntimeWarning, stacklevel=2)
+        self.incidents.clear()
 
     @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -304,7 +311,7 @@ class MapLoader(Loader):
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
-        return self._microbatch(request, self._fetcher.fetch(request))
+        return self._microbatch(request, self._noted(self._fetcher.fetch(request)))
 
     def _microbatch(self, request: _Request, fetched: Fetched) -> Microbatch:
         read = functools.partial(self._read, request.step)
@@ -316,17 +323,32 @@ class MapLoader(Loader):
         if isinstance(found, ShoalError):
             raise found
         fetched: Fetched = found
+        if self._processes is not None and self._quarantine is not None:
+            read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
+            if not self._quarantine.known.keys().isdisjoint(read):  # a worker knows no more than when it was started
+                fetched = self._fetcher.fetch(request)
+        return self._noted(fetched)
+
+    def _noted(self, fetched: Fetched) -> Fetched:
+        """What was read, once its bad samples are known here. Raises: DataError where they are too many."""
         if fetched.bad and self._quarantine is not None:
-            new = self._quarantine.add(fetched.bad)
+            new = {i: said for i, said in fetched.bad.items() if i not in self._quarantine.known}
             if new:
                 many = ", ".join(map(str, list(new)[:8]))
                 what = f"samples that cannot be read: {many}; {next(iter(new.values()))}"
                 self.incidents.append(DataIncident(what, "others were read in their places", bad=new))
+            self._quarantine.add(fetched.bad)
         return fetched
 
     def leave_out(self, bad: Mapping[int, str]) -> None:
         if self._quarantine is not None:
             self._quarantine.add(bad)
+        elif bad:
+            raise DataError(
+                given="--bad-samples 0",
+                conflict=f"samples that cannot be read have others in their places: {sorted(bad)[:8]}",
+                remedy="leave --bad-samples out: a run that goes on keeps its number",
+            )
 
     def _workers_anew(self, what: str, seconds: float) -> None:
         done = "the workers were started again, at the same sample"

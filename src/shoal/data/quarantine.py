@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 # A dataset in which so many draws in a row cannot be read is broken as a whole.
 _MOST_DRAWS = 50
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # of torch on the host
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,10 @@ class Fetched:
     batch: Any
     replaced: Mapping[int, int] = field(default_factory=dict)
     bad: Mapping[int, str] = field(default_factory=dict)
+
+    def pin_memory(self) -> Fetched:
+        """With the batch in pinned memory, for torch's DataLoader."""
+        return replace(self, batch=pin_memory(self.batch))
 
 
 @dataclass
@@ -65,7 +73,7 @@ class TolerantReader:
             try:
                 return self._source.read(ids)
             except DataError as error:
-                _refuse_out_of_memory(error)
+                _refuse_shortage(error)
                 seed_everything(key)  # and one by one
         return [self._sample(i, key) for i in ids]
 
@@ -81,7 +89,7 @@ class TolerantReader:
                     (sample,) = self._source.read([candidate])
                     break
                 except DataError as error:
-                    _refuse_out_of_memory(error)
+                    _refuse_shortage(error)
                     self.bad[candidate] = error.conflict.split("\n")[0]
             draw = random_key(key, "in place of", wanted, attempt)
             candidate = draw % len(self._source)
@@ -100,9 +108,11 @@ class TolerantReader:
         return sample in self._quarantine.known or sample in self.bad
 
 
-def _refuse_out_of_memory(error: DataError) -> None:
-    """Raises: the error where memory ran out, which is no sample's fault."""
-    if isinstance(error.__cause__, MemoryError):
+def _refuse_shortage(error: DataError) -> None:
+    """Raises: the error where the host had no memory or file descriptor left, which is no sample's fault."""
+    cause = error.__cause__
+    short = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _SHORTAGES)
+    if short or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY)):
         raise error
 
 

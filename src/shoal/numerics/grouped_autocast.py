@@ -27,7 +27,8 @@ def _registered(device: str, key: str) -> torch.library.Library:
 
     def product(left: Tensor, right: Tensor, *rest: Any, **settings: Any) -> Tensor:
         narrow = torch.get_autocast_dtype(device)
-        if _is_cast(left, right, device, narrow):
+        wanted = settings.get("out_dtype", rest[2] if len(rest) > 2 else None)
+        if wanted in (None, narrow) and _is_cast(left, right, device, narrow):
             left, right = left.to(narrow), right.to(narrow)
         with torch._C._ExcludeDispatchKeyGuard(dispatched):
             return torch.ops.aten._grouped_mm.default(left, right, *rest, **settings)  # type: ignore[no-any-return]

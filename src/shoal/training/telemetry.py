@@ -182,7 +182,7 @@ class RecordWriter:
         self._refused = False
 
     def write(self, record: StepRecord) -> None:
-        """Appends one line, which is in the file after this call or one of the next 50 ms; `flush` does not wait."""
+        """Appends one line, written now, by `flush`, or with the first one after 50 ms."""
         if self._file is None:
             return
         self._waiting.append(record)

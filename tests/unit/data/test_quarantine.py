@@ -1,5 +1,8 @@
 """Samples that cannot be read: which are read in their places, and what is drawn at random then."""
 
+import errno
+from pathlib import Path
+
 import pytest
 import torch
 from tests.unit.data.test_loader import Noisy, microbatches, order
@@ -81,5 +84,53 @@ def test_memory_that_runs_out_is_no_samples_fault() -> None:
 
     one = tolerant(Large(), 30)
     with pytest.raises(DataError, match="MemoryError"):
+        rows(one, 4)
+    assert one.incidents == []
+
+
+class Weak(Noisy):
+    """Its broken sample can be read again from the second pass on."""
+
+    def __init__(self, broken: int, flag: Path) -> None:
+        super().__init__(broken=broken)
+        self.flag = flag
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        self.broken = None if self.flag.exists() else BROKEN
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_known_to_be_bad_stays_bad(workers: int, tmp_path: Path) -> None:
+    """Also to workers, which know what was known when they were started."""
+    again = next(s for s in range(2, 20) if BROKEN in {int(i) for own in HOW.ids(s, HOW.grains(s)) for i in own})
+    one = tolerant(Weak(BROKEN, tmp_path / "mended"), workers=workers)
+    try:
+        one.seek(1, 4)
+        for step in range(1, again + 1):
+            (read,) = microbatches(one, step)
+            if step == 1:
+                (tmp_path / "mended").touch()
+    finally:
+        one.close()
+    assert BROKEN not in read.batch[:, 0].tolist()
+    assert [list(incident.bad) for incident in one.incidents] == [[BROKEN]]
+
+
+def test_what_a_state_knows_is_not_forgotten_in_silence() -> None:
+    source = open_data("train_data", Noisy(), None).source
+    assert isinstance(source, MapSource)
+    with pytest.raises(DataError, match="keeps its number"):
+        MapLoader(source, HOW, DataRank(0, 1), 0, pin_memory=False).leave_out({3: "broken"})
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "too many open files"), RuntimeError("not enough memory")])
+def test_a_host_that_runs_short_is_no_samples_fault(error: Exception) -> None:
+    class Short(Noisy):
+        def __getitem__(self, i: int) -> torch.Tensor:
+            raise error
+
+    one = tolerant(Short(), 30)
+    with pytest.raises(DataError):
         rows(one, 4)
     assert one.incidents == []

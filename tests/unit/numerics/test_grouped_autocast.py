@@ -42,3 +42,9 @@ def test_without_autocast_nothing_is_cast() -> None:
 def test_rows_that_the_kernel_would_refuse_in_fewer_bits_stay() -> None:
     """4 numbers are 16 bytes in float32, and 8 in bfloat16."""
     assert multiplied(4, "bfloat16")[0].dtype == torch.float32
+
+
+def test_what_asks_for_a_dtype_gets_it() -> None:
+    with Precision.of(PrecisionSection(compute="bfloat16"), torch.device("cpu")).autocast():
+        found = F.grouped_mm(torch.randn(8, 16), torch.randn(2, 16, 24), offs=OFFSETS, out_dtype=torch.float32)
+    assert found.dtype == torch.float32

@@ -14,7 +14,6 @@ from shoal.errors import JobError
 from shoal.job import Job
 from shoal.parallel.model.sharded_model import ShardedModel, local, whole_tensors
 from shoal.plans.plan import Plan
-from shoal.runs.directory import RunDirectory
 from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.hook_barrier import HookBarrier
@@ -59,6 +58,7 @@ class Limbs:
     build: Callable[[], nn.Module]
     gives: Callable[[str], None]
     note: Callable[[str], None]
+    events: Events
     barrier: HookBarrier
 
 
@@ -200,8 +200,7 @@ class RunControl:
         """A line of the run's event log, from rank 0: what happened, and what is done about it."""
         if self.rank == 0 and self.out is not None:
             key = self.caller.key if self.caller is not None else ""
-            events = Events(RunDirectory(self.out).events)
-            events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
+            self._limbs.events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
 
     def request_evaluation(self) -> None:
         """Asks for an evaluation now, unless this step was evaluated."""

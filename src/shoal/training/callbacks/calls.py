@@ -19,6 +19,7 @@ from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
 from shoal.runs.user_frames import place_of
 from shoal.training.callbacks.base import (
@@ -85,13 +86,18 @@ class CallbackCalls:
 
     # ---------------------------------------------------------------------------------------------------- the hooks
     def begin(
-        self, facts: RunFacts, model: ShardedModel, build: Callable[[], nn.Module], note: Callable[[str], None]
+        self,
+        facts: RunFacts,
+        model: ShardedModel,
+        build: Callable[[], nn.Module],
+        note: Callable[[str], None],
+        events: Events,
     ) -> None:
         """Gives the callbacks their run, before the first step."""
         self._guard, self._model = ModelGuard(model), model
         if model.divides_state:  # else nothing is gathered
             self._barrier = HookBarrier(model.mesh)
-        limbs = Limbs(model, build, self._guard.gives, note, self._barrier)
+        limbs = Limbs(model, build, self._guard.gives, note, events, self._barrier)
         self._run = RunControl(facts, limbs, lambda: self._state)
 
     def start(self, state: RunState) -> None:

@@ -55,12 +55,13 @@ class LossSpikes(Callback):
         self.losses.append(loss)
 
     def _usual(self) -> tuple[float, float] | None:
-        """Median and standard deviation of the last losses, where there are enough of them."""
+        """Median and standard deviation of the last losses; None where there are too few, or they say nothing."""
         if len(self.losses) < _LEAST_STEPS:
             return None
         median = statistics.median(self.losses)
         deviation = _SCALE * statistics.median(abs(loss - median) for loss in self.losses)
-        return median, max(deviation, _LEAST_SHARE * abs(median))
+        spread = max(deviation, _LEAST_SHARE * abs(median))
+        return (median, spread) if spread else None  # most losses are 0: any other is far above
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self.losses), "in_spike": self.in_spike}

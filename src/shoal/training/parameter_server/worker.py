@@ -80,6 +80,7 @@ class Worker:
         self._loader.move(DataRank(task["part"], task["num_parts"]))
         self._loader.seek(task["step"], self._engine.computer.computation.effective_grains)
         fetched = self._runner.fetch(task["step"])
+        self._loader.warn_of_incidents()
         if fetched.error is not None:
             raise fetched.error
         self._watch.part_begins(task["part"])

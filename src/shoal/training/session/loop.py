@@ -137,6 +137,7 @@ class Loop:
         if self.state.step >= num_steps:
             return None
         self._saving.mark()
+        self._loader.warn_of_incidents()
         if isinstance(self._loader, MapLoader):
             return self._loader.step(self.state.step)
         data, error = None, None

@@ -68,3 +68,7 @@ def test_a_new_level_is_told_once() -> None:
 def test_what_is_no_window(wrong: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="LossSpikes"):
         shoal.LossSpikes(**wrong)
+
+
+def test_where_most_losses_are_0_none_is_a_spike() -> None:
+    assert course([0.0] * 60 + [1e-7], stop=True).incidents == []
