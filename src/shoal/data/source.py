@@ -150,10 +150,14 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
         raise raised(given, "collating them", error, remedy) from error
 
 
-def small_batch(source: Source, collate: Collate | None) -> Any:
-    """The first two samples as a batch; a stream is left as it was. Raises: DataError for one that cannot go back."""
+def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:
+    """The first two samples as a batch, with others for bad ones where such are allowed; a stream is left as it was.
+
+    Raises: DataError for a stream that cannot go back.
+    """
     if isinstance(source, MapSource):
-        return source.fetch([np.arange(min(_FEW, len(source)))], [0])
+        ids = [np.arange(min(_FEW, len(source)))]
+        return source.tolerant(Quarantine(bad_samples), ids, [0]).batch if bad_samples else source.fetch(ids, [0])
     state = source.state_dict() if hasattr(source, "state_dict") else None
     samples = iter(source)
     if samples is source:

@@ -243,7 +243,7 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
         reason = "a stream is read by the rank itself"
         idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""
     elif plan.execution.channels_last and mesh.rank == 0:
-        leaves = tree_leaves(small_batch(source, data.collate))
+        leaves = tree_leaves(small_batch(source, data.collate, data.bad_samples))
         pictured = any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in leaves)
         reason = "no input is a batch of images, [batch, channels, height, width]"
         idle = "" if pictured else f"execution.channels_last = true: no effect, since {reason}"
@@ -259,9 +259,8 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
         pair = LossPair(job.loss, precision)
-        made = ModelSource(
-            functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(data.source, data.collate)
-        )
+        batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
+        made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))

@@ -9,7 +9,7 @@ from tests.unit.data.test_loader import Noisy, microbatches, order
 
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.opened import open_data
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, small_batch
 from shoal.errors import DataError
 
 HOW = order(50, 16, 4)
@@ -134,3 +134,10 @@ def test_a_host_that_runs_short_is_no_samples_fault(error: Exception) -> None:
     with pytest.raises(DataError):
         rows(one, 4)
     assert one.incidents == []
+
+
+def test_a_look_at_the_first_samples_does_without_bad_ones() -> None:
+    source = open_data("train_data", Noisy(broken=1), None).source
+    with pytest.raises(DataError):
+        small_batch(source, None)
+    assert len(small_batch(source, None, 1)) == 2
