@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from tests.launching import Ended, Gate, Run, run, start, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
 
-from shoal.runs.directory import read_json
+from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.generation import about, newest
+from shoal.runs.resize import wish
 
 pytestmark = pytest.mark.faults
 
@@ -70,3 +72,17 @@ def test_a_wish_that_was_left_there_is_of_another_call(tmp_path: Path) -> None:
     (out / "resize.json").write_text('{"devices": 1}', encoding="utf-8")
     ended = run(Run(JOB, out, 2, arguments=("--resume", "--steps", "4"))).expect(0)
     assert (ended.result["world_size"], ended.result["steps"]) == (2, 4)
+
+
+def test_a_request_to_stop_comes_before_a_wish(tmp_path: Path) -> None:
+    """Of a run in one process, which trains in the command's own."""
+    gate, out = Gate(tmp_path / "gate", 3), tmp_path / "run"
+    with start(Run(JOB, out, 1, environment=gate.environment)) as started:
+        started.until(lambda: gate.reached(1), "the gate")
+        wish(RunDirectory(out), 2)
+        started.send(signal.SIGTERM)
+        gate.open()
+        ended = started.wait().expect(75)
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", 4)
+    assert "resume with: " in ended.output
+    assert newest(out) == 1, "no other ranks were started"

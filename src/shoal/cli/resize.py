@@ -7,7 +7,6 @@ from pathlib import Path
 
 from shoal.cli.options import ResizeOptions
 from shoal.errors import CommandError, ExitCode
-from shoal.hardware.detect import gpus
 from shoal.plans.plan import read_plan
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import is_held
@@ -34,14 +33,16 @@ def resize(options: ResizeOptions) -> ExitCode:
             remedy=f"go on with it on so many: shoal run ... --resume --out {options.run} --devices {options.devices}",
         )
     before = newest(directory.path)
-    if not about(directory.path, before).get("resizable"):
+    known = about(directory.path, before)
+    if not known.get("resizable"):
         raise CommandError(
             given=given,
             conflict="an engine has started its ranks, or its parameters are kept by servers",
             remedy=f"stop it, and start it again with --resume --out {options.run} on so many",
         )
     plan = read_plan(directory.plan)
-    resized(plan, options.devices, read_json(directory.job) or {}, len(gpus()))
+    # The run's own GPUs: what is visible to this command says nothing of them. Without a number the run itself judges.
+    resized(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
     if plan.degrees.world_size == options.devices:
         print(f"{options.run} trains on {_processes(options.devices)} already")
         return ExitCode.DONE

@@ -32,15 +32,22 @@ def die_with_launcher() -> None:
 
 
 def _end_at_once(code: ExitCode) -> None:
-    """Ends this rank, for which a new one is to start: torch's own end takes half a second on a free core."""
+    """Ends this rank, for which a new one is to start: torch's own end takes half a second on a free core.
+
+    Functions that user code has registered with atexit are not called: one of torch's or of a library may wait for the
+    peer that is lost, and ranks that were killed have not called theirs either.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> ExitCode:
-    """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one."""
+def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
+    """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one.
+
+    `may_end_at_once`: whether a rank that lost a peer ends here, without what its callers and atexit would still do.
+    """
     die_with_launcher()
     error: ShoalError | None = None
     try:
@@ -63,7 +70,7 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> Ex
             if error is not None:
                 print(error.render(), file=sys.stderr)
         else:
-            if isinstance(error, PeerError) and not error.everywhere:
+            if may_end_at_once and isinstance(error, PeerError) and not error.everywhere:
                 _end_at_once(code)
     elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit says it
         print(error.render(), file=sys.stderr)

@@ -52,6 +52,16 @@ def gpus() -> list[str]:
     return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
+def visible_gpus() -> int:
+    """Number of GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves; 0 where there are none."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    return found
+
+
 def detected() -> Cluster:
     """The hardware of this machine, without measuring: GPUs that the catalogue knows, or else the cores."""
     found = gpus()

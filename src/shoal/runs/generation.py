@@ -41,11 +41,18 @@ class Fence:
 
     @classmethod
     def next(
-        cls, folder: Path, world_size: int, reason: str, after: Fence | None = None, *, resizable: bool = False
+        cls,
+        folder: Path,
+        world_size: int,
+        reason: str,
+        after: Fence | None = None,
+        *,
+        resizable: bool = False,
+        gpus: int = 0,
     ) -> Fence:
         """The generation that begins now, of a process that has the directory. `after`: the one that it replaces.
 
-        `resizable`: whether who begins it can go on with another number of processes.
+        `resizable`: whether who begins it can go on with another number of processes; `gpus`: those that it sees then.
 
         Raises: FencedError where another process has begun one since; RunDirectoryError where nothing can be written.
         """
@@ -56,6 +63,7 @@ class Fence:
                 after.check()
             found = cls(folder, newest(folder) + 1)
             said = {"generation": found.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
+            said |= {"gpus": gpus} if resizable else {}
             said |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
             with contextlib.suppress(FileExistsError), open(found._path, "x", encoding="utf-8") as file:
                 file.write(json.dumps(said) + "\n")
@@ -163,7 +171,7 @@ def newest(folder: Path) -> int:
 
 
 def about(folder: Path, generation: int) -> dict[str, Any]:
-    """Facts of a generation in its file: world_size, reason, resizable, host, pid, began_at; empty without a file."""
+    """Facts of a generation in its file: world_size, reason, resizable, gpus, host, pid, began_at; or none."""
     return read_json(folder / FOLDER / f"{generation:06d}") or {}
 
 

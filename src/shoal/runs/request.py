@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from shoal.errors import InUseError, LaunchError
-from shoal.hardware.detect import cores
+from shoal.hardware.detect import cores, visible_gpus
 from shoal.plans import Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import conflicts, refuse
@@ -117,15 +116,14 @@ class RunRequest:
         """The request of ranks that are about to be started, a generation of their own. Raises: as `Fence.next`."""
         reason = reason or ("resumed" if self.resume else "begun")
         after = self.fence if self.generation else None
-        found = Fence.next(self.out, self.plan.num_processes, reason, after, resizable=self.resizable)
+        size, gpus = self.plan.num_processes, visible_gpus() if self.resizable else 0
+        found = Fence.next(self.out, size, reason, after, resizable=self.resizable, gpus=gpus)
         return replace(self, generation=found.generation)
 
     def resized(self, devices: int, at: float) -> RunRequest:
         """The request that goes on with so many processes. Raises: PlanError. `at`: the end of those before."""
-        from shoal.hardware.detect import gpus
-
         job = read_json(RunDirectory(self.out).job) or {}
-        plan = resized(self.plan, devices, job, len(gpus()))
+        plan = resized(self.plan, devices, job, visible_gpus())
         grains, wishes = job.get("grains"), replace(self.wishes, devices=devices)
         found = replace(self, plan=plan, wishes=wishes, judged=None, recorded_grains=grains, resume=True, lost_at=at)
         return found.with_own_sums()
@@ -213,13 +211,8 @@ class RunRequest:
 
 
 def devices_here() -> int:
-    """All the GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves, or one process where there are none."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    found = len(list(folder.iterdir())) if folder.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
-    return max(1, found)
+    """All the GPUs that are visible, or one process where there are none."""
+    return max(1, visible_gpus())
 
 
 def dumped(value: object) -> str:

@@ -54,7 +54,8 @@ class ResizeWish:
 def resized(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan:
     """The plan with another degree of its data axis, for so many processes in all.
 
-    `job` as in job.json; `gpus`: of this host, 0 where none is used. Raises: PlanError with what stands against it.
+    `job` as in job.json; `gpus`: those that the run sees, 0 where none is used. Raises: PlanError with what stands
+    against it.
     """
     rest, given = plan.degrees.world_size // plan.layout.data, f"{devices} processes"
     conflict = None
@@ -63,7 +64,7 @@ def resized(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan
     elif devices % rest:
         conflict = f"a replica of the model takes {rest}, and only whole replicas join or leave during a run"
     elif 0 < gpus < devices:
-        conflict = f"this host has {gpus} GPU(s), and a GPU serves one process"
+        conflict = f"the run sees {gpus} GPU(s), and a GPU serves one process"
     if conflict is not None:
         remedy = "stop the run, and go on with another plan: shoal run ... --resume --plan"
         raise PlanError(given=given, conflict=conflict, remedy=remedy)

@@ -3,11 +3,15 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.run_folders import RunFolder
 
-from shoal.runs.effective_time import EffectiveTime, earlier_starts
+from shoal.runs.attempts import AttemptLog
+from shoal.runs.effective_time import EffectiveTime, call_began_at, earlier_starts
+from shoal.runs.events import instant, mtbf_seconds
 
 
 def test_steps_that_are_trained_again_count_once(tmp_path: Path) -> None:
@@ -45,3 +49,26 @@ def test_of_a_calls_earlier_starts_what_is_left_counts(tmp_path: Path) -> None:
     assert began_at == call["at"]
     assert seconds == pytest.approx(sum(record.seconds for record in run.records[5:12]))
     assert earlier_starts(tmp_path / "none", tmp_path / "none", 0.0, 3) == (None, 0.0)
+
+
+def test_an_engines_new_start_is_of_the_call_that_began_with_the_first(tmp_path: Path) -> None:
+    """Its own command began after the losses, of which there would be none in the call."""
+    log, now = AttemptLog(tmp_path / "attempts.jsonl", lambda: 0.0), 500.0
+    for started_at, restarts in ((100.0, 0), (150.0, 1), (200.0, 0), (300.0, 1), (400.0, 2)):
+        log.began(started_at, {}, restarts=restarts)
+
+    def began(restarts: int, lost_at: float | None = None) -> float:
+        request: Any = SimpleNamespace(out=tmp_path, started_at=now, restarts=restarts, lost_at=lost_at)
+        return call_began_at(request)
+
+    assert began(3) == 200.0
+    assert (began(0), began(3, lost_at=450.0)) == (now, now), "the first start; and one that was told"
+    log.ended("preempted", 4, 420.0, {})
+    assert began(3) == now, "a call that ended in good order"
+
+
+def test_the_mean_time_between_losses_counts_those_of_the_call(tmp_path: Path) -> None:
+    lost = [json.dumps({"at": instant(at), "kind": "lost"}) for at in (150.0, 250.0, 350.0)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lost))
+    assert mtbf_seconds(tmp_path / "events.jsonl", 200.0, 400.0) == 100.0
+    assert mtbf_seconds(tmp_path / "events.jsonl", 400.0, 500.0) is None

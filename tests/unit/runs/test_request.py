@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 
+import shoal.hardware.detect
 import shoal.runs.request
 from shoal.cli.main import _parser
 from shoal.cli.options import RunOptions, options_of
 from shoal.cli.run.prepare import requested
 from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError, SettingError, SettingWarning
+from shoal.hardware.detect import visible_gpus
 from shoal.plans import Plan
 from shoal.plans.layout import AXES
 from shoal.plans.legal import ModelFacts, conflicts
 from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.runs.directory import RunDirectory
+from shoal.runs.generation import about
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 
 
@@ -246,18 +249,33 @@ def test_threads_share_the_cores(job: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("gpus", "visible", "found"),
-    [(0, None, 1), (4, None, 4), (4, "0,2", 2), (4, "", 1), (4, "-1", 1), (2, "0,1,2,3", 2), (0, "0,1", 1)],
+    [(0, None, 0), (4, None, 4), (4, "0,2", 2), (4, "", 0), (4, "-1", 0), (2, "0,1,2,3", 2), (0, "0,1", 0)],
 )
 def test_devices_are_the_gpus_that_are_visible(
     monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, found: int
 ) -> None:
     folder = SimpleNamespace(iterdir=lambda: iter(range(gpus)), is_dir=lambda: gpus > 0)
     with monkeypatch.context() as patched:
-        patched.setattr(shoal.runs.request, "Path", lambda text: folder)
+        patched.setattr(shoal.hardware.detect, "Path", lambda text: folder)
         patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             patched.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert devices_here() == found
+        assert (visible_gpus(), devices_here()) == (found, max(1, found))
+
+
+@pytest.mark.parametrize(("gpus", "devices", "fits"), [(2, 4, False), (2, 2, True), (0, 16, True)])
+def test_another_number_of_processes_is_one_for_the_gpus_that_the_run_sees(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, devices: int, fits: bool
+) -> None:
+    monkeypatch.setattr("shoal.hardware.detect.gpus", lambda: ["NVIDIA H100"] * 8)
+    monkeypatch.setattr("shoal.runs.request.visible_gpus", lambda: gpus)
+    here = replace(request(job, "--devices", "1"), out=tmp_path, resizable=True)
+    assert about(tmp_path, here.begun().generation)["gpus"] == gpus
+    if fits:
+        assert here.resized(devices, 0.0).plan.num_processes == devices
+    else:
+        with pytest.raises(PlanError, match=r"the run sees 2 GPU\(s\)"):
+            here.resized(devices, 0.0)
 
 
 def test_shared_memory_unless_it_cannot_be_and_then_why(

@@ -242,8 +242,13 @@ def _longer(loaded: LoadedJob) -> str:
     return "give the job a larger length: Job(length=...)"
 
 
-def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, function: str) -> None:
-    """Prints the result of a run beside its prediction, and how to go on."""
+def conclude(
+    reporter: Reporter, result: RunRecord, request: RunRequest, function: str, *, told_to_stop: bool = False
+) -> None:
+    """Prints the result of a run beside its prediction, and how to go on.
+
+    `told_to_stop`: by a signal, after which the run ends whatever is wished for.
+    """
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
     early = result.ended_early
@@ -258,7 +263,8 @@ def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, functio
         reporter.note(f"  {told(result.prediction)}")
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
-    if result.status == "preempted" and request.resizable and wished(RunDirectory(request.out)) is not None:
+    goes_on = request.resizable and not told_to_stop and wished(RunDirectory(request.out)) is not None
+    if result.status == "preempted" and goes_on:
         reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
     elif result.status == "preempted":
         command = f"shoal run {request.job.path}:{function} --resume --out {request.place}"

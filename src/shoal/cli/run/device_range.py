@@ -10,12 +10,12 @@ from typing import Any
 
 from shoal.cli.options import RunOptions, whole_number
 from shoal.errors import CommandError, LaunchError, from_json
-from shoal.hardware.detect import cores, gpus
+from shoal.hardware.detect import cores, visible_gpus
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.in_child import in_child
 from shoal.plans import Plan
 from shoal.plans.plan import described
-from shoal.runs.request import devices_here, dumped, loaded
+from shoal.runs.request import dumped, loaded
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 # Engines whose launcher chooses, once it knows what they have.
@@ -85,7 +85,8 @@ def _started(limits: DeviceRange, environment: Environment) -> int:
 
 def _chosen(options: RunOptions, limits: DeviceRange) -> RunOptions:
     """The best plan on what this host has; of a resumed run, or in exact mode, as many devices, along its own axes."""
-    there, kind = (devices_here(), "GPUs") if gpus() else (cores(), "cores")
+    found_gpus = visible_gpus()
+    there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
     if there < limits.least:
         raise LaunchError(
             given=f"--devices {limits}",

@@ -45,7 +45,8 @@ def _run(options: RunOptions) -> int:
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
-        return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+        request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
+        return _train(request, environment, Signals(impatient=True))
     limits = range_of(options)
     options = with_number(options, environment)
     if options.dry_run or (environment is None and options.on != "local"):
@@ -72,7 +73,7 @@ def _run(options: RunOptions) -> int:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
         for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
             os.environ.setdefault(name, text)
-        return _train(request, environment, unprepared=True)
+        return _train(request, environment, Signals(impatient=True), unprepared=True)
     return _started_here(request)
 
 
@@ -80,10 +81,10 @@ def _started_here(request: RunRequest) -> int:
     """Trains in this process, or with ranks of this host; the exit code."""
     with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:
-            request = request.begun()
+            request, heard = request.begun(), Signals(impatient=True)
             with inside_run(os.environ):
-                code = _train(request, Environment())
-            following = resized(request, code, Signals(impatient=False))
+                code = _train(request, Environment(), heard)
+            following = resized(request, code, heard)  # a request to stop is heeded before a wish
             if following is None:
                 return code
             request = following  # this process is a launcher from now on
@@ -298,8 +299,8 @@ def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int
     return int(error.exit_code) if code is None else code
 
 
-def _train(request: RunRequest, environment: Environment, *, unprepared: bool = False) -> int:
-    signals = Signals(impatient=True)
+def _train(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> int:
+    """Trains in this process, which notes signals in `signals`; the exit code."""
     with signals.handled():  # before torch is imported, which takes seconds
         from shoal.cli.run.train import run
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from shoal.errors import ExitCode, ShoalError, from_json
-from shoal.hardware.detect import gpus
+from shoal.hardware.detect import visible_gpus
 from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
@@ -42,7 +42,7 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     with request.claim() as lock:
         granted(RunDirectory(lock.folder))  # a wish that was left there is of another call
         # A process that has trained alone keeps its GPU as long as it lives.
-        alone = request.plan.num_processes == 1 and bool(gpus())
+        alone = request.plan.num_processes == 1 and visible_gpus() > 0
         try:
             yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
         finally:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from shoal.launch.signals import Signals
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.effective_time import call_began_at
 from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.generation import withdraw
 from shoal.runs.job_file import LoadedJob, load
@@ -79,7 +81,9 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 
     `unprepared`: no launcher of shoal's has taken the run directory, and told of what has no effect.
     """
-    return as_rank(environment, lambda: _run(request, environment, signals, unprepared))
+    # A working copy, which a rank may have to itself, is written back and removed as this process unwinds.
+    work = partial(_run, request, environment, signals, unprepared)
+    return as_rank(environment, work, may_end_at_once=request.address is None)
 
 
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
@@ -224,7 +228,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         telemetry=request.telemetry,
         bad_samples=request.bad_samples,
         check_replicas=request.check_replicas,
-        mtbf_seconds=mtbf_seconds(kept.events, request.started_at, time.time()),
+        mtbf_seconds=mtbf_seconds(kept.events, call_began_at(request), time.time()),
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
         observer=observer,
@@ -274,7 +278,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.accept_changes))
     description["lengths"] = course.to_json()
     result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
-    result.restarts, result.fence = request.restarts, request.fence
+    result.restarts, result.fence, result.call_began_at = request.restarts, request.fence, call_began_at(request)
     num_steps = request.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
@@ -304,7 +308,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             raise
         unwritten = result.write(record)
         unsaved = outcome.unsaved or unwritten
-        conclude(reporter, record, request, loaded.function)
+        conclude(reporter, record, request, loaded.function, told_to_stop=bool(call.signals.received))
         if unsaved is not None:
             raise unsaved
     finally:

@@ -54,6 +54,7 @@ class Result:
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
     began_at: float | None = None  # when this start's training began
+    call_began_at: float | None = None  # where it is another instant than `started_at`, of an engine's new start
     effective: EffectiveTime = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,8 @@ class Result:
         began_at, seconds = self.began_at, self.effective.seconds + self.after.get("evaluation", 0.0)
         if self.restarts:
             files = RunDirectory(self.path.parent)
-            first, kept = earlier_starts(files.attempts, files.records, self.started_at, self.resumed_from or 0)
+            since = self.call_began_at or self.started_at
+            first, kept = earlier_starts(files.attempts, files.records, since, self.resumed_from or 0)
             began_at, seconds = min(began_at, first or began_at), seconds + kept
         whole = (self.trained_at or time.time()) - began_at
         return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None

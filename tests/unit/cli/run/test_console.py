@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.run.console import introduce
+from shoal.cli.run.console import Reporter, conclude, introduce
 from shoal.plans.plan import Plan
+from shoal.runs.directory import RunDirectory
+from shoal.runs.resize import wish
 
 
 def said(plan: Plan, label: str = "devices", resumed: int | None = None, **settings: Any) -> str:
@@ -79,3 +81,20 @@ def test_a_finished_run_says_how_to_go_on(settings: dict[str, Any], how: str) ->
     found = said(ONE, "length", 12, **settings)
     assert found == f"  length      nothing is left to do: all steps are trained; to go on, {how}"
     assert said(ONE, "length", 11, **settings) == ""
+
+
+@pytest.mark.parametrize(("told_to_stop", "last"), [(True, "resume with: "), (False, "a checkpoint was written; ")])
+def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_to_stop: bool, last: str) -> None:
+    lines: list[str] = []
+
+    class Noted(Reporter):
+        def note(self, text: str) -> None:
+            lines.append(text)
+
+    nothing = dict.fromkeys(("ended_early", "prediction", "server"))
+    result: Any = SimpleNamespace(status="preempted", steps=3, wall_seconds=1.0, metrics={}, **nothing)
+    job = SimpleNamespace(path="job.py", handed=None)
+    request: Any = SimpleNamespace(out=tmp_path, place=str(tmp_path), resizable=True, job=job)
+    wish(RunDirectory(tmp_path), 2)
+    conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)
+    assert lines[-1].startswith(last)

@@ -47,7 +47,7 @@ def test_an_engine_has_its_own_choice() -> None:
 
 
 def test_too_few_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_range, "gpus", list)
+    monkeypatch.setattr(device_range, "visible_gpus", lambda: 0)
     monkeypatch.setattr(device_range, "cores", lambda: 2)
     with pytest.raises(LaunchError, match="this host has 2 cores"):
         with_number(options("4:8"), None)
