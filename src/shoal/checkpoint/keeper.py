@@ -113,6 +113,7 @@ class Keeper:
     def save_best(self, state: RunState) -> None:
         """Saves a state whose evaluation is the best; its checkpoint is kept as such. Collective: all ranks."""
         self._newest = -1  # or what was saved before the evaluation would do
+        together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)  # or there is none
         self.save(state)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
@@ -250,22 +251,37 @@ class Keeper:
             self._writer.wrote(failure, time.monotonic() - began)
 
     def begin(self) -> None:
-        """Makes this run the one that writes where checkpoints are. On rank 0. Raises: StorageError."""
-        if self._store is None:
-            return
+        """Makes this run the one that writes where checkpoints are, before it judges or removes any.
+
+        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank.
+        """
+        store = self._store
+        if store is not None:
+            together(self._mesh, lambda: self._reached(store, store.take_over) if self._writer is not None else None)
+
+    def send(self) -> None:
+        """Sends the run's own files to where it is, if that is an address. On rank 0. Raises: StorageError."""
+        if self._store is not None:
+            self._reached(self._store, self._store.send)
+
+    def _reached(self, store: Store, act: Callable[[], None]) -> None:
         try:
-            self._store.take_over()
+            act()
         except OSError as error:
             raise StorageError(
-                given=f"the checkpoints in {self._store.place.shown()}",
+                given=f"the checkpoints in {store.place.shown()}",
                 conflict=f"nothing can be written there: {error}",
                 remedy="check the address, and this host's credentials and way to it",
             ) from error
 
     def clean(self) -> None:
-        """Removes what the writer of a killed run left half done. Before this one writes anything."""
-        if self._store is not None and self._mesh.rank == 0:
-            self._store.clean()
+        """Removes what the writer of a killed run left half done. Before this one writes anything.
+
+        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank.
+        """
+        store = self._store
+        if store is not None:
+            together(self._mesh, lambda: self._reached(store, store.clean) if self._writer is not None else None)
 
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
         """Sets model, optimizer and loader from the newest good checkpoint; and lines about damaged ones.

@@ -31,6 +31,9 @@ class Place(Protocol):
     def names(self) -> list[str]:
         """Folders that are there, whole or not."""
 
+    def check(self) -> None:
+        """Raises: OSError where another run has begun to write there since. Last before what moves or removes."""
+
     def make(self, name: str) -> None:
         """Makes a folder that is not there yet."""
 
@@ -66,6 +69,9 @@ class LocalPlace:
     def names(self) -> list[str]:
         """Folders that are there."""
         return [path.name for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+
+    def check(self) -> None:
+        """Nothing: a lock keeps other runs away."""
 
     def make(self, name: str) -> None:
         """Makes a folder that nobody else can read."""

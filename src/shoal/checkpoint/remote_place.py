@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, ManifestError
+from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, ManifestError
 from shoal.runs.address import CHECKPOINTS, RunAddress, make_parent
 
 
@@ -33,6 +33,11 @@ class RemotePlace:
             name, _, file = path.partition("/")
             found.setdefault(name, set()).add(file)
         return [name for name, files in found.items() if MANIFEST_NAME in files or name.startswith(".")]
+
+    def check(self) -> None:
+        """Raises: OSError where another run has begun there since this one took the place over."""
+        if self._mark:
+            self._address.check_owner(self._mark)
 
     def make(self, name: str) -> None:
         """Nothing: a folder is its files. Raises: OSError where another run has begun there since."""
@@ -61,7 +66,12 @@ class RemotePlace:
             raise ManifestError(f"{file} cannot be read: it is not there") from None
 
     def move(self, name: str, new: str) -> None:
-        """Copies a folder to where no other is whole, and removes it under its old name."""
+        """Copies a folder to where no other is whole, and removes it under its old name.
+
+        Raises: OSError where it was being written and lacks a file: a run that began since has removed it.
+        """
+        if name.startswith(".tmp-"):  # others may be damaged, and are moved as they are
+            self._refuse_torn(name)
         self.remove(new)
         self.copy(name, new)
         self.remove(name)
@@ -83,13 +93,21 @@ class RemotePlace:
         """Nothing: what was sent is there."""
 
     def take_over(self, folder: Path) -> None:
-        """Makes this run the one that writes here, and sends its own files."""
+        """Makes this run, of a folder here, the one that writes at the address."""
         self._mark = self._address.own(folder)
-        self.send(folder)
 
     def send(self, folder: Path) -> None:
         """Sends the run's own files, which are in a folder here, to beside the checkpoints."""
         self._address.send(folder)
+
+    def _refuse_torn(self, name: str) -> None:
+        try:
+            named = Manifest.from_bytes(self.read(name, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)).files
+        except ManifestError as error:
+            raise OSError(f"{self.shown(name)} is not whole any more: {error}") from None
+        lacking = sorted(named.keys() - set(self._files(name)))
+        if lacking:
+            raise OSError(f"{self.shown(name)} is not whole any more: {lacking[0]} is gone")
 
     def _files(self, name: str) -> list[str]:
         return self._address.paths(f"{CHECKPOINTS}/{name}")

@@ -175,41 +175,47 @@ class Store:
         files = {**files, STATE_NAME: place.write(aside, STATE_NAME, content)}
         place.write(aside, MANIFEST_NAME, Manifest(step, files).to_bytes())
         place.sync(aside)
+        self._name(aside, target)
+        self._mark.note(step)
+        if best:
+            self.keep_best(step)
+        others = [s for s in self.steps() if s != step]
+        for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
+            self._check()
+            place.remove(directory_name(other))
+        self.send()
+
+    def _check(self) -> None:
+        """Raises: FencedError, OSError where others write here now. Last before anything is moved or removed."""
         self._fence.check()
-        if target in place.names():  # the same step again, after a rollback or a resume: the older one steps aside
-            old = f".old-{target}-{uuid.uuid4().hex[:12]}"
+        self.place.check()
+
+    def _name(self, aside: str, target: str) -> None:
+        """Gives a folder its name; one that has it, as of the same step before a rollback, steps aside first."""
+        place, old = self.place, f".old-{target}-{uuid.uuid4().hex[:12]}"
+        self._check()
+        if target in place.names():
             place.move(target, old)
             try:
                 place.move(aside, target)
             except OSError:
                 place.move(old, target)
                 raise
+            place.sync()
             place.remove(old)
         else:
             place.move(aside, target)
-        place.sync()
-        self._mark.note(step)
-        if best:
-            self.keep_best(step)
-        others = [s for s in self.steps() if s != step]
-        for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
-            place.remove(directory_name(other))
-        if self._remote is not None:
-            self._remote.send(self.folder.parent)
+            place.sync()
 
     def keep_best(self, step: int) -> None:
         """Makes the checkpoint of a step the best, which stays until there is a better one. Raises: OSError."""
-        place, mark = self.place, uuid.uuid4().hex[:12]
-        aside, old = f".tmp-{BEST_NAME}-{mark}", f".old-{BEST_NAME}-{mark}"
-        place.copy(directory_name(step), aside)
-        if not self._fence.is_open:
-            place.remove(aside)
-        self._fence.check()
-        if BEST_NAME in place.names():
-            place.move(BEST_NAME, old)
-        place.move(aside, BEST_NAME)
-        place.sync()
-        place.remove(old)
+        aside = f".tmp-{BEST_NAME}-{uuid.uuid4().hex[:12]}"
+        try:
+            self.place.copy(directory_name(step), aside)
+            self._name(aside, BEST_NAME)
+        except BaseException:
+            self.place.remove(aside)
+            raise
 
     def mend_best(self, step: int) -> None:
         """Makes the checkpoint of a step the best where a killed writer had not come to that. Raises: OSError."""
@@ -277,6 +283,7 @@ class Store:
     def forget_after(self, step: int) -> None:
         """Removes the checkpoints of later steps."""
         for later in [s for s in self.steps() if s > step]:
+            self._check()
             self.place.remove(directory_name(later))
 
     def damaged(self) -> list[str]:
@@ -291,16 +298,22 @@ class Store:
     def take_over(self) -> None:
         """Makes this run the one that writes to an address. On disk a lock says so. Raises: OSError."""
         if self._remote is not None:
+            self._fence.check()  # a process that stood still is not to take it from its followers
             self._remote.take_over(self.folder.parent)
+
+    def send(self) -> None:
+        """Sends the run's own files, where it is one at an address. Raises: OSError."""
+        if self._remote is not None:
+            self._remote.send(self.folder.parent)
 
     def clean(self) -> None:
         """Removes what a killed writer left half done, and puts back what it had moved aside last."""
-        self._fence.check()
-        there = self.place.names()
-        for name in (name for name in there if name.startswith(".old-step-")):
-            if name[5:18] not in there:
+        self._check()
+        for name in (n for n in self.place.names() if n.startswith((".old-step-", f".old-{BEST_NAME}-"))):
+            before = name.removeprefix(".old-").rpartition("-")[0]
+            if before not in self.place.names():
                 with contextlib.suppress(OSError):
-                    self.place.move(name, name[5:18])
+                    self.place.move(name, before)
         for name in self.place.names():
             if name.startswith((".tmp-", ".old-", GONE)):
                 self.place.remove(name)
@@ -309,6 +322,7 @@ class Store:
         name, there, number = directory_name(step), self.place.names(), 1
         while (kept := f"{name}.bad" + (f"-{number}" if number > 1 else "")) in there:
             number += 1
+        self._check()
         self.place.move(name, kept)
         return kept
 

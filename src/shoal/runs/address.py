@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
 from shoal.runs.directory import write_file
@@ -39,11 +39,19 @@ class SupersededError(OSError):
 
 
 class RunAddress:
-    """Address of a run directory. Errors of the server, or of the way to it, are OSErrors."""
+    """Address of a run directory. Errors of the server, or of the way to it, are OSErrors.
+
+    All of this process know of a working copy which files one of them has fetched or sent: none sends those again, over
+    what another run may have written since.
+    """
+
+    _known: ClassVar[dict[tuple[str, Path], dict[str, tuple[int, int]]]] = {}  # of files here as they are there
 
     def __init__(self, text: str) -> None:
         self.text = text.rstrip("/")
-        self._known: dict[str, tuple[int, int]] = {}  # of files here as they are there
+
+    def _known_in(self, folder: Path) -> dict[str, tuple[int, int]]:
+        return self._known.setdefault((self.text, folder.resolve()), {})
 
     @functools.cached_property
     def _reached(self) -> tuple[Any, str]:
@@ -86,6 +94,7 @@ class RunAddress:
 
     def fetch(self, folder: Path) -> None:
         """Copies the directory's own files here. Raises: RunDirectoryError where the address does not answer."""
+        known = self._known_in(folder)
         try:
             with self.files() as files:
                 files.invalidate_cache()
@@ -96,7 +105,7 @@ class RunAddress:
                     aside = folder / f".{name}.fetched"
                     aside.write_bytes(content)
                     aside.replace(folder / name)
-                    self._known[name] = _stamp(folder / name)
+                    known[name] = _stamp(folder / name)
         except OSError as error:
             raise RunDirectoryError(
                 given=f"--out {self.text}",
@@ -111,6 +120,7 @@ class RunAddress:
         """
         if (folder / OWNER).exists():
             self.check_owner(json.loads((folder / OWNER).read_text(encoding="utf-8")))
+        known = self._known_in(folder)
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             first, *_ = parts = PurePosixPath(name).parts
@@ -118,12 +128,12 @@ class RunAddress:
             if hidden or name in (LOCK, OWNER) or first in (CHECKPOINTS, GENERATIONS) or not path.is_file():
                 continue
             stamp = _stamp(path)
-            if self._known.get(name) != stamp:
+            if known.get(name) != stamp:
                 content = path.read_bytes()
                 with self.files() as files:
                     make_parent(files, self.path(name))
                     files.pipe_file(self.path(name), content)
-                self._known[name] = stamp
+                known[name] = stamp
 
     def own(self, folder: Path) -> dict[str, Any]:
         """Makes the run of a folder here the one that writes there, and returns its mark, which both have.
@@ -178,14 +188,25 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
             address.fetch(folder)
         try:
             yield folder
-        finally:
-            try:
+        except BaseException:
+            with _noted(f"--out {text}: the run's own files could not be written there: "):  # what is raised is told
                 address.send(folder)
-            except SupersededError as error:
-                print(f"note: {error}", file=sys.stderr)
-            except OSError as error:
-                raise StorageError(
-                    given=f"--out {text}",
-                    conflict=f"the run's own files could not be written there: {error}",
-                    remedy="check this host's way to it; --resume goes on from the newest checkpoint there",
-                ) from error
+            raise
+        try:
+            address.send(folder)
+        except SupersededError as error:
+            print(f"note: {error}", file=sys.stderr)
+        except OSError as error:
+            raise StorageError(
+                given=f"--out {text}",
+                conflict=f"the run's own files could not be written there: {error}",
+                remedy="check this host's way to it; --resume goes on from the newest checkpoint there",
+            ) from error
+
+
+@contextlib.contextmanager
+def _noted(about: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        print(f"note: {'' if isinstance(error, SupersededError) else about}{error}", file=sys.stderr)

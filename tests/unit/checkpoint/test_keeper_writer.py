@@ -4,12 +4,14 @@ import errno
 import threading
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import shoal.checkpoint.writer
 from shoal.checkpoint.keeper import Keeper
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory, interval_seconds
 from shoal.distributed.mesh import alone
@@ -156,3 +158,18 @@ def test_snapshots_share_their_memory() -> None:
     assert other.data_ptr() != second.data_ptr()
     grown = memory.copied("model", {"a": torch.ones(9)})["a"]
     assert torch.equal(grown, torch.ones(9))
+
+
+def test_the_best_is_saved_once_the_one_before_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what the run names as its best would not be there."""
+    store, started = Gated(), list[int]()
+    keeper = Keeper(alone(torch.device("cpu")), store, Mock(callbacks=None), 1)
+    writer = keeper._writer
+    assert writer is not None
+    writer._patience = 0.01
+    monkeypatch.setattr(keeper, "_start", lambda state: started.append(state.step))
+    writer.write(taken(1))
+    threading.Timer(0.2, store.gate.set).start()
+    keeper.save_best(RunState(step=2))
+    assert (store.written, started) == ([1], [2])
+    keeper.close()

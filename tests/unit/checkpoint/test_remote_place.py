@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from shoal.checkpoint.manifest import MANIFEST_NAME
 from shoal.checkpoint.newest_mark import NewestMark
 from shoal.checkpoint.remote_place import RemotePlace
-from shoal.checkpoint.store import BEST_NAME, SavedCheckpoint, Snapshot, Store, directory_name
+from shoal.checkpoint.store import BEST_NAME, SavedCheckpoint, Snapshot, Store, directory_name, open_in
+from shoal.errors import FencedError
+from shoal.runs.generation import Fence
 
 
 def opened(tmp_path: Path, keep: int | None = 3) -> Store:
@@ -107,3 +110,54 @@ def test_a_run_that_another_has_followed_writes_no_more(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"another run trains there since .* writes there no more"):
         first.write(snapshot(6))
     assert second.steps() == [5]
+
+
+def test_a_commit_that_was_begun_before_another_run_took_over_moves_nothing(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    aside = first.begin(6)
+    files = dict([first.add(aside, "model", {"weight": torch.ones(2)})])
+    second = opened(tmp_path)
+    second.clean()
+    for step in (4, 6, 8):
+        second.write(snapshot(step, best=step == 4))
+    with pytest.raises(OSError, match="another run trains there since"):
+        first.commit(aside, 6, files, {}, best=True)
+    acts: list[Callable[[], object]] = [lambda: first.keep_best(6), first.clean, lambda: first.forget_after(4)]
+    for act in acts:
+        with pytest.raises(OSError, match="another run trains there since"):
+            act()
+    assert second.steps() == [4, 6, 8]
+    assert [step_of(second.read(step)) for step in second.steps()] == [4, 6, 8]
+    assert open_in(second.place, BEST_NAME).step == 4
+
+
+def test_a_folder_that_lacks_a_file_becomes_no_checkpoint(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store.write(snapshot(6))
+    aside = store.begin(6)
+    files = dict([store.add(aside, "model", {"weight": torch.ones(2)})])
+    there(tmp_path, aside, "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"is not whole any more: model.safetensors is gone"):
+        store.commit(aside, 6, files, {})
+    assert step_of(store.read(6)) == 6
+
+
+def test_a_damaged_checkpoint_is_not_moved_after_another_run_took_over(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.write(snapshot(6))
+    there(tmp_path, directory_name(6), "model.safetensors").unlink()
+    opened(tmp_path)
+    with pytest.raises(OSError, match="another run trains there since"):
+        first.newest_good()
+    assert first.damaged() == []
+
+
+def test_a_process_whose_followers_go_on_does_not_take_over(tmp_path: Path) -> None:
+    opened(tmp_path)
+    mark = (tmp_path / "there" / "run" / "owner.json").read_text()
+    fence = Fence.next(tmp_path / "here", 1, "first")
+    Fence.next(tmp_path / "here", 1, "second")
+    remote = RemotePlace(f"file://{tmp_path}/there/run")
+    with pytest.raises(FencedError):
+        Store(tmp_path / "here" / "checkpoints", fence=fence, remote=remote).take_over()
+    assert (tmp_path / "there" / "run" / "owner.json").read_text() == mark

@@ -15,8 +15,9 @@ import pytest
 from tests.unit.checkpoint.test_store import files, same, snapshot
 from tests.usual import parametrize
 
+from shoal.checkpoint.local_place import LocalPlace
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError, seal
-from shoal.checkpoint.store import Store, directory_name
+from shoal.checkpoint.store import BEST_NAME, Store, directory_name, open_folder
 
 NUM_DAMAGES, NUM_FORGED = 300, 50
 # Functions that change what is on a disk; of others a kill before them is one before the next of these.
@@ -174,3 +175,30 @@ def test_forged_manifests_are_all_found_and_nothing_outside_is_opened(
         with pytest.raises(ManifestError):
             store.read(20)
         assert all(path.resolve().parent == store.folder / directory_name(20) for path in opened), opened
+
+
+def test_the_best_is_there_after_a_disk_refused_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, move = Store(tmp_path), LocalPlace.move
+    for step in (10, 20):
+        store.write(snapshot(step))
+    store.keep_best(10)
+
+    def refuse(place: LocalPlace, name: str, new: str) -> None:
+        if name.startswith(".tmp-"):
+            raise OSError("no space")
+        move(place, name, new)
+
+    monkeypatch.setattr(LocalPlace, "move", refuse)
+    with pytest.raises(OSError, match="no space"):
+        store.keep_best(20)
+    assert open_folder(tmp_path / BEST_NAME).step == 10
+    assert not [name for name in store.place.names() if name.startswith(".")]
+
+
+def test_the_best_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.write(snapshot(10))
+    store.keep_best(10)
+    store.place.move(BEST_NAME, f".old-{BEST_NAME}-abcdef")
+    store.clean()
+    assert open_folder(tmp_path / BEST_NAME).step == 10

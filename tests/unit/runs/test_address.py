@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import CommandError, RunDirectoryError
+from shoal.errors import CommandError, RunDirectoryError, StorageError
 from shoal.runs.address import RunAddress, is_address, working_copy
 
 
@@ -40,3 +40,33 @@ def test_an_address_that_nothing_reaches(tmp_path: Path) -> None:
 def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"it cannot be read: .*refused"):
         RunAddress("ftp://127.0.0.1:9/run").fetch(tmp_path)
+
+
+def test_what_one_has_fetched_another_does_not_send_back(tmp_path: Path) -> None:
+    """As a launcher beside the working copy that it was given."""
+    text, there = f"file://{tmp_path}/run", tmp_path / "run"
+    there.mkdir()
+    (there / "result.json").write_text("old")
+    with working_copy(text) as folder:
+        (there / "result.json").write_text("newer")
+        (folder / "events.jsonl").write_text("lost\n")
+        RunAddress(text).send(folder)
+        assert (there / "result.json").read_text() == "newer"
+        assert (there / "events.jsonl").read_text() == "lost\n"
+        RunAddress(text).fetch(folder)
+        (there / "result.json").write_text("newest")
+    assert (there / "result.json").read_text() == "newest"
+
+
+def test_an_address_that_refuses_does_not_hide_what_was_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no way there")
+
+    monkeypatch.setattr(RunAddress, "send", refuse)
+    with pytest.raises(KeyError, match="the run's own"), working_copy(f"file://{tmp_path}/run"):
+        raise KeyError("the run's own")
+    assert "the run's own files could not be written there: no way there" in capsys.readouterr().err
+    with pytest.raises(StorageError, match="no way there"), working_copy(f"file://{tmp_path}/run"):
+        pass

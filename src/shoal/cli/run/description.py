@@ -75,4 +75,4 @@ def write_description(directory: RunDirectory, engine: Engine, description: dict
     fence.write(directory.plan, plan_text(engine.plan))
     save_config(engine.model, directory.model, engine.sharded_model.shapes())
     fence.write(directory.job, json.dumps(description, indent=2) + "\n")
-    engine.keeper.begin()
+    engine.keeper.send()

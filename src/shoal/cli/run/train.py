@@ -271,6 +271,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     )
     description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
     description["initial_weights"] = began = initial_weights_of(engine, saved)
+    engine.keeper.begin()  # the job is that of the run: whoever lives there still commits no more
     state, complaints = engine.load() if request.resume else (None, [])
     if request.resume and state is None and began is not None and engine.taken is None:
         raise without_initial_weights(began)
