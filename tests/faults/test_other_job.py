@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.launching import JOBS, Ended, Run, run
+from tests.faults.test_joining import free_port
+from tests.launching import JOBS, Ended, Run, run, start
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
@@ -108,3 +110,19 @@ def test_a_resume_whose_job_json_is_damaged(tmp_path: Path) -> None:
     refused = resumed(written(folder), out).expect(74)
     assert "job.json is damaged" in refused.stderr
     resumed(written(folder), out, "--accept-changes").expect(0)
+
+
+@parametrize("option", ["--check-replicas", "--bad-samples"], usual=["--check-replicas"])
+def test_ranks_with_another_option(option: str, tmp_path: Path) -> None:
+    """They would meet in collectives of different steps, or read other samples."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0"}
+    job = written(tmp_path / "job")
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                start(Run(job, tmp_path / "run", None, arguments=own, environment={**variables, "RANK": rank}))
+            )
+            for rank, own in (("0", ()), ("1", (option, "3")))
+        ]
+        ends = [rank.wait(60.0).expect(2) for rank in ranks]
+    assert f"{option} = 3" in ends[0].stderr

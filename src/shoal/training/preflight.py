@@ -117,6 +117,8 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "--checkpoint-every": request.checkpoint_every,
         "--keep-checkpoints": request.keep_checkpoints,
         "--evaluate-every": request.evaluate_every,
+        "--bad-samples": request.bad_samples,
+        "--check-replicas": request.check_replicas,
         "--trace": str(request.trace) if request.trace is not None else None,
         "--no-telemetry": not request.telemetry,
         "--init-from": dumped(request.initial_weights) if request.initial_weights is not None else None,
