@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 from shoal.checkpoint.state import refuse_differences
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
-from shoal.distributed.failures import is_out_of_memory
 from shoal.distributed.mesh import Mesh
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
 from shoal.parallel.model.tensor_slice import TensorSlice
 

@@ -332,17 +332,18 @@ class MapLoader(Loader):
     def _noted(self, fetched: Fetched) -> Fetched:
         """What was read, once its bad samples are known here. Raises: DataError where they are too many."""
         if fetched.bad and self._quarantine is not None:
-            new = {i: said for i, said in fetched.bad.items() if i not in self._quarantine.known}
+            new = self._quarantine.add(fetched.bad)
             if new:
                 many = ", ".join(map(str, list(new)[:8]))
                 what = f"samples that cannot be read: {many}; {next(iter(new.values()))}"
                 self.incidents.append(DataIncident(what, "others were read in their places", bad=new))
-            self._quarantine.add(fetched.bad)
+            self._quarantine.check()
         return fetched
 
     def leave_out(self, bad: Mapping[int, str]) -> None:
         if self._quarantine is not None:
             self._quarantine.add(bad)
+            self._quarantine.check()
         elif bad:
             raise DataError(
                 given="--bad-samples 0",

@@ -13,6 +13,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.plans.grains import random_key
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 # A dataset in which so many draws in a row cannot be read is broken as a whole.
 _MOST_DRAWS = 50
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")  # of torch on the host
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,13 @@ class Quarantine:
     known: dict[int, str] = field(default_factory=dict)
 
     def add(self, bad: Mapping[int, str]) -> dict[int, str]:
-        """Takes up samples; those that were not known. Raises: DataError where there are more than `most`."""
+        """Takes up samples; those that were not known."""
         new = {i: said for i, said in bad.items() if i not in self.known}
         self.known |= new
+        return new
+
+    def check(self) -> None:
+        """Raises: DataError where there are more than `most`."""
         if len(self.known) > self.most:
             ids = sorted(self.known)
             raise DataError(
@@ -56,7 +60,6 @@ class Quarantine:
                 f"{self.known[ids[-1]]}",
                 remedy="mend the dataset, or allow more of them and --resume",
             )
-        return new
 
 
 class TolerantReader:
@@ -111,8 +114,7 @@ class TolerantReader:
 def _refuse_shortage(error: DataError) -> None:
     """Raises: the error where the host had no memory or file descriptor left, which is no sample's fault."""
     cause = error.__cause__
-    short = isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _SHORTAGES)
-    if short or (isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY)):
+    if cause is not None and (is_out_of_memory(cause) or getattr(cause, "errno", None) in _SHORTAGES):
         raise error
 
 

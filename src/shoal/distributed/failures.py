@@ -6,7 +6,6 @@ import errno
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shoal.errors import (
@@ -19,16 +18,9 @@ from shoal.errors import (
     StorageError,
     UserCodeError,
 )
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.runs.remedies import remedy
 from shoal.runs.user_frames import place_of, traceback_of
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a device or the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return not isinstance(error, ShoalError)
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
 
 
 def is_lost_peer(error: BaseException) -> bool:

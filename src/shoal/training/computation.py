@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
-from shoal.distributed.failures import is_lost_peer, is_out_of_memory, user_error
+from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.errors import JobError, LossError, ShoalError
 from shoal.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
 from shoal.numerics.isolation import ReentrantContext
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import FEW_GRAINS, random_key
 from shoal.training.coupling import compare, meaning

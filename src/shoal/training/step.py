@@ -11,10 +11,11 @@ import torch
 
 from shoal.data.loader import Loader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
-from shoal.distributed.failures import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
+from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
 from shoal.numerics.grain_randomness import NotFusibleError
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
