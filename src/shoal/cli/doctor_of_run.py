@@ -22,7 +22,7 @@ from shoal.planner.diagnose.trial import TrialJob, TrialResult, changed_plan, tr
 from shoal.plans.plan import Plan, plan_text, read_plan
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.run_files import RunFiles, read_run
+from shoal.runs.run_files import RunFiles, RunReader, run_reader
 from shoal.runs.trace_steps import TraceSteps
 
 _BEST = 3
@@ -34,14 +34,19 @@ _UNSTEADY = 1.5
 
 def examine(options: DoctorOptions) -> ExitCode:
     """Diagnoses a run. Raises: RunDirectoryError where none is, or its records are few; CommandError; LaunchError."""
-    path = Path(str(options.run))
+    with run_reader(str(options.run)) as reader:
+        return _examine(options, reader)
+
+
+def _examine(options: DoctorOptions, reader: RunReader) -> ExitCode:
+    path = str(options.run)
     if options.try_out and options.job is None:
         raise CommandError(
             given=f"shoal doctor {path} --try",
             conflict="a trial trains the job, and a run directory is data: no code that it names is run",
-            remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(path)}",
+            remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(reader)}",
         )
-    files = read_run(path)
+    files = reader.read()
     times, found = diagnosis(files)
     plans = _write_plans(files, found)
     results = _tried(options, files, times, found) if options.try_out else []
@@ -60,7 +65,7 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(
-            given=str(files.path),
+            given=files.shown,
             conflict="the run has records of fewer than four steps, from which nothing follows",
             remedy="train some more steps, without --no-telemetry",
         )
@@ -77,9 +82,9 @@ def _traced_steps(path: Path) -> set[int]:
     return found
 
 
-def _named(path: Path) -> str:
+def _named(reader: RunReader) -> str:
     with contextlib.suppress(RunDirectoryError):
-        job = read_run(path).job
+        job = reader.read().job
         return f": its job.json says {job.get('file')}:{job.get('function')}"
     return ""
 
@@ -100,11 +105,12 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
 def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
     """A plan file of each remedy that is one, by its name, in the run directory where that can be written."""
     kept, written = RunDirectory(files.path).plan, dict[str, Path]()
-    if not kept.exists() or (files.path / "doctor").is_symlink():
+    folder = files.output_folder / "doctor"
+    if not kept.exists() or folder.is_symlink():
         return written
     plan = read_plan(kept)
     for remedy in (remedy for loss in found for remedy in loss.remedies if remedy.sections or remedy.devices):
-        target = files.path / "doctor" / f"{remedy.name}.toml"
+        target = folder / f"{remedy.name}.toml"
         with contextlib.suppress(OSError):
             target.parent.mkdir(exist_ok=True)
             write_file(target, plan_text(changed_plan(plan, remedy)))
@@ -137,7 +143,7 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
             arguments += [f"--{option.replace('_', '-')}", str(value)]
     kept = RunDirectory(files.path).plan
     plan = read_plan(kept) if kept.exists() else Plan()
-    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=files.path.absolute().parent)
+    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=_trial_folder(files))
 
 
 def _settings(given: Any) -> list[str]:
@@ -163,7 +169,12 @@ def _variables(times: RunTimes) -> dict[str, str | None]:
     return {"OMP_NUM_THREADS": str(times.threads)}
 
 
-def _lines(path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path]) -> list[str]:
+def _trial_folder(files: RunFiles) -> Path:
+    """Where trials write: on the disk that the run has, or that of this folder."""
+    return files.path.absolute().parent if files.address is None else Path.cwd()
+
+
+def _lines(path: str, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path]) -> list[str]:
     """The diagnosis as people read it."""
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
@@ -207,7 +218,7 @@ def _result_lines(results: Sequence[TrialResult]) -> list[str]:
 
 
 def _document(
-    path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path], results: Sequence[TrialResult]
+    path: str, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path], results: Sequence[TrialResult]
 ) -> dict[str, Any]:
     told = []
     for loss in found:
@@ -221,7 +232,7 @@ def _document(
         for r in results
     ]
     return {
-        "run": str(path),
+        "run": path,
         "healthy": not found,
         "step_seconds": times.total,
         "computing_share": times.computing / times.total,
