@@ -1,8 +1,9 @@
-"""Claim: see docs/doctor.md. What `shoal doctor` expects of mending eight planted slownesses, and what that brings.
+"""Claim: see docs/doctor.md. What `shoal doctor` expects of mending nine planted slownesses, and what that brings.
 
 Repeat with `python -m benchmarks.planted`, all or some by name. Each is run; the doctor names its first cause, and that
 cause's best remedy is tried as `--try` does it, in turn with the run as it is. Numbers that are read back are the job's
-own code, which no remedy changes: there the job's setting is changed instead. `--keep` leaves the runs for a look.
+own code, which no remedy changes: there the job's setting is changed instead. Memory that ranks share is told on a
+machine that `shoal bench` has measured. `--keep` leaves the runs for a look.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tests.ranks.test_doctor import HEALTHY, JOB, PLANTED, Planted, quota
 
-from shoal.cli.doctor_of_run import best_remedies, diagnosis, trial_job, trial_steps
+from shoal.cli.doctor_of_run import best_remedies, diagnosis, planned_for, trial_job, trial_steps
+from shoal.launch.in_child import in_child
 from shoal.planner.diagnose.causes import Remedy
 from shoal.planner.diagnose.trial import tried
 from shoal.runs.run_files import read_run
@@ -37,6 +40,7 @@ def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str
         subprocess.run(command, env=variables, check=True, stdout=subprocess.DEVNULL)
         files = read_run(run)
         times, losses = diagnosis(files)
+        losses = planned_for(str(JOB), files, times, losses).causes
         remedies = (
             [Remedy("mended", "", 0.0, arguments=planted.mended)] if planted.mended else best_remedies(losses)[:1]
         )
@@ -50,7 +54,8 @@ def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str
     errors = [result.error for result in results if result.error]
     load = os.getloadavg()[0]  # of the last minute, this benchmark's own included
     found = {"name": name, "causes": causes, "tried": tried_out, "expected": gain, "gains": gains, "errors": errors}
-    return {**found, "load": load}
+    planned = remedies[0].planned if remedies else None
+    return {**found, "planned": planned, "load": load}
 
 
 def main() -> None:
@@ -64,7 +69,9 @@ def main() -> None:
         folder = asked.keep or Path(scratch)
         folder.mkdir(exist_ok=True)
         for name in asked.names or [*PLANTED, "healthy"]:
-            found = measured(name, PLANTED.get(name, HEALTHY), folder, asked.rounds)
+            planted = PLANTED.get(name, HEALTHY)
+            # In a process of its own: the job of small buckets changes shoal's.
+            found = in_child(partial(measured, name, planted, folder, asked.rounds))
             found["median"] = median(found["gains"]) if found["gains"] else None
             print(json.dumps(found), flush=True)
 

@@ -42,10 +42,18 @@ class RunFolder:
     """A run as it is written, on a clock of its own; `seconds` has what each part of the wall clock is to be."""
 
     def __init__(
-        self, path: Path, *, ranks: int = 1, prediction: bool = True, name: str = "job", batch: int = 64
+        self,
+        path: Path,
+        *,
+        ranks: int = 1,
+        prediction: bool = True,
+        name: str = "job",
+        batch: int = 64,
+        device: str = "NVIDIA H100",
+        compute: str = "bfloat16",
     ) -> None:
         path.mkdir(parents=True)
-        self.path, self.ranks, self.batch, self.now = path, ranks, batch, BEGAN
+        self.path, self.ranks, self.batch, self.now, self.device = path, ranks, batch, BEGAN, device
         self.seconds: Counter[str] = Counter()
         self.waits: dict[int, list[float]] = {}
         self.step, self.records, self.random = 0, list[StepRecord](), random.Random(0)
@@ -55,7 +63,7 @@ class RunFolder:
         about |= {"length": {"kind": "steps", "count": 100}, "train_samples": 6400, "parameters": 1_000_000, "seed": 0}
         about |= {"versions": VERSIONS}
         (path / "job.json").write_text(json.dumps(about))
-        plan: dict[str, Any] = {"layout": {"data": ranks}, "precision": {"compute": "bfloat16"}}
+        plan: dict[str, Any] = {"layout": {"data": ranks}, "precision": {"compute": compute}}
         (path / "plan.toml").write_text(tomli_w.dumps(plan | ({"prediction": PREDICTION} if prediction else {})))
 
     def takes(self, part: str, seconds: float) -> None:
@@ -85,7 +93,7 @@ class RunFolder:
             num_steps=num_steps,
             world_size=self.ranks,
             host="node",
-            device="NVIDIA H100",
+            device=self.device,
         )
 
     def steps(self, count: int, seconds: float = 0.1, **more: Any) -> None:

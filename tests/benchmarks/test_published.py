@@ -228,7 +228,7 @@ def test_a_row_without_a_microbatch_means_the_best_one(predictors):
         ("hidden", "1,024", "hidden = '1,024' is no number"),
         ("n_gpus", "8.5", "no whole number"),
         ("global_batch", "nan", "no finite number"),
-        ("n_heads", "7", ""),
+        pytest.param("n_heads", "7", "", marks=pytest.mark.slow),
         ("dp", "0", ""),
         ("gpu", "Abacus", "Abacus"),
     ],

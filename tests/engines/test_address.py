@@ -152,3 +152,35 @@ def test_a_bucket_that_is_not_there(s3: S3, tmp_path: Path) -> None:
         ended = started.wait(LIMIT_SECONDS)
     assert ended.code != 0
     assert "s3://nowhere/run" in ended.stderr.split("error")[-1], ended.stderr
+
+
+def test_commands_that_read_a_run_there(s3: S3, undisturbed: Ended, tmp_path: Path) -> None:
+    """Trained from Python; then each command, which writes in its own folder and leaves the address as it is."""
+    at, program = f"s3://{BUCKET}/run", tmp_path / "program.py"
+    program.write_text(
+        "import fsspec, hashlib, shoal, subprocess, sys\n"
+        "def there():\n"
+        "    files = fsspec.filesystem('s3', skip_instance_cache=True)\n"
+        f"    return {{path: files.cat_file(path) for path in files.find('{BUCKET}/run')}}\n"
+        f"run = shoal.run({JOB!r}, exact=True, devices=2, out={at!r})\n"
+        f"assert run.out == {at!r} and run.result['status'] == 'completed', run\n"
+        "before = there()\n"
+        "assert before\n"
+        "def shoal_(*words):\n"
+        "    ended = subprocess.run([sys.executable, '-m', 'shoal', *words], capture_output=True, text=True)\n"
+        "    assert ended.returncode == 0, (words, ended)\n"
+        "    print(ended.stdout)\n"
+        f"for words in ('report', 'watch', 'doctor', 'export'): shoal_(words, {at!r})\n"
+        f"for words in ('evaluate', 'predict'): shoal_(words, {JOB!r}, {at!r})\n"
+        f"weights = shoal.weights_sha256(shoal.load({at!r}))\n"
+        "assert weights == shoal.weights_sha256(shoal.load('export')) == run.result['weights_sha256']\n"
+        "assert there() == before\n"
+        f"shoal_('verify', {JOB!r}, '--devices', '2', '--steps', '1', '--out', 's3://{BUCKET}/verified')\n"
+    )
+    variables = {"PYTHONPATH": str(JOBS), **s3.variables}
+    with start_command([sys.executable, str(program)], tmp_path, variables, cwd=tmp_path, fresh=True) as started:
+        said = started.wait(LIMIT_SECONDS).expect(0).stdout
+    assert f"{at}: completed after step 16" in said
+    assert f"written            s3://{BUCKET}/verified/certificate.json" in said
+    assert all((tmp_path / name).exists() for name in ("report.html", "export", "predictions.npz"))
+    assert_same(s3, "run", undisturbed)

@@ -35,6 +35,21 @@ def _slow(rank: str, quota: str) -> None:
             tasks.write(str(os.getpid()))
 
 
+class Elementwise(nn.Module):
+    """Operators on `features` numbers of a sample, which read and write memory and compute next to nothing."""
+
+    def __init__(self, features: int, depth: int) -> None:
+        super().__init__()
+        self.scale, self.depth = nn.Parameter(torch.ones(features)), depth
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Scores [B, 10] of samples [B, 64]."""
+        found = samples.mean(1, keepdim=True) * self.scale
+        for _ in range(self.depth):
+            found = torch.relu(found * 0.9)
+        return found.unflatten(1, (10, -1)).mean(-1)
+
+
 def job(
     width: int = 256,
     depth: int = 4,
@@ -46,8 +61,12 @@ def job(
     item: bool = False,
     bucket_bytes: int = 0,
     quota: str = "",
+    elementwise: int = 0,
+    grains: int = 8,
 ) -> shoal.Job:
-    """`quota`: the cgroup of rank 1; `item`: the loss reads each of its inputs back."""
+    """`quota`: the cgroup of rank 1; `item`: the loss reads each of its inputs back; `elementwise`: numbers of a sample
+    that operators go through, in place of the perceptron.
+    """
     _slow("1", quota)
     if bucket_bytes:
         import shoal.parallel.data.buckets as buckets
@@ -56,6 +75,9 @@ def job(
         buckets.GLOO_BUCKET_BYTES = partition.END_BUCKET_BYTES = bucket_bytes
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
 
+    def perceptron() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *layers, nn.Linear(width, 10))
+
     def loss(model: nn.Module, data: Any) -> Any:
         inputs, labels = data
         if item:
@@ -63,12 +85,12 @@ def job(
         return shoal.cross_entropy(model(inputs), labels)
 
     return shoal.Job(
-        model=lambda: nn.Sequential(nn.Linear(64, width), nn.ReLU(), *layers, nn.Linear(width, 10)),
+        model=lambda: Elementwise(elementwise, depth) if elementwise else perceptron(),
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         train_data=Samples(samples, nap),
         eval_data=Samples(evaluated),
         global_batch=batch,
-        grains=8,
+        grains=grains,
         length=shoal.Steps(steps),
     )

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_ROWS = 3
+NUM_ROWS = 2
 # The cheapest that tell most, and every layout that divides some of the models.
 KINDS = ("fast", "one hash on 1, 2, 3", "ZeRO-3", "tensor 2", "pipeline 2", "context 2")
 

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from tests.launching import JOBS, Run, run, start_command
 
+from shoal.hardware.detect import here
+
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 JOB = JOBS / "slowed.py"
@@ -37,6 +39,7 @@ class Planted:
     plan: str | None = None
     mended: tuple[str, ...] = ()  # arguments without the slowness, where no remedy of the doctor's is one
     trial_steps: int = 60
+    measured: bool = False  # whether only measurements of the machine tell it
 
     def run(self, job: Path, out: Path, group: str = "") -> Run:
         """The slowed run; `group`: the cgroup of one that has a quota."""
@@ -59,6 +62,13 @@ PLANTED = {
     "checkpoints": Planted("checkpoints", arguments=("--checkpoint-every", "1"), settings={"width": 512}),
     "numbers read back": Planted(
         "read backs", arguments=("--trace", "30-33"), settings={"item": True}, mended=("--set", "item=false")
+    ),
+    "memory": Planted(
+        "memory",
+        2,
+        settings={"elementwise": 16_380, "depth": 8, "grains": 32},
+        arguments=("--checkpoint-every", "1000"),
+        measured=True,
     ),
     "threads": Planted("threads", 2, settings={"width": 512}, threads=str(os.cpu_count() or 2)),
 }
@@ -92,6 +102,8 @@ def examined(path: Path, *arguments: str, threads: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_first_cause_is_what_was_planted(name: str, tmp_path: Path) -> None:
     planted = PLANTED[name]
+    if planted.measured and here().device_for(2).memory_alone is None:
+        pytest.skip("shoal bench has not measured what ranks share of this machine's memory")
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(quota()) if "quota" in planted.settings else ""
         run(planted.run(JOB, tmp_path / "run", group), timeout=200).expect(0)

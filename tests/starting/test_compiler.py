@@ -50,6 +50,19 @@ def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> Non
     assert python(code) == "meta False"
 
 
+def test_an_outline_imports_what_the_constructor_asks_for() -> None:
+    code = """
+        from shoal.training.default_grains import outline
+        import shoal
+        def model():
+            import torch.distributed.tensor, torch._dynamo.variables  # as Transformers does with a model's first use
+            return torch.nn.Embedding(16, 8)
+        job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
+        print(outline(job).weight.device.type)
+    """
+    assert python(code) == "meta"
+
+
 def test_only_torchs_own_optimizers_step_without_it() -> None:
     code = """
         from shoal.distributed.process_setup import step_optimizer

@@ -10,7 +10,7 @@ import sys
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -21,11 +21,12 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEnt
 from shoal.checkpoint.newest_mark import NewestMark
 from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
-from shoal.errors import IntegrityError
+from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.runs.directory_lock import claim
 from shoal.runs.generation import Fence
 
 BEST_NAME = "best"
+Step = int | Literal["last", "best"]
 STATE_NAME, _TENSORS = "state.json", ".safetensors"
 
 
@@ -325,6 +326,29 @@ class Store:
         self._check()
         self.place.move(name, kept)
         return kept
+
+
+def name_of(store: Store, step: Step, run: str) -> str:
+    """Name of the folder of a step's checkpoint, of the run of that path or address. Raises: RunDirectoryError."""
+    steps, given = store.steps(), f"{run} with step {step}"
+    if isinstance(step, str) and step not in ("last", "best"):
+        raise RunDirectoryError(given=given, conflict="no such step", remedy='write "last", "best" or a number')
+    if step == "best":
+        if BEST_NAME in store.place.names():
+            return BEST_NAME
+        conflict, remedy = "no checkpoint is kept as the best", 'write Job(watch="accuracy:max"), say, and train'
+    elif not steps:
+        bad = ", ".join(store.damaged())
+        conflict = f"no checkpoint is there{f' but damaged ones: {bad}' if bad else ''}"
+        remedy = "give the directory of a run that has trained, or one of its checkpoints"
+    elif step == "last":
+        return directory_name(steps[-1])
+    elif step in steps:
+        return directory_name(int(step))
+    else:
+        conflict = f"there are checkpoints of the steps {', '.join(map(str, steps))}"
+        remedy = f"write one of them, or {steps[-1]} for the last"
+    raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
 
 
 def _verified(place: Place, name: str, file: str, entry: FileEntry, hashed: bool = True) -> bytes:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.checkpoint.callback_state import AVERAGES
+from shoal.checkpoint.fetched import fetch_with_checkpoint
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
-from shoal.checkpoint.store import BEST_NAME, STATE_NAME, SavedCheckpoint, Store, open_folder
+from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, name_of, open_folder
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.runs.address import is_address
 from shoal.runs.initial_weights import NameRules
 
-Step = int | Literal["last", "best"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -133,15 +137,16 @@ def load(
 ) -> nn.Module | StoredWeights:
     """Weights in the model `into`, which is returned, or as a mapping of whole tensors that are read lazily.
 
-    `source`: a run directory, a directory of checkpoints, one checkpoint, a safetensors file, a file of torch.save, or
-    a folder as Hugging Face lays it out. `step`: of a run the last checkpoint, the best by the metric that the job
-    watches, or the one after step N. `rename`: old prefix -> new prefix of names. Values take the model's dtypes and
-    devices. With `strict` false, tensors that only one side has stay as they are. `ema`: the averaged weights of a run
-    with the callback EMA. Needs no process group, GPU or job.
+    `source`: a run directory or its address, a directory of checkpoints, one checkpoint, a safetensors file, a file of
+    torch.save, or a folder as Hugging Face lays it out. `step`: of a run the last checkpoint, the best by the metric
+    that the job watches, or the one after step N. `rename`: old prefix -> new prefix of names. Values take the model's
+    dtypes and devices. With `strict` false, tensors that only one side has stay as they are. `ema`: the averaged
+    weights of a run with the callback EMA. Needs no process group, GPU or job.
     Raises: RunDirectoryError where there are no such weights; IntegrityError where they are damaged, or are no data;
     JobMismatchError with names and shapes where they are of another model. The model is then as it was.
     """
-    weights = weights_of(Path(source), step, ema=ema)
+    text = os.fspath(source)
+    weights = _weights_at(text, step, ema) if is_address(text) else weights_of(Path(text), step, ema=ema)
     if into is None:
         return weights
     rules = NameRules(() if strict else ("missing", "unexpected"), tuple((rename or {}).items()))
@@ -157,6 +162,19 @@ def load(
         for one, _ in matches.pairs:
             one.tensor.copy_(values.pop(0))
     return into
+
+
+def _weights_at(source: str, step: Step, ema: bool) -> StoredWeights:
+    """Weights of the run at an address, of which a copy is here for as long as they are."""
+    folder = tempfile.mkdtemp(prefix="shoal-run-")
+    try:
+        fetch_with_checkpoint(source, Path(folder), step)
+        found = weights_of(Path(folder), step, ema=ema)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
+    return found
 
 
 def _remedy(kinds: Collection[str]) -> str:
@@ -224,25 +242,7 @@ def find(path: Path, step: Step = "last") -> SavedCheckpoint:
 
 def _folder_of(path: Path, step: Step) -> Path:
     store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    steps, given = store.steps(), f"{path} with step {step}"
-    if isinstance(step, str) and step not in ("last", "best"):
-        raise RunDirectoryError(given=given, conflict="no such step", remedy='write "last", "best" or a number')
-    if step == "best":
-        if (store.folder / BEST_NAME).is_dir():
-            return store.folder / BEST_NAME
-        conflict, remedy = "no checkpoint is kept as the best", 'write Job(watch="accuracy:max"), say, and train'
-    elif not steps:
-        bad = ", ".join(store.damaged())
-        conflict = f"no checkpoint is there{f' but damaged ones: {bad}' if bad else ''}"
-        remedy = "give the directory of a run that has trained, or one of its checkpoints"
-    elif step == "last":
-        return store.path(steps[-1])
-    elif step in steps:
-        return store.path(int(step))
-    else:
-        conflict = f"there are checkpoints of the steps {', '.join(map(str, steps))}"
-        remedy = f"write one of them, or {steps[-1]} for the last"
-    raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
+    return store.folder / name_of(store, step, str(path))
 
 
 def damaged(folder: Path, error: Exception) -> IntegrityError:

@@ -7,22 +7,26 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import DoctorOptions, setting_text
 from shoal.cli.report import account_of
-from shoal.errors import CommandError, ExitCode, RunDirectoryError
+from shoal.errors import CommandError, ExitCode, HardwareError, PlanError, RunDirectoryError
+from shoal.launch.environment import inside_run
+from shoal.planner.calibrate.comparison import MeasuredStep
 from shoal.planner.diagnose.causes import LostTime, Remedy, causes
 from shoal.planner.diagnose.read_backs import lost_in, places_of, read_backs
 from shoal.planner.diagnose.run_times import RunTimes, run_times
 from shoal.planner.diagnose.trial import TrialJob, TrialResult, changed_plan, tried
 from shoal.plans.plan import Plan, plan_text, read_plan
+from shoal.report.step_times import steady
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.run_files import RunFiles, read_run
+from shoal.runs.job_file import load, parse_target
+from shoal.runs.run_files import RunFiles, RunReader, run_reader
 from shoal.runs.trace_steps import TraceSteps
 
 _BEST = 3
@@ -32,23 +36,46 @@ _MOST_TRACED = 10_000
 _UNSTEADY = 1.5
 
 
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """Diagnosis of a run: times, causes, and the plan that the planner would choose, or why it was not asked."""
+
+    times: RunTimes
+    causes: tuple[LostTime, ...]
+    chosen: Remedy | None = None
+    unasked: str | None = None
+
+    @property
+    def remedies(self) -> Iterator[Remedy]:
+        """All of them."""
+        yield from (remedy for loss in self.causes for remedy in loss.remedies)
+        if self.chosen is not None:
+            yield self.chosen
+
+
 def examine(options: DoctorOptions) -> ExitCode:
     """Diagnoses a run. Raises: RunDirectoryError where none is, or its records are few; CommandError; LaunchError."""
-    path = Path(str(options.run))
+    with run_reader(str(options.run)) as reader:
+        return _examine(options, reader)
+
+
+def _examine(options: DoctorOptions, reader: RunReader) -> ExitCode:
+    path = str(options.run)
     if options.try_out and options.job is None:
         raise CommandError(
             given=f"shoal doctor {path} --try",
             conflict="a trial trains the job, and a run directory is data: no code that it names is run",
-            remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(path)}",
+            remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(reader)}",
         )
-    files = read_run(path)
-    times, found = diagnosis(files)
-    plans = _write_plans(files, found)
-    results = _tried(options, files, times, found) if options.try_out else []
+    files = reader.read()
+    times, losses = diagnosis(files)
+    found = planned_for(options.job, files, times, losses) if options.job else RunDiagnosis(times, losses)
+    plans = _write_plans(files, found.remedies)
+    results = _tried(options, files, times, best_remedies(found.causes, found.chosen)) if options.try_out else []
     if options.json:
-        print(json.dumps(_document(path, times, found, plans, results), indent=2))
+        print(json.dumps(_document(path, found, plans, results), indent=2))
     else:
-        print("\n".join(_lines(path, times, found, plans)))
+        print("\n".join(_lines(path, found, plans)))
         print("\n".join(_result_lines(results)))
     return ExitCode.DONE
 
@@ -60,11 +87,30 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
         raise RunDirectoryError(
-            given=str(files.path),
+            given=files.shown,
             conflict="the run has records of fewer than four steps, from which nothing follows",
             remedy="train some more steps, without --no-telemetry",
         )
     return times, causes(times, *_traced(files, times))
+
+
+def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[LostTime, ...]) -> RunDiagnosis:
+    """The diagnosis with the planner's numbers. Loads the job, of which no step is run."""
+    from shoal.planner.answer.answer import question  # torch
+    from shoal.planner.diagnose.planned import base_of, planned_run, with_planner
+
+    request = parse_target(target, _settings(files.job.get("given"))[1::2])
+    kept = RunDirectory(files.path).plan
+    try:
+        with inside_run(os.environ):
+            job = load(request).job
+        plan = read_plan(kept) if kept.exists() else Plan()
+        steps = [MeasuredStep(record.seconds, record.spans) for record in steady(files.records)]
+        asked = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
+        found = with_planner(found, asked)
+        return RunDiagnosis(times, found, asked.best(found))
+    except (PlanError, HardwareError) as error:
+        return RunDiagnosis(times, found, unasked=f"{error.given}: {error.conflict}")
 
 
 def _traced_steps(path: Path) -> set[int]:
@@ -77,9 +123,9 @@ def _traced_steps(path: Path) -> set[int]:
     return found
 
 
-def _named(path: Path) -> str:
+def _named(reader: RunReader) -> str:
     with contextlib.suppress(RunDirectoryError):
-        job = read_run(path).job
+        job = reader.read().job
         return f": its job.json says {job.get('file')}:{job.get('function')}"
     return ""
 
@@ -97,14 +143,15 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
     return [lost_in(reads, times, places_of(Path(str(files.job.get("file")))))] if reads is not None else []
 
 
-def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
+def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]:
     """A plan file of each remedy that is one, by its name, in the run directory where that can be written."""
     kept, written = RunDirectory(files.path).plan, dict[str, Path]()
-    if not kept.exists() or (files.path / "doctor").is_symlink():
+    folder = files.output_folder / "doctor"
+    if not kept.exists() or folder.is_symlink():
         return written
     plan = read_plan(kept)
-    for remedy in (remedy for loss in found for remedy in loss.remedies if remedy.sections or remedy.devices):
-        target = files.path / "doctor" / f"{remedy.name}.toml"
+    for remedy in (remedy for remedy in remedies if remedy.sections or remedy.devices):
+        target = folder / f"{remedy.name}.toml"
         with contextlib.suppress(OSError):
             target.parent.mkdir(exist_ok=True)
             write_file(target, plan_text(changed_plan(plan, remedy)))
@@ -112,19 +159,23 @@ def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
     return written
 
 
-def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequence[LostTime]) -> list[TrialResult]:
-    """The best remedies that can be tried, as they ran."""
-    remedies = best_remedies(found)[:_BEST]
+def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, remedies: Sequence[Remedy]) -> list[TrialResult]:
+    """The first remedies, as they ran."""
+    remedies = remedies[:_BEST]
     if not remedies:
         return []
     job = trial_job(str(options.job), files, times, options.steps or trial_steps(times, remedies))
     return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
 
 
-def best_remedies(found: Sequence[LostTime]) -> list[Remedy]:
-    """Of each cause the best remedy that a run of the same job can show."""
+def best_remedies(found: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
+    """Of each cause the best remedy that a run of the same job can show, and the plan that the planner would choose.
+
+    That comes second, since it is no cause; each name once.
+    """
     best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
-    return [remedy for remedy in best if remedy is not None]
+    named = {remedy.name: remedy for remedy in (*best[:1], chosen, *best[1:]) if remedy is not None}
+    return list(named.values())
 
 
 def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
@@ -137,7 +188,7 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
             arguments += [f"--{option.replace('_', '-')}", str(value)]
     kept = RunDirectory(files.path).plan
     plan = read_plan(kept) if kept.exists() else Plan()
-    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=files.path.absolute().parent)
+    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=_trial_folder(files))
 
 
 def _settings(given: Any) -> list[str]:
@@ -163,20 +214,33 @@ def _variables(times: RunTimes) -> dict[str, str | None]:
     return {"OMP_NUM_THREADS": str(times.threads)}
 
 
-def _lines(path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path]) -> list[str]:
+def _trial_folder(files: RunFiles) -> Path:
+    """Where trials write: on the disk that the run has, or that of this folder."""
+    return files.path.absolute().parent if files.address is None else Path.cwd()
+
+
+def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
     """The diagnosis as people read it."""
+    times, chosen = found.times, found.chosen
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
     told = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
-    if not found:
+    if not found.causes:
         told.append("healthy: nothing that could be had back takes 3 % of the time")
-    for number, loss in enumerate(found, 1):
+    for number, loss in enumerate(found.causes, 1):
         told.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
         told.append(f"   {loss.seen}")
         for remedy in loss.remedies:
-            told.append(f"   {-remedy.gain:+.0%} of the time: {remedy.words}")
+            told.append(f"   {-remedy.gain:+.0%} of the time{_cost(remedy, times)}: {remedy.words}")
+            if remedy.planned is not None and remedy.planned != remedy.gain:
+                told.append(f"      {-remedy.planned:+.0%} by the planner's predictions of both plans")
             if remedy.can_be_tried:
                 told.append(f"      {_how(remedy, plans)}")
+    if chosen is not None:
+        told.append(f"{-chosen.gain:+.0%} of the time{_cost(chosen, times)}: {chosen.words}")
+        told.append(f"   {_how(chosen, plans)}")
+    if found.unasked is not None:
+        told.append(f"note: the planner was not asked: {found.unasked}")
     if times.spread[1] > _UNSTEADY:
         low, high = times.spread
         told.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
@@ -184,6 +248,18 @@ def _lines(path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[s
     if times.wall > 0.0:
         share = times.start_up / times.wall
         told.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")
+    return told
+
+
+def _cost(remedy: Remedy, times: RunTimes) -> str:
+    """What it costs, where the number of devices changes: in dollars where the plan has a price of a device-hour."""
+    if remedy.cost == 1.0:
+        return ""
+    price = times.section("prediction").get("price_per_hour")
+    told = f" at {remedy.device_time:.0%} of the device time"
+    if isinstance(price, int | float) and times.samples:
+        per_sample = price / 3600 * times.world_size * times.total / times.samples
+        told += f" (${per_sample * 1e6:.3g} for a million samples becomes ${per_sample * remedy.device_time * 1e6:.3g})"
     return told
 
 
@@ -206,27 +282,27 @@ def _result_lines(results: Sequence[TrialResult]) -> list[str]:
     return told
 
 
-def _document(
-    path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path], results: Sequence[TrialResult]
-) -> dict[str, Any]:
+def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: Sequence[TrialResult]) -> dict[str, Any]:
+    def document(remedy: Remedy) -> dict[str, Any]:
+        plan = os.fspath(plans[remedy.name]) if remedy.name in plans else None
+        return {**asdict(remedy), "device_time": remedy.device_time, "plan": plan}
+
     told = []
-    for loss in found:
-        remedies = [
-            {**asdict(remedy), "plan": os.fspath(plans[remedy.name]) if remedy.name in plans else None}
-            for remedy in loss.remedies
-        ]
+    for loss in found.causes:
+        remedies = [document(remedy) for remedy in loss.remedies]
         told.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
     tries = [
         {"name": r.remedy.name, "expected": r.remedy.gain, "gain": r.gain, "gains": r.gains, "error": r.error}
         for r in results
     ]
     return {
-        "run": str(path),
-        "healthy": not found,
-        "step_seconds": times.total,
-        "computing_share": times.computing / times.total,
-        "start_up_seconds": times.start_up,
+        "run": path,
+        "healthy": not found.causes,
+        "step_seconds": found.times.total,
+        "computing_share": found.times.computing / found.times.total,
+        "start_up_seconds": found.times.start_up,
         "causes": told,
+        "planner_chooses": document(found.chosen) if found.chosen is not None else None,
         "tried": tries,
     }
 

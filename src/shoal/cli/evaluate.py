@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.options import EvaluateOptions
-from shoal.cli.trained_engine import EvaluateRequest, handed_over, in_ranks, trained_engine
+from shoal.cli.trained_engine import EvaluateRequest, handed_over, in_ranks, on_this_host, trained_engine
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.environments.detect import joined
 from shoal.plans.plan import described
 from shoal.plans.resolve import Judged
+from shoal.runs.address import is_address
 from shoal.runs.directory import write_file
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import devices_here
@@ -23,8 +25,13 @@ from shoal.runs.request import devices_here
 
 def evaluate(options: EvaluateOptions) -> ExitCode:
     """Evaluates, as a rank or with ranks on this host that it starts. Raises: ShoalError."""
+    request = handed_over(EvaluateRequest)
+    with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as found:
+        return _evaluated(found, options)
+
+
+def _evaluated(request: EvaluateRequest, options: EvaluateOptions) -> ExitCode:
     environment = joined(os.environ)
-    request = handed_over(EvaluateRequest) or evaluate_request(options)
     devices = environment.world_size if environment else options.devices or devices_here()
     if environment is None and devices > 1:
         ended = in_ranks(request, "evaluate", devices)
@@ -39,7 +46,8 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
 def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:
     """The request in options. Raises: JobFileError, SettingError."""
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
-    return EvaluateRequest(job, Path(options.run), options.step, options.ema, options.json, result)
+    address = options.run if is_address(options.run) else None
+    return EvaluateRequest(job, Path(options.run), options.step, options.ema, address, options.json, result)
 
 
 def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) -> ExitCode:
@@ -54,7 +62,7 @@ def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) 
         metrics, count = engine.evaluator.evaluate(engine.model)
         engine.strategy.rest()
         if mesh.rank == 0:
-            _show({"run": str(request.run), "step": saved.step, "samples": count, "metrics": metrics}, request, found)
+            _show({"run": request.shown, "step": saved.step, "samples": count, "metrics": metrics}, request, found)
     return ExitCode.DONE
 
 
@@ -66,9 +74,8 @@ def _show(document: dict[str, Any], request: EvaluateRequest, found: Judged) -> 
         print(json.dumps(document), flush=True)
         return
     weights = "averaged weights of step" if request.ema else "step"
-    print(
-        f"{request.run} {weights} {document['step']}, {described(found.plan)}: {document['samples']} samples evaluated"
-    )
+    layout = described(found.plan)
+    print(f"{request.shown} {weights} {document['step']}, {layout}: {document['samples']} samples evaluated")
     for name, value in document["metrics"].items():
         print(f"  {name} {value:.6g}")
     sys.stdout.flush()

@@ -10,9 +10,11 @@ import torch
 
 from shoal.checkpoint.export import Exported, ExportFormat
 from shoal.checkpoint.export import export as export_weights
+from shoal.checkpoint.fetched import with_checkpoint
 from shoal.checkpoint.weights import CheckpointWeights, find
 from shoal.cli.options import ExportOptions
 from shoal.errors import CommandError, ExitCode
+from shoal.runs.address import is_address
 from shoal.runs.directory import RunDirectory
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -35,12 +37,19 @@ def export(options: ExportOptions) -> ExitCode:
 def exported(options: ExportOptions) -> tuple[Path, Exported, int]:
     """Folder with a checkpoint's weights, its description, and the step. Raises: ShoalError."""
     form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
-    path = Path(options.run)
-    weights = CheckpointWeights(find(path, step_of(options.step)), ema=options.ema)
-    folder = Path(options.output) if options.output else path / "export"
-    tokenizer = Path(options.tokenizer) if options.tokenizer else None
-    found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-    return folder, found, weights.step
+    step, folder = step_of(options.step), output_of(options.run, options.output, "export")
+    with with_checkpoint(options.run, step) as path:
+        weights = CheckpointWeights(find(path, step), ema=options.ema)
+        tokenizer = Path(options.tokenizer) if options.tokenizer else None
+        found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
+        return folder, found, weights.step
+
+
+def output_of(run: str, given: str | None, name: str) -> Path:
+    """Where a command writes: where it was told to, or in the run directory; of one at an address in this folder."""
+    if given:
+        return Path(given)
+    return Path(name) if is_address(run) else Path(run) / name
 
 
 def run_of(path: Path) -> RunDirectory:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
 from shoal.launch.environment import inside_run
+from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.job_file import JobRequest, called, load, parse_target
 from shoal.runs.job_object import is_job
 from shoal.runs.records import StepRecord, read_steps
-from shoal.runs.run_files import read_run
+from shoal.runs.run_files import run_reader
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.weights import Step
+    from shoal.checkpoint.store import Step
 
 _SHOWN = ("status", "steps", "train_loss", "metrics", "wall_seconds", "world_size", "weights_sha256")
 
@@ -26,36 +28,46 @@ _SHOWN = ("status", "steps", "train_loss", "metrics", "wall_seconds", "world_siz
 class Run:
     """A run directory: `out` is its path, `result` and `job` are its files; `model()` is the trained model.
 
+    Of one at an address `out` is that, as text, and each look at a file is one at what is there then.
     `job`: the job that was trained, which `model()` builds: a Job, a job function, or "file.py:function". The run that
     `shoal.run` returns has it. No code that the directory names is run.
     Raises: RunDirectoryError where no run began there.
     """
 
     def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
-        self.out = Path(out)
-        self._files = RunDirectory(self.out)
+        text = os.fspath(out)
+        self.out: Path | str = text if is_address(text) else Path(text)
         self._given = os.path.abspath(job) if isinstance(job, str | os.PathLike) else job
-        if not self._files.job.exists():
-            raise RunDirectoryError(
-                given=f"shoal.Run({str(self.out)!r})",
-                conflict="no run began there (it has no job.json)",
-                remedy="give the directory of a run, which shoal.run and shoal run print",
-            )
+        with self._files() as files:
+            if not files.job.exists():
+                raise RunDirectoryError(
+                    given=f"shoal.Run({str(self.out)!r})",
+                    conflict="no run began there (it has no job.json)",
+                    remedy="give the directory of a run, which shoal.run and shoal run print",
+                )
+
+    @contextlib.contextmanager
+    def _files(self) -> Iterator[RunDirectory]:
+        with copy_to_read(str(self.out)) as folder:
+            yield RunDirectory(folder)
 
     @property
     def result(self) -> Mapping[str, Any]:
         """How the run ended: `result.json`; empty where it has not."""
-        return read_json(self._files.result) or {}
+        with self._files() as files:
+            return read_json(files.result) or {}
 
     @property
     def job(self) -> Mapping[str, Any]:
         """Description of the job that was trained, as far as names and numbers go: `job.json`."""
-        return read_json(self._files.job) or {}
+        with self._files() as files:
+            return read_json(files.job) or {}
 
     @property
     def records(self) -> list[StepRecord]:
         """The records of all steps, in the order in which they were trained: `records.jsonl`."""
-        return list(read_steps(self._files.records)) if self._files.records.exists() else []
+        with self._files() as files:
+            return list(read_steps(files.records)) if files.records.exists() else []
 
     def model(self, into: Any = None, *, step: Step = "last", ema: bool = False) -> Any:
         """The trained model, on the CPU: built as the job builds it, or `into`, with the weights of a checkpoint.
@@ -98,7 +110,8 @@ class Run:
         rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(_text(v))}</td></tr>" for n, v in self._rows())
         table = f"<table><caption>{escape(str(self.out))}</caption>{rows}</table>"
         try:
-            files = read_run(self.out)
+            with run_reader(str(self.out)) as reader:
+                files = reader.read()
             return f"{table}{shown(account_of(files))}"
         except (ShoalError, OSError):  # what is left of a run that was removed
             return table

@@ -17,7 +17,7 @@ from shoal.cli.hints import meant
 from shoal.cli.notebook_progress import progress_stream
 from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
 from shoal.cli.run.look import look_aside
-from shoal.cli.run.prepare import requested
+from shoal.cli.run.prepare import at_address, requested
 from shoal.cli.run.ray_train import is_worker, trained_in_worker
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
 from shoal.cli.run.submit import submitted
@@ -84,7 +84,7 @@ def run(
     | `devices` | processes: one a GPU, or CPU processes; all GPUs, or 1 |
     | `exact` | bit-identical on any number of devices |
     | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
-    | `out` | the run directory; runs/NAME |
+    | `out` | the run directory, or its address (s3://...); runs/NAME |
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
     | `resume`, `resume_if_exists` | go on from the newest good checkpoint; where there is a run, else begin one |
@@ -144,8 +144,7 @@ def plan(
 
 def _run(given: dict[str, Any]) -> Run:
     """Trains by the arguments of `run`, by name."""
-    in_ray_train = is_worker(os.environ)
-    if not in_ray_train:
+    if not is_worker(os.environ):
         refuse_rank(os.environ, "shoal.run")
     job = given["job"]
     values = {name: given[name] for name in option_names(RunOptions) if name in given}
@@ -160,22 +159,27 @@ def _run(given: dict[str, Any]) -> Run:
     # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
-        request = requested(options)
-        if in_ray_train:
-            if given["max_restarts"] != RunOptions.max_restarts:
-                told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
-                warn_of([f"max_restarts={given['max_restarts']}: {told}"])
-            _raise(trained_in_worker(options, request, signals), request)
-            return Run(request.out, job)
-        if options.on != "local":
-            ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
-            _raise(ended, request)
-            return Run(request.out, job)
+        with at_address(options) as options:
+            out = _run_at(options, Path(folder), signals)
+    return Run(out, job)
+
+
+def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
+    """Trains where the options say; the run directory. Raises: as `shoal.run`."""
+    request = requested(options)
+    if is_worker(os.environ):
+        if options.max_restarts != RunOptions.max_restarts:
+            told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
+            warn_of([f"max_restarts={options.max_restarts}: {told}"])
+        ended = trained_in_worker(options, request, signals)
+    elif options.on != "local":
+        ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
+    else:
         with claimed(request) as (request, lock):
             tell_notes(request)
-            ended = _trained(request, lock, Path(folder), signals)
+            ended = _trained(request, lock, folder, signals)
     _raise(ended, request)
-    return Run(request.out, job)
+    return request.address or request.out
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
@@ -283,16 +287,16 @@ def _parameters(job: Any) -> list[str]:
 
 def _raise(ended: RunEnd, request: RunRequest) -> None:
     """Raises: the error of a run; KeyboardInterrupt or SystemExit where this process or its ranks were to stop."""
-    files = RunDirectory(request.out)
+    files = RunDirectory(request.out, request.address)
     if ended.error is not None:
         if ended.error.traceback_text and files.errors.is_dir():
-            ended.error.add_note(f"traceback of the rank: {files.errors}")
+            ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
         raise ended.error
     if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # without a signal here: the ranks alone were told
         _stop(ended, files)
     if ended.code != ExitCode.DONE:  # of an engine, which has printed why
         raise LaunchError(
-            given=f"shoal.run(..., out={str(files.path)!r})",
+            given=f"shoal.run(..., out={files.shown!r})",
             conflict=f"it ended with exit code {ended.code}",
             remedy="its output, and errors in the run directory, say why",
         )
@@ -300,9 +304,7 @@ def _raise(ended: RunEnd, request: RunRequest) -> None:
 
 def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:
     step = (read_json(files.saved) or {}).get("step")
-    kept = (
-        f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "no checkpoint"
-    )
+    kept = f"its checkpoint is of step {step}: resume=True, out={files.shown!r} goes on" if step else "no checkpoint"
     if signal.SIGINT in ended.signals:
         raise KeyboardInterrupt(f"the run was stopped; {kept}")
     print(f"the run was stopped; {kept}", file=sys.stderr)

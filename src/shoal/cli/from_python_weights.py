@@ -25,7 +25,7 @@ from shoal.runs.request import devices_here
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.checkpoint.weights import Step
+    from shoal.checkpoint.store import Step
 
 RunLike = PathText | Run
 
@@ -135,12 +135,12 @@ def _evaluate(given: dict[str, Any]) -> dict[str, Any]:
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(EvaluateOptions, _values("shoal.evaluate", EvaluateOptions, given, Path(folder)))
         from shoal.cli.evaluate import evaluate_request  # torch
-        from shoal.cli.trained_engine import in_ranks
+        from shoal.cli.trained_engine import in_ranks, on_this_host
 
         result = Path(folder) / "result.json"
-        request = evaluate_request(options, result)
         devices = options.devices or devices_here()
-        ended = in_ranks(request, "evaluate", devices, signals, other_stream())
+        with on_this_host(evaluate_request(options, result)) as request:
+            ended = in_ranks(request, "evaluate", devices, signals, other_stream())
         _raise(ended.error, ended.code, signals)
         return read_json(result) or {}
 
@@ -154,13 +154,14 @@ def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
         named = data if isinstance(data, str) else None
         options = options_from(PredictOptions, {**values, "output": os.fspath(output), "data": named})
         from shoal.cli.predict import predict_request  # torch
-        from shoal.cli.trained_engine import in_ranks
+        from shoal.cli.trained_engine import in_ranks, on_this_host
         from shoal.training.predictions import read
 
         request = predict_request(options, quiet=True)
         if data is not None and named is None:
             request = replace(request, handed=hand_over_value(data, Path(folder)))
-        ended = in_ranks(request, "predict", options.devices or 1, signals, other_stream())
+        with on_this_host(request) as here:
+            ended = in_ranks(here, "predict", options.devices or 1, signals, other_stream())
         _raise(ended.error, ended.code, signals)
         return read(Path(output))
 

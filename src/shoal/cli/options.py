@@ -198,7 +198,10 @@ class DoctorOptions:
     """Options of `shoal doctor`."""
 
     run: str | None = _option("a run directory; without one this machine is examined", "RUN", "run", nargs="?")
-    job: str | None = _option("the run's job, for --try: a Python file and its job function", "JOBFILE[:FUNCTION]")
+    job: str | None = _option(
+        "the run's job, which the planner is asked about and --try runs: a Python file and its job function",
+        "JOBFILE[:FUNCTION]",
+    )
     try_out: bool = _option(
         "run the three best remedies for some steps, beside the run as it is",
         None,

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.export import output_of
 from shoal.cli.options import PredictOptions
-from shoal.cli.trained_engine import PredictRequest, handed_over, in_ranks, trained_engine
+from shoal.cli.trained_engine import PredictRequest, handed_over, in_ranks, on_this_host, trained_engine
 from shoal.data.opened import open_evaluation, said_of
 from shoal.data.source import Opened
 from shoal.distributed.agreement import together
@@ -18,6 +19,7 @@ from shoal.errors import CommandError, ExitCode, nearest
 from shoal.job import Job
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
+from shoal.runs.address import is_address
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.training.evaluation import Evaluator
 from shoal.training.predictions import Predictions, of_first_part, refuse_file
@@ -30,13 +32,17 @@ def predict(options: PredictOptions) -> ExitCode:
     request = handed_over(PredictRequest)
     if request is None:
         refuse_rank(os.environ, "shoal predict")
-        request = predict_request(options)
-        devices = options.devices or 1
-        if devices > 1:
-            ended = in_ranks(request, "predict", devices)
-            if ended.error is not None:
-                print(ended.error.render(), file=sys.stderr)
-            return ExitCode(ended.code)
+        with on_this_host(predict_request(options)) as request:
+            return _predicted(request, options.devices or 1)
+    return _predicted(request, 1)
+
+
+def _predicted(request: PredictRequest, devices: int) -> ExitCode:
+    if devices > 1:
+        ended = in_ranks(request, "predict", devices)
+        if ended.error is not None:
+            print(ended.error.render(), file=sys.stderr)
+        return ExitCode(ended.code)
     environment = joined(os.environ) or Environment()
     with inside_run(os.environ):
         return as_rank(environment, lambda: _predict(request, environment))
@@ -45,9 +51,9 @@ def predict(options: PredictOptions) -> ExitCode:
 def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
     """The request in options. Raises: JobFileError, SettingError, CommandError."""
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
-    output = Path(options.output) if options.output else Path(options.run) / "predictions.npz"
+    output = output_of(options.run, options.output, "predictions.npz")
     refuse_file(output)
-    weights = (Path(options.run), options.step, options.ema)
+    weights = (Path(options.run), options.step, options.ema, options.run if is_address(options.run) else None)
     return PredictRequest(job, *weights, output=output, data=options.data, **more)
 
 
@@ -65,7 +71,7 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
             predictions.write()
     if environment.rank == 0 and not request.quiet:
         weights = "averaged weights of step" if request.ema else "step"
-        print(f"{request.run} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
+        print(f"{request.shown} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
     return ExitCode.DONE
 
 

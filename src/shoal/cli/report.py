@@ -15,12 +15,12 @@ from shoal.report.run_page import run_page
 from shoal.report.several_runs import named, several_page
 from shoal.report.terminal import cut
 from shoal.runs.directory import write_file
-from shoal.runs.run_files import RunFiles, read_run
+from shoal.runs.run_files import RunFiles, run_reader
 
 
 def report(options: ReportOptions) -> ExitCode:
     """Reports on runs. Raises: RunDirectoryError where one is none."""
-    files = [read_run(Path(run)) for run in options.runs]
+    files = [_read(run) for run in options.runs]
     found = [account_of(one) for one in files]
     if options.json:
         told = [one.to_json() for one in found]
@@ -31,7 +31,7 @@ def report(options: ReportOptions) -> ExitCode:
         print(cut(ended, len(ended)))
     both = [(one, read.records) for one, read in zip(found, files, strict=True)]
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
-    default = files[0].path / "report.html" if len(both) == 1 else Path("report.html")
+    default = files[0].output_folder / "report.html" if len(both) == 1 else Path("report.html")
     output = Path(options.output) if options.output else default
     try:
         write_file(output, render_report(page))
@@ -43,6 +43,11 @@ def report(options: ReportOptions) -> ExitCode:
         ) from error
     print(f"page -> {output}")
     return ExitCode.DONE
+
+
+def _read(run: str) -> RunFiles:
+    with run_reader(run) as reader:
+        return reader.read()
 
 
 def account_of(files: RunFiles) -> Account:

@@ -8,6 +8,7 @@ from pathlib import Path
 from shoal.cli.options import ResizeOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.plans.plan import read_plan
+from shoal.runs.address import is_address
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import is_held
 from shoal.runs.generation import about, newest
@@ -23,9 +24,15 @@ def resize(options: ResizeOptions) -> ExitCode:
     Raises: RunDirectoryError where no run is there; CommandError where none trains, or not one that can be resized;
     PlanError where that number is none for its job and layout.
     """
+    given = f"shoal resize {options.run} {options.devices}"
+    if is_address(options.run):
+        raise CommandError(
+            given=given,
+            conflict="ranks look for a wish in a run directory on disk, and this one is at an address",
+            remedy=f"stop the run, and start it again with --resume --out {options.run} --devices {options.devices}",
+        )
     files = read_run(Path(options.run))
     directory = RunDirectory(files.path)
-    given = f"shoal resize {options.run} {options.devices}"
     if not files.is_held:
         raise CommandError(
             given=given,

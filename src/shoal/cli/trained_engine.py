@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from shoal.checkpoint.callback_state import AVERAGES
+from shoal.checkpoint.fetched import with_checkpoint
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import fill, refuse_other_model
 from shoal.checkpoint.store import SavedCheckpoint
@@ -50,6 +51,12 @@ class WeightsRequest:
     run: Path
     step: str = "last"
     ema: bool = False
+    address: str | None = None  # of the run, where `run` is a copy
+
+    @property
+    def shown(self) -> str:
+        """The run as the command was given it."""
+        return self.address or str(self.run)
 
     @property
     def saved(self) -> SavedCheckpoint:
@@ -94,6 +101,16 @@ class PredictRequest(WeightsRequest):
     def plan(self, devices: int) -> Plan:
         """The run's plan with the model whole on each of so many data ranks."""
         return super().plan(1).with_sections(layout={"data": devices})
+
+
+@contextlib.contextmanager
+def on_this_host(request: _Value) -> Iterator[_Value]:
+    """The request with a copy of the run for a context, where that is at an address. Raises: as `with_checkpoint`."""
+    if request.address is None:
+        yield request
+        return
+    with with_checkpoint(request.address, step_of(request.step)) as folder:
+        yield replace(request, run=folder)
 
 
 def handed_over(kind: type[_Value]) -> _Value | None:

@@ -73,7 +73,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
     write_file(request.out / "certificate.json", json.dumps(document, indent=1) + "\n")
-    print(f"written            {request.out / 'certificate.json'}")
+    print(f"written            {request.place}/certificate.json")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
 
 

@@ -15,7 +15,7 @@ from shoal.report.account import Account, status_of
 from shoal.report.openmetrics import openmetrics
 from shoal.report.terminal import cut, head, lines
 from shoal.runs.directory import write_file
-from shoal.runs.run_files import RunFiles, RunReader
+from shoal.runs.run_files import RunFiles, RunReader, run_reader
 
 _EVERY_SECONDS, _SELDOM_SECONDS = 2.0, 15.0
 # A look comes after so many times what the last one took, and so does the whole account: together they take less than
@@ -25,7 +25,11 @@ _PATIENCE = 2500.0
 
 def watch(options: WatchOptions) -> ExitCode:
     """Shows a run until it ends. Raises: RunDirectoryError where none is there, CommandError of the metrics' file."""
-    watched = _Watched(RunReader(Path(options.run)))
+    with run_reader(options.run) as reader:
+        return _watch(options, _Watched(reader))
+
+
+def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
     metrics = Path(options.openmetrics) if options.openmetrics else None
     watched.look()
     _write(metrics, watched)
@@ -36,7 +40,7 @@ def watch(options: WatchOptions) -> ExitCode:
         show()
         taken = 0.0
         while watched.status == "running":
-            time.sleep(pause(taken))
+            time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(taken))
             began = time.process_time()
             try:
                 watched.look()

@@ -113,6 +113,7 @@ def of_cores(core: Device, cores: int, ranks: int) -> Device:
         flops={dtype: value * threads for dtype, value in core.flops.items()},
         matmul=stretched(core.matmul),
         memory=Curve(tuple((x * threads, y) for x, y in core.memory.points)),
+        memory_alone=None,
     )
 
 

@@ -100,6 +100,7 @@ class Device:
     # In its place where measured by length, as on CPUs: over the positions that a row attends to.
     attention_lengths: Mapping[str, Points] = field(default_factory=dict)
     memory: Points = Curve()
+    memory_alone: Points | None = None  # of a CPU that ranks share: the same while the others move nothing
     # Of a CPU: operators that compute longer than they move. By name ("aten.gelu") the fraction of
     # `memory_bytes_per_second` at which they take in and give out what is in the caches; "update": an optimizer's.
     operators: Mapping[str, Number] = field(default_factory=dict)

@@ -137,8 +137,8 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
     # Of attempts on other numbers of devices neither the price nor the share of the peak is one number.
     resized = len({attempt.world_size for attempt in files.attempts}) > 1
     found = Account(
-        path=str(files.path),
-        name=files.path.resolve().name,
+        path=files.shown,
+        name=files.name,
         status=status,
         ending=_ending(files, status),
         steps=files.records[-1].step if files.records else int(result.get("steps") or 0),
@@ -177,7 +177,7 @@ def status_of(files: RunFiles) -> str:
     if files.is_held:
         return "running"
     if _is_open(files):
-        return "killed"
+        return "killed" if files.address is None else "running"  # as far as what is at an address tells
     return str(files.result.get("status") or "killed")
 
 
@@ -187,6 +187,8 @@ def _is_open(files: RunFiles) -> bool:
 
 
 def _ending(files: RunFiles, status: str) -> str:
+    if status == "running" and not files.is_held:
+        return "no end of it is at the address: it trains, or was killed since it last saved"
     error = files.result.get("error")
     if status == "failed" and isinstance(error, dict):
         return told(error)

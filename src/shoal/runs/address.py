@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
-from shoal.runs.directory import write_file
+from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.directory_lock import NAME as LOCK
 from shoal.runs.generation import FOLDER as GENERATIONS
 
@@ -63,7 +63,7 @@ class RunAddress:
         except (ImportError, ValueError) as error:
             package = _PACKAGES.get(self.text.partition("://")[0])
             raise CommandError(
-                given=f"--out {self.text}",
+                given=self.text,
                 conflict=f"nothing here reaches that address: {error}",
                 remedy=f'pip install "{package}", on every host' if package else "install fsspec's package for it",
             ) from None
@@ -108,10 +108,18 @@ class RunAddress:
                     known[name] = _stamp(folder / name)
         except OSError as error:
             raise RunDirectoryError(
-                given=f"--out {self.text}",
+                given=self.text,
                 conflict=f"it cannot be read: {error}",
                 remedy="check the address, and this host's credentials and way to it",
             ) from error
+
+    def fetch_folder(self, below: str, folder: Path) -> None:
+        """Copies all files of a folder there to one here. Raises: OSError."""
+        for path in self.paths(below):
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with self.files() as files:
+                files.get_file(self.path(below, path), str(target))
 
     def send(self, folder: Path) -> None:
         """Copies files here that are new or changed to the address, but checkpoints and what is hidden.
@@ -210,3 +218,28 @@ def _noted(about: str) -> Iterator[None]:
         yield
     except OSError as error:
         print(f"note: {'' if isinstance(error, SupersededError) else about}{error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def copy_to_read(run: str) -> Iterator[Path]:
+    """A run directory: `run` itself; of one at an address a copy of its own files, for a context, as they are now.
+
+    Nothing is written back. Raises: CommandError, RunDirectoryError of the address, also where no run began there.
+    """
+    if not is_address(run):
+        yield Path(run)
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-run-") as name:
+        fetch_to_read(run, Path(name))
+        yield Path(name)
+
+
+def fetch_to_read(run: str, folder: Path) -> None:
+    """Copies the own files of the run at an address here. Raises: as `copy_to_read`."""
+    RunAddress(run).fetch(folder)
+    if not RunDirectory(folder).job.exists():
+        raise RunDirectoryError(
+            given=run,
+            conflict="no run began there, or it has saved nothing yet (it has no job.json)",
+            remedy="give the address that --out of the run has; of a checkpoint that of its run, and --step",
+        )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.errors import RunDirectoryError
+from shoal.runs.address import fetch_to_read, is_address
 from shoal.runs.attempts import Attempt, attempts_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import held_since, is_held
@@ -27,8 +29,8 @@ T = TypeVar("T")
 class RunFiles:
     """Content of a run directory at the instant `read_at`, in seconds since the epoch.
 
-    `is_held`: a process trains there now. `damaged`: lines by file that could not be read; the last line of a file
-    that is being written is not counted.
+    `is_held`: a process trains there now. `address`: where it is, if `path` is a copy. `damaged`: lines by file that
+    could not be read; the last line of a file that is being written is not counted.
     """
 
     path: Path
@@ -41,7 +43,23 @@ class RunFiles:
     events: tuple[Mapping[str, Any], ...] = ()
     saved_step: int | None = None
     is_held: bool = False
+    address: str | None = None
     damaged: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """The run directory as messages name it."""
+        return self.address or str(self.path)
+
+    @property
+    def name(self) -> str:
+        """Last part of its path or address."""
+        return self.path.resolve().name if self.address is None else self.address.rstrip("/").rpartition("/")[2]
+
+    @property
+    def output_folder(self) -> Path:
+        """Where what is made of the run is written, if nobody says: the directory; of one at an address this folder."""
+        return self.path if self.address is None else Path()
 
 
 class LineFile:
@@ -87,8 +105,9 @@ class LineFile:
 class RunReader:
     """Reader of a run directory that may be written meanwhile: each `read` reads of long files what is new."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._files, self._clock = RunDirectory(path), clock
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, address: str | None = None) -> None:
+        """`address`: of the run, where `path` is a copy, which each `read` brings up to date."""
+        self._files, self._clock, self._address = RunDirectory(path), clock, address
         self._records: list[StepRecord] = []
         self._lines = {name: LineFile(getattr(self._files, name)) for name in ("records", "attempts", "events")}
         self._attempts: list[dict[str, Any]] = []
@@ -97,6 +116,8 @@ class RunReader:
     def read(self) -> RunFiles:
         """The directory as it is now. Raises: RunDirectoryError where no run is there."""
         files = self._files
+        if self._address is not None:
+            fetch_to_read(self._address, files.path)
         if not files.job.exists() and not files.records.exists():
             raise RunDirectoryError(
                 given=str(files.path),
@@ -122,6 +143,7 @@ class RunReader:
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,
             is_held=held,
+            address=self._address,
             damaged={name: lines.damaged for name, lines in self._lines.items() if lines.damaged},
         )
 
@@ -135,6 +157,16 @@ class RunReader:
 def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:
     """A run directory as it is now. Raises: RunDirectoryError where no run is there."""
     return RunReader(path, clock).read()
+
+
+@contextlib.contextmanager
+def run_reader(run: str) -> Iterator[RunReader]:
+    """Reader of a run directory, or of a copy of the one at an address, for a context. Raises: CommandError."""
+    if not is_address(run):
+        yield RunReader(Path(run))
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-run-") as folder:
+        yield RunReader(Path(folder), address=run)
 
 
 def _begun(path: Path, events: Sequence[Mapping[str, Any]], newest: float | None) -> tuple[float, bool]:

@@ -232,7 +232,9 @@ class StepRecords:
             "cause": found.cause,
         }
         done = "nothing: the others wait for it"
-        self._around.events.add("straggler", step=record.step, noticed=f"{WINDOW} steps", done=done, **told)
+        self._around.events.add(
+            "straggler", step=record.step, noticed=f"the times of {WINDOW} steps", done=done, **told
+        )
 
     def flush(self) -> None:
         """Writes what was recorded: before what takes long, and so that no checkpoint is of a step without a record."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.launching import JOBS
 from tests.run_folders import RunFolder
 
 from shoal.cli import doctor as command
@@ -95,3 +96,24 @@ def test_the_exit_code_tells_whether_training_can_work(
 def test_options_of_a_run_without_one() -> None:
     with pytest.raises(CommandError, match="--try is about a run"):
         doctor(DoctorOptions(try_out=True))
+
+
+def test_with_the_job_the_planner_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.run_folders._SHARES", (0.0, 0.0, 0.1, 0.1, 0.75, 0.03, 0.0, 0.02))
+    run = RunFolder(tmp_path / "run", prediction=False, ranks=2, device="cpu", compute="float32")
+    run.begins()
+    run.steps(30)
+    run.ends()
+    path = run.written()
+    doctor(DoctorOptions(run=str(path), job=str(JOBS / "slowed.py")))
+    said = capsys.readouterr().out
+    assert "of the time at" in said
+    assert "of the device time: 1 device instead of 2" in said
+    assert "by the planner's predictions of both plans" in said
+    doctor(DoctorOptions(run=str(path), job=str(JOBS / "slowed.py"), json=True))
+    found = json.loads(capsys.readouterr().out)
+    remedies = {remedy["name"]: remedy for loss in found["causes"] for remedy in loss["remedies"]}
+    assert remedies["fewer-devices"]["planned"] > 0.03
+    assert remedies["fewer-devices"]["device_time"] < 0.5

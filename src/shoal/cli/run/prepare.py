@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,10 +36,23 @@ from shoal.runs.tracking import TrackerName
 
 def run(options: RunOptions) -> int:
     """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
-    if options.out is None or not is_address(options.out) or REQUEST_FILE in os.environ:
+    if REQUEST_FILE in os.environ:
         return _run(options)
+    with at_address(options) as options:
+        return _run(options)
+
+
+@contextlib.contextmanager
+def at_address(options: RunOptions) -> Iterator[RunOptions]:
+    """The options for a context, with a working copy of the run directory where that is at an address.
+
+    Raises: as `working_copy`.
+    """
+    if options.out is None or not is_address(options.out):
+        yield options
+        return
     with working_copy(options.out, fetched=not options.dry_run) as out:
-        return _run(replace(options, out=str(out), address=options.out))
+        yield replace(options, out=str(out), address=options.out)
 
 
 def _run(options: RunOptions) -> int:
@@ -100,7 +115,10 @@ def _started_here(request: RunRequest) -> int:
 
 def verify(options: VerifyOptions) -> int:
     """Verifies the run that `shoal run` would train with these options."""
-    with claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
+    with (
+        at_address(RunOptions(**vars(options), no_telemetry=True)) as asked,
+        claimed(requested(asked, suffix="-verify")) as (request, _),
+    ):
         from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
 
         # In order: the traces are removed.
@@ -127,12 +145,6 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
-    if options.out is not None and is_address(options.out):
-        raise CommandError(
-            given=f"out={options.out}",
-            conflict="only the command shoal run trains to an address; this one reads the run directory afterwards",
-            remedy="give a folder",
-        )
     options = _going_on(options, suffix)
     devices = whole_number("devices", options.devices, 1)
     wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)

@@ -47,7 +47,9 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
         dist.broadcast_object_list(port, src=0)
         words = (
             "run",
-            *arguments_of(replace(options, out=str(request.out.absolute())), without=("on", "max_restarts")),
+            *arguments_of(
+                replace(options, out=request.address or str(request.out.absolute())), without=("on", "max_restarts")
+            ),
         )
         variables = replace(environment, port=port[0], engine="ray").variables()
         logs = str(request.out / "logs") if environment.rank else ""

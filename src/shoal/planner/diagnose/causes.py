@@ -11,6 +11,7 @@ from shoal.planner.diagnose.run_times import RunTimes
 
 # What is less is not told: no remedy is worth a change for it, and no account is that exact.
 WORTH = 0.03
+_CHEAP = 0.75  # of the device-hours
 _RARER = 10
 _CHECKPOINT_SHARE = 0.01  # of the time: what shoal's own choice of when to write one costs
 _MOST_WORKERS = 8
@@ -33,7 +34,8 @@ class Remedy:
 
     `sections` of the plan that change, `devices` where their number does, further `arguments` of `shoal run`, and
     environment `variables` (None: unset). Without any of them it is for people to do. `period`: steps from one to the
-    next of what comes now and then.
+    next of what comes now and then. `planned`: the gain by the planner's predictions of both plans, where it was asked.
+    `cost`: device time over that of the run where the number of devices changes, before the gain.
     """
 
     name: str
@@ -44,6 +46,13 @@ class Remedy:
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
     period: int = 0
+    planned: float | None = None
+    cost: float = 1.0
+
+    @property
+    def device_time(self) -> float:
+        """Device-hours of the same training over those of the run."""
+        return self.cost * (1.0 - self.gain)
 
     @property
     def can_be_tried(self) -> bool:
@@ -71,6 +80,12 @@ class LostTime:
         """Fraction of the time of training that would come back."""
         return max((remedy.gain for remedy in self.remedies), default=self.could)
 
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether time would come back, or the same time take far fewer device-hours."""
+        cheap = any(r.gain > -WORTH and r.device_time <= _CHEAP for r in self.remedies)
+        return self.regained >= WORTH or cheap
+
 
 Losses = Iterator[LostTime]
 
@@ -91,7 +106,7 @@ def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
         _host,
     )
     found = [*more, *(loss for rule in rules for loss in rule(times))]
-    return tuple(sorted((loss for loss in found if loss.regained >= WORTH), key=lambda loss: -loss.regained))
+    return tuple(sorted((loss for loss in found if loss.is_worth_telling), key=lambda loss: -loss.regained))
 
 
 def _lost(times: RunTimes, cause: str, title: str, seconds: float, seen: str, *remedies: Remedy) -> LostTime:
@@ -221,7 +236,13 @@ def _slow_rank(times: RunTimes) -> Losses:
     if found is not None and found < times.step:
         words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
         remedies.append(
-            Remedy("without-slow-rank", words, (times.step - found) / times.total, devices=times.world_size - 1)
+            Remedy(
+                "without-slow-rank",
+                words,
+                (times.step - found) / times.total,
+                devices=times.world_size - 1,
+                cost=1 - 1 / times.world_size,
+            )
         )
     words = f"rank {busy.rank_of_most} as quick as the others: look at what else runs on its host and cores"
     remedies.append(Remedy("mend-slow-rank", words, wait / times.total))
@@ -332,17 +353,16 @@ def _devices(times: RunTimes) -> Losses:
     best = min(found, key=lambda n: found[n])
     # Waits that have another cause would be mended where they are.
     mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
-    lost = times.step - mended - found[best]
+    lost = times.step - mended - found[best]  # may be less than nothing, for less than the price
     per_rank = times.samples / times.world_size
     seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
     if _crowded(times):
         seen += f"; {times.world_size} processes on {times.cores} cores"
-    price = f"at {best / times.world_size:.0%} of the price an hour"
-    words = f"{_devices_of(best)} instead of {times.world_size}, {price}"
+    words = f"{_devices_of(best)} instead of {times.world_size}"
     if (planned := planned_ratio(times, best)) is not None:
         words += f" (its plan expected {planned:.2g} times the time of a step)"
-    remedy = Remedy("fewer-devices", words, lost / times.total, devices=best)
-    yield _lost(times, "devices", "more devices than the batch has work for", lost, seen, remedy)
+    remedy = Remedy("fewer-devices", words, lost / times.total, devices=best, cost=best / times.world_size)
+    yield _lost(times, "devices", "more devices than the batch has work for", max(0.0, lost), seen, remedy)
 
 
 def _host(times: RunTimes) -> Losses:

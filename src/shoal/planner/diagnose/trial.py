@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from shoal.errors import LaunchError
 from shoal.planner.diagnose.causes import Remedy
@@ -20,6 +20,8 @@ from shoal.runs.directory import write_file
 from shoal.runs.records import read_steps
 
 _TAIL = 12
+# Rounds agree where their middle half spans no more than so much of the time, or so much of the gain.
+_NEAR, _NEARLY = 0.02, 0.15
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TrialJob:
     """Job of a run as the command line names it, its plan, and how many steps a trial has.
 
     `arguments`: settings and options of the run that a remedy does not change; `variables` of its environment.
+    `rounds`: the fewest; more follow, `most_rounds` at most, until the middle half of them agrees.
     `folder`: where the temporary directories are made, since checkpoints take as long as their disk.
     """
 
@@ -36,6 +39,7 @@ class TrialJob:
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int = 3
+    most_rounds: int = 9
     folder: Path | None = None
 
 
@@ -58,6 +62,14 @@ class TrialResult:
         """Median of the rounds."""
         return median(self.gains) if self.gains else None
 
+    @property
+    def agrees(self) -> bool:
+        """Whether the middle half of the rounds is near the median: others were held up by something else."""
+        if self.gain is None:
+            return True
+        first, _, last = quantiles(self.gains, n=4, method="inclusive") if len(self.gains) > 1 else (0.0, 0.0, 1.0)
+        return last - first <= max(_NEAR, _NEARLY * abs(self.gain))
+
 
 def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
     """The plan with a remedy, without what was predicted of another. Raises: PlanError."""
@@ -75,29 +87,33 @@ def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]
 
     Raises: LaunchError where the run as it is cannot be run.
     """
-    unchanged = Remedy("unchanged", "as it was", 0.0)
-    seconds: dict[str, list[float]] = {remedy.name: [] for remedy in (unchanged, *remedies)}
+    order = [Remedy("unchanged", "as it was", 0.0), *remedies]
+    seconds: dict[str, list[float]] = {remedy.name: [] for remedy in order}
     errors: dict[str, str] = {}
+    results: list[TrialResult] = []
     with tempfile.TemporaryDirectory(prefix=".shoal-doctor-", dir=job.folder) as folder:
-        for number in range(job.rounds):
-            order = [unchanged, *(remedies if number % 2 == 0 else reversed(remedies))]
+        for number in range(max(job.rounds, job.most_rounds)):
+            if number >= job.rounds and all(result.agrees for result in results):
+                break
             for remedy in order:
                 if remedy.name in errors:
                     continue
-                note(f"trial {number + 1} of {job.rounds}: {remedy.words}")
+                note(f"trial {number + 1}: {remedy.words}")
                 try:
                     seconds[remedy.name].append(_run(job, remedy, Path(folder) / f"{remedy.name}-{number}"))
                 except LaunchError as error:
-                    if remedy is unchanged:
+                    if remedy.name == "unchanged":
                         raise
                     errors[remedy.name] = error.conflict
-    before = tuple(seconds["unchanged"])
-    return [
-        TrialResult(remedy, error=errors[remedy.name])
-        if remedy.name in errors
-        else TrialResult(remedy, before, tuple(seconds[remedy.name]))
-        for remedy in remedies
-    ]
+            order.reverse()
+            results = [_result(remedy, seconds, errors) for remedy in remedies]
+    return results
+
+
+def _result(remedy: Remedy, seconds: Mapping[str, Sequence[float]], errors: Mapping[str, str]) -> TrialResult:
+    if remedy.name in errors:
+        return TrialResult(remedy, error=errors[remedy.name])
+    return TrialResult(remedy, tuple(seconds["unchanged"]), tuple(seconds[remedy.name]))
 
 
 def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:

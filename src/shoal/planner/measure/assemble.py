@@ -88,6 +88,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     # On a CPU larger results than glibc keeps meet page faults every time: they are on the curve, not its unit.
     memory = stream[max(work for work in stream if not is_cpu or work <= _STREAM_BYTES or work == min(stream))]
     copy = measured.one("host_copy")
+    alone = measured.rates("alone", bare)
     found: dict[str, Any] = {
         "memory_bytes": memory_bytes,
         "memory_bytes_per_second": memory,
@@ -103,6 +104,10 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         },
         "windows": _windows(measured, product if is_cpu else 0.0, flops),
         "memory": _curve(stream, memory),
+        # Alone no rank is slower: where it seems so the system gave out the pages of large results anew.
+        "memory_alone": _curve({size: max(rate, stream.get(size, 0.0)) for size, rate in alone.items()}, memory)
+        if alone
+        else None,
         "attention" if not is_cpu else "attention_lengths": _attention(measured, flops, by_length=is_cpu),
         "operators": _operators(measured, memory, bare) if is_cpu else {},
         # A CPU starts an operator and computes it on the same core: what a GPU's host does meanwhile, it does first.

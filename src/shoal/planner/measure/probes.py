@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -209,6 +209,13 @@ def _streams(device: torch.device) -> Iterator[Probe]:
         return Probe("stream", float(num_bytes), make)
 
     return (probe(num_bytes) for num_bytes in _STREAMS[device.type])
+
+
+def alone(mesh: Mesh, quick: bool) -> list[Probe]:
+    """Streams of one rank of several on a host's cores, while the others wait: what sharing the memory takes."""
+    if mesh.device.type != "cpu" or mesh.world_size == 1:
+        return []
+    return [replace(probe, name="alone", ranks=1) for probe in list(_streams(mesh.device))[:: 2 if quick else 1]]
 
 
 def _attentions(device: torch.device) -> Iterator[Probe]:

@@ -18,7 +18,7 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.launch.environment import Environment
 from shoal.planner.measure.clock import sample, sample_together
-from shoal.planner.measure.probes import Probe, algorithms, copies, exchanges, probes, process_group
+from shoal.planner.measure.probes import Probe, algorithms, alone, copies, exchanges, probes, process_group
 from shoal.planner.measure.steps import steps
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
@@ -98,6 +98,7 @@ def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
     wanted += operators() if mesh.device.type == "cpu" else ()
+    wanted += alone(mesh, task.quick)
     budget = Budget(task.seconds, rounds, len(wanted))
     for number in range(rounds):
         for probe in wanted:
@@ -106,7 +107,8 @@ def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
             if not budget.allows(probe):
                 continue
             mesh.all_gather([0.0])  # all ranks begin together
-            seconds, own = sample(probe, mesh.device, budget.slice_seconds)
+            takes_part = mesh.rank < probe.ranks
+            seconds, own = sample(probe, mesh.device, budget.slice_seconds) if takes_part else ([], 0.0)
             budget.note(probe, float(mesh.all_gather([own]).max()))
             yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 

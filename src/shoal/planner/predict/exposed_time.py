@@ -20,6 +20,7 @@ from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import LARGE_PARAMETER, Program
 from shoal.planner.profile.values import Profile, Unit, Weight
+from shoal.plans.accounting.all_reduce import compressed
 from shoal.plans.accounting.collectives import (
     REPLICAS,
     Gradients,
@@ -36,6 +37,10 @@ from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTE
 from shoal.plans.plan import LayoutSection, Plan
 
 _UPDATE = "update"  # under this name a device tells how fast an optimizer is
+# Schemes of compression that only cast: of the others what they compute is not known. Bytes that a gradient's element
+# moves on a CPU: into its bucket, to 16 bits and back, less what is counted of the bucket as it is sent.
+_CASTS = ("bfloat16", "float16")
+_CAST_BYTES = (4 + 4) + 2 * (4 + 2) - 2 * 2
 
 
 _Known = TypeVar("_Known")
@@ -124,13 +129,27 @@ class Exchanged:
 
         scatters = self.program.scatter_gradients and layout.shard > 1
         return self._once(
-            ("sums", held, plan.precision.reduce, layout.tensor, scatters, group, layout.world_size), compute
+            (
+                "sums",
+                held,
+                plan.precision.reduce,
+                plan.collectives.compression,
+                layout.tensor,
+                scatters,
+                group,
+                layout.world_size,
+            ),
+            compute,
         )
 
     def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterable[SizedCollective]:
         """The sums of a rank's gradients in the order in which they are sent: of other programs equal ones."""
         layout, program = plan.layout, self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
+        if program.own_buckets and plan.collectives.compression in _CASTS:
+            sections = {"collectives": plan.collectives.model_copy(update={"all_reduce": "native"})}
+            calls = compressed(gradients, plan.model_copy(update=sections), 0)
+            return [SizedCollective(REPLICAS, one.kind, one.num_bytes, one.count) for one in calls]
         if program.own_buckets:
             return bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native")
         kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
@@ -155,6 +174,8 @@ class Exchanged:
                 bucket = one.num_bytes
                 summed = self.network.all_reduce(plan.collectives.all_reduce, bucket, group)
             seconds += one.count * (moved(2 * bucket) + summed)
+        if plan.collectives.compression in _CASTS:
+            seconds += moved(_CAST_BYTES * self.accounts.gradients(plan, rank.held, on_cpu=True).numel)
         return seconds
 
     def agreed(self, num_devices: int, is_divided: bool, *, apart: bool, num_used: int = 0) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.planner.diagnose.causes import causes
+from shoal.planner.diagnose.causes import LostTime, Remedy, causes
 from shoal.planner.diagnose.fewer_devices import on_devices
 from shoal.planner.diagnose.run_times import Periodic, RankSpread, RunTimes
 
@@ -166,6 +166,23 @@ def test_what_the_planner_expected_of_fewer_devices_is_told() -> None:
     told = next(loss for loss in first if loss.cause == "devices").remedies[0]
     assert told.devices == 1
     assert "its plan expected 5 times the time" in told.words
+
+
+def test_fewer_devices_cost_less_where_they_take_as_long() -> None:
+    # A rank's computing hardly grows with its samples, and what it grows the sums make up for.
+    times = run(spans={"exposed_communication": 0.0077}, world_size=4, threads=1, parameters=1000)
+    (loss,) = [loss for loss in causes(times) if loss.cause == "devices"]
+    (remedy,) = loss.remedies
+    assert abs(remedy.gain) < 0.4
+    assert remedy.cost == remedy.devices / 4
+    assert remedy.device_time == pytest.approx(remedy.cost * (1 - remedy.gain))
+
+
+def test_the_same_time_on_fewer_devices_is_worth_telling() -> None:
+    same = Remedy("fewer-devices", "2 devices instead of 4", -0.01, devices=2, cost=0.5)
+    assert LostTime("devices", "", 0.0, 0.0, "", (same,)).is_worth_telling
+    assert not LostTime("devices", "", 0.0, 0.0, "", (replace(same, gain=-0.2),)).is_worth_telling
+    assert not LostTime("devices", "", 0.0, 0.0, "", (replace(same, devices=None, cost=1.0),)).is_worth_telling
 
 
 def test_checkpoints_that_a_callback_asks_for_are_for_people_to_change() -> None:

@@ -67,13 +67,33 @@ def test_remedies_run_in_turn_with_the_run_as_it_is(monkeypatch: pytest.MonkeyPa
     job = TrialJob("job.py", FOUR, 20, ("--set", "lr=1", "--evaluate-every", "10"), {"OMP_NUM_THREADS": None}, rounds=2)
     said: list[str] = []
     found = tried(job, [WORKERS, RARELY], said.append)
-    assert names(commands) == ["unchanged", "workers", "rarely", "unchanged", "rarely", "workers"]
+    assert names(commands) == ["unchanged", "workers", "rarely", "rarely", "workers", "unchanged"]
     assert [result.gain for result in found] == pytest.approx([0.5, 0.2], abs=0.05)
     assert len(found[0].gains) == 2
     assert len(said) == 6
     assert all("OMP_NUM_THREADS" not in variables for variables in commands.variables)
     assert commands.calls[0][-4:] == ["--set", "lr=1", "--evaluate-every", "10"]
     assert commands.calls[2][-4:] == ["--set", "lr=1", "--evaluate-every", "100"]
+
+
+def test_trials_go_on_until_their_rounds_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Commands({"unchanged": 0.1, "workers": 0.05})
+    # Another program holds up the second round, which is no half of five.
+    taken = iter([0.05, 0.09, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05])
+    plain = commands.__call__
+
+    def held_up(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if "workers-" in command[command.index("--out") + 1]:
+            commands.seconds["workers"] = next(taken)
+        return plain(command, **more)
+
+    monkeypatch.setattr(trial.subprocess, "run", held_up)
+    (found,) = tried(TrialJob("job.py", FOUR, 20), [WORKERS], lambda text: None)
+    assert len(found.gains) == 5
+    assert found.gain == pytest.approx(0.5, abs=0.05)
+    taken = iter([0.05, 0.09] * 9)
+    (found,) = tried(TrialJob("job.py", FOUR, 20), [WORKERS], lambda text: None)
+    assert len(found.gains) == 9, "the most"
 
 
 def test_a_remedy_that_cannot_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,14 @@ DEVICE_ROWS = (
 )
 
 
+def test_memory_of_a_rank_alone_is_no_slower_than_beside_others() -> None:
+    alone = (row("alone", 1e7, 0.5e-3 + 1e-6), row("alone", 1e8, 40e-3 + 1e-6))
+    found = device_of(measured(*DEVICE_ROWS, *alone), "core", 1000, "here")
+    assert found.memory_alone is not None
+    assert [round(found.memory_alone.at(size), 3) for size in (1e7, 1e8)] == [2.0, 0.5]
+    assert device_of(measured(*DEVICE_ROWS), "core", 1000, "here").memory_alone is None
+
+
 def test_a_cpu() -> None:
     found = device_of(measured(*DEVICE_ROWS), "core", 1000, "here")
     assert math.isclose(found.flops["float32"], 2e10, rel_tol=1e-9)

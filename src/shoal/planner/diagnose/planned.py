@@ -1,0 +1,216 @@
+"""Counterfactuals of the planner: a run's plan and others on this machine, corrected by the run's records."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from shoal.errors import HardwareError, PlanError
+from shoal.hardware.values import Cluster
+from shoal.planner.answer.outlook import Case
+from shoal.planner.calibrate.comparison import MeasuredStep, beside, section
+from shoal.planner.calibrate.lessons import Correction, learn, observation
+from shoal.planner.diagnose.causes import WORTH, LostTime, Remedy
+from shoal.planner.diagnose.run_times import RunTimes
+from shoal.planner.diagnose.trial import changed_plan
+from shoal.planner.predict.workload import Prediction
+from shoal.planner.search.aims import Aim
+from shoal.planner.search.choice import choose
+from shoal.plans.plan import Plan, described
+from shoal.plans.resolve import judge
+
+# Sections of a plan whose every key a prediction depends on; of others what a change brings is not known to it.
+_PRICED = {"layout", "batch", "shard", "tensor", "pipeline", "memory", "precision", "collectives"}
+# Of the plan that the planner chooses: what a search varies.
+_VARIED = ("layout", "batch", "shard", "tensor", "pipeline", "memory", "collectives")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run's plan as the planner has it: `case` is corrected by what the run measured of each part of its step.
+
+    `plain`: the same as any job on this machine is planned.
+    """
+
+    case: Case
+    plain: Case
+    plan: Plan
+    times: RunTimes
+
+    def predicted(self, plan: Plan) -> Prediction:
+        """Prediction of a complete plan."""
+        return _predicted(self.case, plan)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step of the run's own plan: nearly as measured, since its parts are corrected by these."""
+        return self.predicted(self.plan).step_seconds
+
+    def gain(self, remedy: Remedy) -> float | None:
+        """Fraction of the time of training that a remedy brings; None where predictions do not tell the plans apart."""
+        if not (remedy.sections or remedy.devices) or not set(remedy.sections) <= _PRICED or remedy.variables:
+            return None
+        try:
+            plan = judge(changed_plan(self.plan, remedy), self.case.space.facts).plan
+        except PlanError:
+            return None
+        seconds = self.predicted(plan).step_seconds
+        return None if seconds == self.seconds else self._of_training(seconds)
+
+    def _of_training(self, seconds: float) -> float:
+        """Gain of a step of so many predicted seconds, evaluations and checkpoints staying as they are."""
+        return (1.0 - seconds / self.seconds) * self.times.step / self.times.total
+
+    def best(self, told: Sequence[LostTime] = ()) -> Remedy | None:
+        """The plan that the planner would choose here, where it brings something, and no remedy `told` is the same.
+
+        It has to with and without this run's correction: that knows nothing of exchanges which the run had none of.
+        """
+        try:
+            chosen = choose(self.plain.search(), Aim()).chosen
+        except PlanError:
+            return None
+        of_plain = _predicted(self.plain, self.plan).step_seconds
+        seconds = max(self.predicted(chosen.plan).step_seconds, chosen.seconds / of_plain * self.seconds)
+        gain, others = self._of_training(seconds), [self.plan, *self._plans(told)]
+        if gain < WORTH or any(_varied(chosen.plan) == _varied(other) for other in others):
+            return None
+        mine = _varied(self.plan)
+        sections = {name: found for name, found in _varied(chosen.plan).items() if found != mine[name]}
+        words = f"the planner would choose {described(chosen.plan)}"
+        devices = chosen.devices if chosen.devices != self.times.world_size else None
+        cost = chosen.devices / self.times.world_size
+        return Remedy("planned", words, gain, sections, devices, planned=gain, cost=cost)
+
+    def _plans(self, told: Sequence[LostTime]) -> Iterator[Plan]:
+        """Plans of these remedies, as far as they are legal."""
+        for remedy in (remedy for loss in told for remedy in loss.remedies if remedy.sections or remedy.devices):
+            with contextlib.suppress(PlanError):
+                yield judge(changed_plan(self.plan, remedy), self.case.space.facts).plan
+
+    # ---------------------------------------------------------------------------------------- what all ranks share
+
+    @cached_property
+    def memory_share(self) -> float:
+        """Fraction of forward and backward by which they are longer since the other ranks move memory as well.
+
+        0 where the machine was not measured with one rank alone.
+        """
+        cluster, world_size = self.case.cluster, self.plan.layout.world_size
+        device = cluster.device_for(min(world_size, cluster.devices_per_host))
+        if world_size == 1 or device.memory_alone is None:
+            return 0.0
+        alone = replace(device, memory=device.memory_alone)
+        lonely = replace(self.case, cluster=replace(cluster, device=alone, alternatives={}), correction=Correction())
+        shared = replace(lonely, cluster=replace(cluster, device=device, alternatives={}))
+        then, now = (_predicted(case, self.plan).terms["compute"] for case in (lonely, shared))
+        return max(0.0, 1.0 - then / now) if now else 0.0
+
+    def memory(self) -> LostTime | None:
+        """Memory bandwidth that ranks share as a cause, with plans whose operators find more in their caches."""
+        lost = self.times.computing * self.memory_share
+        if lost < WORTH * self.times.total:
+            return None
+        remedies = [found for found in (self._smaller(), self._alone()) if found is not None]
+        seen = (
+            f"{self.plan.layout.world_size} ranks move memory at a time: by this machine's measurements "
+            f"{self.memory_share:.0%} of forward and backward, which one rank beside idle ones would not take"
+        )
+        share = lost / self.times.total
+        return LostTime("memory", "memory bandwidth shared by ranks", lost, share, seen, tuple(remedies), share)
+
+    def _smaller(self) -> Remedy | None:
+        """The best smaller microbatch, whose tensors stay in a core's own caches."""
+        held = self.plan.batch.grains_per_microbatch
+        found = []
+        for grains in range(1, held):
+            sections = {"batch": {"grains_per_microbatch": grains}}
+            many = -(-self.times.microbatches * held // grains)
+            words = f"{many} smaller microbatches a step, whose tensors stay in a core's own caches"
+            remedy = Remedy("smaller-microbatches", words, 0.0, sections)
+            if (gain := self.gain(remedy)) is not None and gain > 0.0:
+                found.append(replace(remedy, gain=gain, planned=gain))
+        return max(found, key=lambda remedy: remedy.gain, default=None)
+
+    def _alone(self) -> Remedy | None:
+        """One device, where that is worth its price."""
+        words = f"1 device instead of {self.plan.layout.world_size}: nothing shares the memory with it"
+        remedy = Remedy("one-device", words, 0.0, devices=1, cost=1 / self.times.world_size)
+        gain = self.gain(remedy)
+        if gain is None or gain < -WORTH:
+            return None
+        return replace(remedy, gain=gain, planned=gain)
+
+
+def _predicted(case: Case, plan: Plan) -> Prediction:
+    """Prediction of a complete plan."""
+    return case.search().costs(plan.layout.world_size).predict(plan)
+
+
+def _varied(plan: Plan) -> dict[str, Any]:
+    """What a search varies of a plan."""
+    document = plan.to_mapping()
+    return {name: document[name] for name in _VARIED}
+
+
+def base_of(plan: Plan) -> Plan:
+    """What a search does not vary of a run's plan."""
+    return Plan(precision=plan.precision, execution=plan.execution, data=plan.data)
+
+
+def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: RunTimes) -> PlannedRun:
+    """The planner's view of a run; `case`: of its job on this machine.
+
+    Raises: PlanError, HardwareError where it has none.
+    """
+    plan = plan.model_copy(update={"prediction": {}})
+    if plan.serves:
+        raise PlanError(
+            given="a run with parameter servers",
+            conflict="the planner has no prediction of one",
+            remedy="ask about a run without them",
+        )
+    if (case.cluster.device.kind == "gpu") != (times.device == "gpu"):
+        raise HardwareError(
+            given=f"a run on a {times.device}",
+            conflict=f"this machine has a {case.cluster.device.kind}",
+            remedy="ask on a machine of the run's kind",
+        )
+    case = replace(case, cluster=_with_ranks(case.cluster, plan.layout.world_size))
+    own = replace(case, correction=Correction())
+    of_plan = section(_predicted(own, plan), {})
+    lesson = learn([observation(beside(of_plan, steps, None, times.device))])
+    return PlannedRun(replace(own, correction=lesson.correction), case, plan, times)
+
+
+def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """The machine with room for so many ranks: where cores are fewer, each rank gets a part of one."""
+    if ranks <= cluster.devices_per_host or cluster.device.kind == "gpu":
+        return cluster
+    there = cluster.devices_per_host
+    part, core = there / ranks, cluster.device_for(there)
+    crowded = replace(
+        core,
+        memory_bytes=int(core.memory_bytes * part),
+        memory_bytes_per_second=core.memory_bytes_per_second * part,
+        flops={dtype: value * part for dtype, value in core.flops.items()},
+        launch_seconds=core.launch_seconds / part,
+        dispatch_seconds=core.dispatch_seconds / part,
+    )
+    alternatives = {**{n: cluster.device_for(n) for n in range(1, there + 1)}}
+    return replace(cluster, device=crowded, devices_per_host=ranks, alternatives=alternatives)
+
+
+def with_planner(found: Sequence[LostTime], asked: PlannedRun) -> tuple[LostTime, ...]:
+    """Causes with the planner's number beside each remedy that is a plan, and with what only it can tell."""
+    told = [
+        replace(loss, remedies=tuple(replace(remedy, planned=asked.gain(remedy)) for remedy in loss.remedies))
+        for loss in found
+    ]
+    memory = asked.memory()
+    if memory is not None and memory.is_worth_telling:
+        told.append(memory)
+    return tuple(sorted(told, key=lambda loss: -loss.regained))
