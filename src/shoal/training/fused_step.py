@@ -83,7 +83,8 @@ def _can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tu
     )
     if not fits or _half_begun(group, optimizer):
         return False
-    _count_on_device(group, optimizer)
+    if group["params"] and group["params"][0].is_cuda:
+        _count_on_device(group, optimizer)
     return True
 
 
