@@ -26,7 +26,7 @@ from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import joined
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
-from shoal.training.optimizer_step import fused
+from shoal.training.fused_step import fused
 from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
@@ -94,6 +96,12 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
     spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
     return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads, busy)
+
+
+def interrupts(rows: Tensor) -> Tensor:
+    """Whether anything comes between a step and that before it, by the ranks' rows where a device has them: bool []."""
+    has_data, *others = rows[:, : len(_FLAGS)].unbind(1)
+    return (torch.stack(others) > 0).any() | (has_data <= 0).all()
 
 
 def raise_together(mesh: Mesh, error: ShoalError | None) -> None:

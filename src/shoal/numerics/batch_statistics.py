@@ -120,16 +120,24 @@ class StepBuffers:
         """Sets the values from the sum over microbatches and ranks; whole numbers stay whole."""
         if not self.names or not num_samples:
             return
-        values = torch.from_numpy(weighted / num_samples)
+        self._assign(torch.from_numpy(weighted / num_samples), None)
+
+    def queue_assign(self, weighted: Tensor, num_samples: Tensor, good: Tensor) -> None:
+        """As `assign`, on the device: where not `good`, a bool [], the step's values are put back."""
+        if self.names:
+            self._assign(weighted / num_samples, good)
+
+    def _assign(self, values: Tensor, good: Tensor | None) -> None:
         with torch.no_grad():
             for name, part in zip(self.names, values.split(list(map(self._length, self.names))), strict=True):
                 buffer = self._now(name)
                 if buffer.is_meta:
                     continue
                 if buffer.is_complex():
-                    buffer.copy_(torch.view_as_complex(part.reshape(*buffer.shape, 2).contiguous()))
+                    new = torch.view_as_complex(part.reshape(*buffer.shape, 2).contiguous())
                 else:
-                    buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))
+                    new = (part if buffer.is_floating_point() else part.round()).view_as(buffer)
+                buffer.copy_(new if good is None else torch.where(good, new.to(buffer.dtype), self._saved[name]))
         self._saved = {}  # the step is over: there is nothing to go back to
 
 

@@ -36,6 +36,16 @@ def settled(gradients: Sequence[Tensor], found: float) -> float:
     return found if _LEAST < found < math.inf else _scaled(gradients, found)
 
 
+def is_settled(found: Tensor) -> Tensor:
+    """Whether `settled` and `rounded` leave `rounded_tensor` of it: bool [], where the norm is."""
+    return (found > _LEAST) & torch.isfinite(rounded_tensor(found))
+
+
+def rounded_tensor(norm: Tensor) -> Tensor:
+    """As `rounded` of models without float64, float64 []: the 24 bits that it leaves are float32's, in its range."""
+    return norm.float().double()
+
+
 def rounded(norm: float, dtypes: Iterable[torch.dtype]) -> float:
     """`norm` with the bits that do not depend on the order of float64 sums; `dtypes` are the model's parameters'."""
     if not math.isfinite(norm):

@@ -79,12 +79,28 @@ class StepSums:
         return self.sums[NUM_SUMS:]
 
 
+@dataclass(frozen=True)
+class QueuedSums:
+    """Sums of a step that lie on the device, and that nobody has read yet, over all ranks as in StepSums.
+
+    `sums` float64; `norm` as in StepSums, float64 []; `failures` float32 [3]: the flags, and how many ranks have
+    gradients of other parameters than in the last step that was read at once; `rows` float32 [world_size, n], or None
+    for one rank.
+    """
+
+    sums: Tensor
+    norm: Tensor
+    failures: Tensor
+    rows: Tensor | None
+
+
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
-    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words])).to(buffers.device)
+    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words]))
+    sums = device_reads.sent(sums, buffers.device)
     if not here:
         sums[TOTAL] = total.detach()
         sums[WEIGHT] = weight
@@ -176,6 +192,18 @@ class Strategy(ABC):
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums over the ranks with different grains, of the gradients too, as `finish`."""
 
+    @property
+    def queues(self) -> bool:
+        """Whether `queue` is there: the sums need nothing that the host has to know first. The same on all ranks."""
+        return False
+
+    def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
+        """As `finish`, without a wait for the device: of the parameters that the last `finish` gave gradients.
+
+        Collective: as `finish`.
+        """
+        raise NotImplementedError(type(self).__name__)
+
     def norm(self, own: float) -> float:
         """The Euclidean norm of the whole gradient from that over the gradients that each rank `counts`, `rounded`.
 
@@ -187,15 +215,16 @@ class Strategy(ABC):
             own = float(squared.sqrt())
         return rounded(own, self._model.dtypes)
 
-    def update(self, step: Callable[[], None]) -> None:
+    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Calls the optimizer's `step` so that every rank ends with every parameter's new value.
 
-        Collective: the ranks that divide the update. Raises: what `step` raises.
+        `queued`: the ranks do not ask each other whether it has raised. Collective: the ranks that divide the update.
+        Raises: what `step` raises.
         """
         if self._owners is None:
             step()
         else:
-            self._owners.update(step)
+            self._owners.update(step, queued=queued)
         if self.compression is not None:  # what it has held back counts from here on
             self.compression.commit()
 

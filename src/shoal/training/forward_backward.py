@@ -14,7 +14,7 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.computation import LossComputer, check_gradient
 from shoal.training.telemetry import StepClock
@@ -28,6 +28,11 @@ class Observer:
 
     A step that has to be computed again begins again. Gradients are read off the parameters' `.grad`.
     """
+
+    @property
+    def looks(self) -> bool:
+        """Whether each step that comes is read before the next one, to be looked at. The same on all ranks."""
+        return type(self) is not Observer
 
     def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
         """A run's parts are built, before its first step. Called by who has built them, not by the engine."""
@@ -146,6 +151,10 @@ class ForwardBackward:
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
         return self.parts.strategy.finish(flags, NUM_SUMS + self.parts.buffers.num_values, row)
+
+    def queue(self, flags: Flags, row: list[float]) -> QueuedSums:
+        """As `finish`, of a strategy that `queues`."""
+        return self.parts.strategy.queue(flags, NUM_SUMS + self.parts.buffers.num_values, row)
 
     def updated(self, sums: StepSums, skipped: str | None) -> str | None:
         """Ends the step after its update, or after it was `skipped`: sets the buffers that forwards change.

@@ -45,6 +45,10 @@ class StepMeter(Observer):
         self.attached = False
         self._left = self._current = 0
 
+    @property
+    def looks(self) -> bool:
+        return bool(self._left)
+
     def attach(
         self,
         sharded_model: ShardedModel,

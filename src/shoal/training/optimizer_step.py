@@ -16,14 +16,15 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred, is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
-from shoal.numerics.gradient_norm import clip_values, global_norm, settled
+from shoal.numerics.gradient_norm import clip_values, global_norm, is_settled, rounded, rounded_tensor, settled
 from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import Strategy
+from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.grains import random_key
 from shoal.training.forward_backward import Observer
+from shoal.training.fused_step import fused, maskable, masked
 from shoal.training.lr_schedule import Schedule
 
 # They compute with a matrix as a whole, and on a part of one something else.
@@ -212,6 +213,19 @@ class Stepper:
                 remedy="use the data axis alone, or an optimizer without noise",
             )
 
+    @property
+    def queues(self) -> bool:
+        """Whether `queue_step` may come next, of the parameters that have gradients now."""
+        return not self._exact and maskable(self._optimizer)
+
+    def queue_step(self, good: Tensor) -> None:
+        """Steps the optimizer, which changes nothing where not `good`: bool [] on the device. Raises: UserCodeError."""
+        try:
+            with masked(self._optimizer, good):
+                step_optimizer(self._optimizer)
+        except Exception as error:
+            raise user_error("the optimizer", error) from error
+
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
@@ -278,6 +292,38 @@ class Updater:
             self._judged = True
         return Update(norm, rate, None)
 
+    @property
+    def queues(self) -> bool:
+        """Whether `queue` may come next on this rank, of the parameters that have gradients now."""
+        return self._judged and self._whole and self.stepper.queues
+
+    def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> tuple[float, Tensor]:
+        """As `step`, on the device and without a wait for it: the learning rate, and whether it is good, bool [].
+
+        Where it is not, or not `fine`, nothing is changed. Any step is not good that `step` would leave out, or look at
+        twice. Collective: as the strategy's `update`.
+        """
+        rate = self.stepper.set_rates(progress)
+        gradients, _ = self._gradients()
+        weight = sums.sums[WEIGHT]
+        scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
+        norm = rounded_tensor(sums.norm) * scale.abs()
+        finite = torch.isfinite(sums.sums[TOTAL] / weight) & torch.isfinite(scale) & torch.isfinite(norm)
+        good = fine & finite & (weight > 0) & is_settled(sums.norm)
+        if self._job.clip_norm is not None:
+            scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        clip_values(gradients, self._job.clip_value)
+        self.num_begun += 1
+        self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
+        return rate, good
+
+    def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
+        """The update of a queued step that was good, from its sums; `norm` as in QueuedSums."""
+        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        return Update(rounded(norm, ()) * abs(scale), rate, None)
+
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's gradients, without a history, and those of them that count in its norm."""
         if self._whole:
@@ -306,52 +352,3 @@ def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str
 def clipping(limit: float | None, norm: float) -> float:
     """Factor that clips a gradient of that norm to `limit`."""
     return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
-
-
-# One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
-# parameters reads and writes half as much.
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-_FUSED_DTYPES = (torch.float32, torch.float64)
-_PLAIN = (nn.Parameter, Tensor)
-
-
-@contextlib.contextmanager
-def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
-    """A context in which a CPU step uses torch's fused kernels, where nobody chose others, for tensors of `kinds`."""
-    own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
-    groups = [g for g in optimizer.param_groups if own and _can_fuse(g, kinds) and not _half_begun(g, optimizer)]
-    for group in groups:
-        group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in groups:  # what a checkpoint says of the groups stays what the job said
-            group["fused"] = None
-
-
-def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
-    chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
-    if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
-        return False
-    if isinstance(group["lr"], Tensor):
-        return False
-    return all(
-        type(tensor) in kinds
-        and tensor.is_cpu
-        and tensor.dtype in _FUSED_DTYPES
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        for p in group["params"]
-        for tensor in (p, p.grad)
-        if tensor is not None
-    )
-
-
-def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether only some of a group have a momentum yet, as after an unfreezing, which torch's fused SGD cannot."""
-    if not group.get("momentum"):
-        return False
-    begun = [
-        optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.grad is not None
-    ]
-    return any(begun) and not all(begun)

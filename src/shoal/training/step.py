@@ -16,7 +16,7 @@ from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.parallel.base import NUM_SUMS, Flags, StepSums
+from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 
@@ -41,18 +41,36 @@ class FetchedStep:
 
 
 @dataclass(frozen=True)
-class ComputedStep:
-    """A step that was computed: its sums over all ranks, this rank's microbatches, and the next step where it was read.
+class StepPasses:
+    """This rank's passes of a step: its microbatches, and the next step where it was read.
 
     `proposal` is what has to change before it is computed again, and `error` why this rank could not compute it.
     """
 
     passes: ForwardBackward
-    sums: StepSums
     seen: list[Microbatch]
     following: FetchedStep | None
     proposal: MicrobatchPolicy | None
     error: ShoalError | None
+
+    @property
+    def flags(self) -> Flags:
+        """Failures that the other ranks have to know of."""
+        return Flags(errors=int(self.error is not None), redo=int(self.proposal is not None))
+
+
+@dataclass(frozen=True)
+class ComputedStep(StepPasses):
+    """A step that was computed, with its sums over all ranks."""
+
+    sums: StepSums
+
+
+@dataclass(frozen=True)
+class UnreadStep(StepPasses):
+    """A step that was queued, with its sums over all ranks where the device has them."""
+
+    sums: QueuedSums
 
 
 # This rank's row about the next step, from as much of that as was read.
@@ -168,14 +186,39 @@ class StepRunner:
         raise_together(self._parts.mesh, fetched.error)
         return fetched
 
+    def queue(self, fetched: FetchedStep, factor: float, row: Row) -> UnreadStep:
+        """As `run`, of a strategy that `queues`: nothing is read, and what failed here travels with the sums.
+
+        Collective: all ranks.
+        """
+        done = self._passes(fetched, factor)
+        return UnreadStep(**vars(done), sums=done.passes.queue(done.flags, row(done.following)))
+
+    def redo(self, step: UnreadStep, failures: Flags) -> None:
+        """Takes up why a step has to be computed once more. Raises: on every rank, where any failed.
+
+        Collective: all ranks, which have read the same `failures`.
+        """
+        if failures.errors:
+            raise_together(self._parts.mesh, step.error)
+        if failures.redo:
+            self._agree_on(step.proposal)
+
     def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
         """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
+        done = self._passes(fetched, factor)
+        several = self._parts.mesh.world_size > 1
+        return ComputedStep(**vars(done), sums=done.passes.finish(done.flags, row(done.following) if several else []))
+
+    def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
         parts, passes = self._parts, ForwardBackward(self._parts, factor)
         passes.begin(fetched.step)
         parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
         following, proposal, error = None, None, None
         try:
+            if fetched.error is not None:
+                raise fetched.error
             if parts.pipeline is not None:
                 self._in_stages(passes, fetched, seen)
             else:
@@ -197,9 +240,7 @@ class StepRunner:
         else:
             if self._loader.looks_ahead:  # while the device computes and the sums are on their way
                 following = self.fetch(fetched.step + 1)
-        flags = Flags(errors=int(error is not None), redo=int(proposal is not None))
-        sums = passes.finish(flags, row(following) if parts.mesh.world_size > 1 else [])
-        return ComputedStep(passes, sums, seen, following, proposal, error)
+        return StepPasses(passes, seen, following, proposal, error)
 
     def _ends_at_once(self, error: Exception) -> bool:
         """Whether this rank cannot tell the others what it failed of: one is gone, or waits within the same model."""

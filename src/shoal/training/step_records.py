@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from shoal.training.optimizer_step import Parameters, Update, Updater
 from shoal.training.rank_waits import RankWaits
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.stragglers import WINDOW, StragglerWatch
-from shoal.training.telemetry import RecordWriter
+from shoal.training.telemetry import Lap, RecordWriter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class StepRecords:
 
     def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
         self._parts, self._around, self._writer = parts, around, writer
-        self._waiting: StepRecord | None = None
+        self._waiting: deque[StepRecord] = deque()  # the last one; where steps are read late two
         self._slowest = parts.mesh.rank
         self._waits = RankWaits(parts.mesh.world_size)
         self._step_seconds: list[float] = []
@@ -104,17 +105,27 @@ class StepRecords:
 
     def forget_after(self, step: int) -> None:
         """Leaves out what was recorded of later steps: they are about to be trained again."""
-        self._waiting = self._evaluated = None
+        self._waiting.clear()
+        self._evaluated = None
         self._waits.clear()
         self._writer.forget_after(step)
 
     def add(
-        self, state: RunState, sums: StepSums, update: Update, found: dict[str, Any] | None, **own: Any
+        self,
+        state: RunState,
+        sums: StepSums,
+        update: Update,
+        found: dict[str, Any] | None,
+        lap: Lap | None = None,
+        **own: Any,
     ) -> StepRecord:
-        """The record of the step that `state` has counted last, with what is `own` to it; ends the step's time."""
+        """The record of the step that `state` has counted last, with what is `own` to it.
+
+        `lap`: its time; without one the step's time ends.
+        """
         clock = self._parts.clock
-        seconds, spans = clock.end()
-        self._waiting = StepRecord(
+        seconds, spans = lap.read() if lap is not None else clock.end()
+        record = StepRecord(
             step=state.step,
             samples=state.samples,
             num_samples=sums.num_samples,
@@ -133,14 +144,22 @@ class StepRecords:
             **own,
         )
         self._step_seconds.append(seconds)
+        self._waiting.append(record)
+        return record
+
+    @property
+    def waiting(self) -> Sequence[StepRecord]:
+        """Records that are not written yet, in order."""
         return self._waiting
 
     def is_evaluation_due(self, state: RunState) -> bool:
-        """Whether the step that was added last is evaluated: each so many, or that which ended a pass over the data."""
+        """Whether the step that was added last is evaluated."""
+        return bool(self._waiting) and self.evaluates_after(state.step)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether a model of so many steps is evaluated: each so many, or where a pass over the data has ended."""
         order, every = self._parts.order, self._around.evaluate_every
-        if every is not None:
-            return self._waiting is not None and state.step % every == 0
-        return self._waiting is not None and order.epoch(state.step) != order.epoch(state.step - 1)
+        return step % every == 0 if every is not None else order.epoch(step) != order.epoch(step - 1)
 
     def evaluate(self, state: RunState) -> None:
         """Evaluates the model, outside the step's time. Collective: all ranks."""
@@ -154,8 +173,8 @@ class StepRecords:
         if is_best:
             with self.timed("checkpoint"):
                 self._parts.keeper.save_best(state)
-        if count and self._waiting is not None:
-            self._waiting = self._waiting.evaluated(metrics)
+        if count and self._waiting:
+            self._waiting[-1] = self._waiting[-1].evaluated(metrics)
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
@@ -166,8 +185,8 @@ class StepRecords:
             yield
         finally:
             seconds = round(time.perf_counter() - began, 6)
-            if self._waiting is not None:
-                self._waiting = self._waiting.followed_by(kind, seconds)
+            if self._waiting:
+                self._waiting[-1] = self._waiting[-1].followed_by(kind, seconds)
             else:
                 self._after[kind] = self._after.get(kind, 0.0) + seconds
 
@@ -189,10 +208,10 @@ class StepRecords:
         return self._evaluated is not None and self._evaluated[0] == state.step
 
     def write(self, agreement: Agreement | None = None) -> None:
-        """Writes the record that waits, with what all ranks have measured where they agree on that."""
-        record, slowest, self._waiting = self._waiting, self._slowest, None
-        if record is None:
+        """Writes the first record that waits, with what all ranks have measured where they agree on that."""
+        if not self._waiting:
             return
+        record, slowest = self._waiting.popleft(), self._slowest
         if agreement is not None:
             by_rank = self._waits.add(agreement)
             record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank

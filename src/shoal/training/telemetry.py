@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ class StepListener:
 
 
 _UNLABELLED = contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Time of a step that has ended on the host, maybe not yet on the device; `seconds` by span where no event says."""
+
+    total: float
+    seconds: dict[str, float]
+    events: list[tuple[str, torch.cuda.Event]]
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """As `StepClock.end`, which waits for the device, if that is still at the step."""
+        seconds = dict(self.seconds)
+        if self.events:
+            self.events[-1][1].synchronize()
+            for (span, event), (_, following) in zip(self.events, self.events[1:], strict=False):
+                seconds[span] += event.elapsed_time(following) / 1000.0
+            seconds["other"] = max(0.0, self.total - sum(v for k, v in seconds.items() if k != "other"))
+        total, *spans = np.array([self.total, *seconds.values()], dtype=np.float32).tolist()
+        return total, dict(zip(seconds, spans, strict=True))
 
 
 class StepClock:
@@ -108,16 +129,17 @@ class StepClock:
 
     def end(self) -> tuple[float, dict[str, float]]:
         """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
+        return self.lap().read()
+
+    def lap(self) -> Lap:
+        """Ends the step on the host, without a wait for the device."""
         self.mark("other")
         self.heartbeat.enter("away")
         spans_end = not self._cuda and (self.enabled or self._listener is not None)  # and the step with them
         total = (self._since if spans_end else time.perf_counter()) - self._began
-        if self._cuda and self.enabled:
-            self._read_events(total)
         if self._listener is not None:
             self._listener.ended(self._began + total)
-        total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
-        return total, dict(zip(self._seconds, spans, strict=True))
+        return Lap(total, self._seconds, self._events)
 
     @property
     def is_listened_to(self) -> bool:
@@ -141,12 +163,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._events.append((span, event))
-
-    def _read_events(self, total: float) -> None:
-        self._events[-1][1].synchronize()
-        for (span, event), (_, following) in zip(self._events, self._events[1:], strict=False):
-            self._seconds[span] += event.elapsed_time(following) / 1000.0
-        self._seconds["other"] = max(0.0, total - sum(v for k, v in self._seconds.items() if k != "other"))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

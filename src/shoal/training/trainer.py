@@ -18,11 +18,8 @@ from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update
 from shoal.training.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.step_records import Outcome, StepRecords, Surroundings, TrainingParts
-from shoal.training.telemetry import RecordWriter
-
-# A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
-# steps longer than this are worth an agreement of their own.
-_LONG_STEP_SECONDS = 0.5
+from shoal.training.steps_ahead import LONG_STEP_SECONDS, Hands, StepsAhead
+from shoal.training.telemetry import Lap, RecordWriter
 
 
 class Trainer:
@@ -37,6 +34,7 @@ class Trainer:
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._records = StepRecords(parts, around, writer)
+        self._ahead = StepsAhead(parts, self._runner, self._records, Hands(self._report, self._advance_late), num_steps)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale = state.loss_scale
@@ -67,7 +65,8 @@ class Trainer:
         except Exception as error:
             told = as_shoal_error(error)
             parts.keeper.rescue(told, self.state, self._torn)
-            self._records.write()  # the last good step's, of which the other ranks' measures are still to come
+            while self._records.waiting:  # the last good steps', of which other ranks' measures are still to come
+                self._records.write()
             callbacks.failed(told)
             raise told from error
         last = agree(self._mesh, Report(asked=self._incidents.asked, measures=self._measures))
@@ -109,6 +108,9 @@ class Trainer:
                 self._clock.mark("checkpoint")
                 self._records.flush()
                 parts.keeper.save(self.state)
+            if self._ahead.applies(self.state, agreement):
+                fetched, agreement = self._ahead.run(self.state, fetched)
+                continue
             try:
                 factor = self.state.loss_scale.factor(parts.job.global_batch)
                 # The row about the next step goes with the sums of the one in hand.
@@ -137,7 +139,7 @@ class Trainer:
         agreement = from_rows(computed.sums.rows)
         self._records.write(agreement)
         self._parts.callbacks.unagreed |= bool(agreement.asked)  # which comes again, and is heeded then
-        return None if agreement.spreads["step_seconds"].max > _LONG_STEP_SECONDS else agreement
+        return None if agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS else agreement
 
     def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
         """What all agree on before a step: it came with the last step's sums, or is asked for now."""
@@ -256,12 +258,24 @@ class Trainer:
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
 
-    def _advance(self, sums: StepSums, update: Update, found: dict[str, Any] | None, said: str | None) -> bool:
+    def _advance_late(self, sums: StepSums, update: Update, lap: Lap, num_updates: int, followed: bool) -> bool:
+        """As `_advance`, of a step that was queued, after `num_updates`; `followed`: another one is queued already."""
+        return self._advance(sums, update, None, None, (lap, num_updates, followed))
+
+    def _advance(
+        self,
+        sums: StepSums,
+        update: Update,
+        found: dict[str, Any] | None,
+        said: str | None,
+        late: tuple[Lap, int, bool] | None = None,
+    ) -> bool:
         """To the next state; `said` where the guard of compressed sums has ended the compression. As `_apply`."""
         parts, state = self._parts, self.state
+        lap, num_updates, followed = late or (None, parts.updater.num_begun, False)
         parts.loader.commit()
         state.advance(sums, update.skipped)
-        self._num_updates = parts.updater.num_begun
+        self._num_updates = num_updates
         if parts.computer.computation is not self._computation:
             self._computation = parts.computer.computation
             state.computation = self._computation.to_json()
@@ -270,12 +284,13 @@ class Trainer:
             sums,
             update,
             found,
+            lap,
             epoch=parts.order.epoch(state.step - 1),
             ranks={},
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
-        parts.callbacks.stepped(state, record)
+        parts.callbacks.stepped(state, record, late=followed)
         evaluates = self._records.is_evaluation_due(state)
         if not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
             return False

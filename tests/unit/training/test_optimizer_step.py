@@ -17,7 +17,8 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.forward_backward import Observer
-from shoal.training.optimizer_step import Parameters, Update, Updater, build_optimizer, fused
+from shoal.training.fused_step import fused
+from shoal.training.optimizer_step import Parameters, Update, Updater, build_optimizer
 
 START = Progress(0, 10, 0)
 

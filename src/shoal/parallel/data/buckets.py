@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
+from shoal.numerics import device_reads
 from shoal.numerics.flat import views_of
 from shoal.parallel.base import Flags
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
@@ -69,6 +70,9 @@ class GradientBuckets:
             self._fill_buckets()
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
+        # Of each parameter, whether it had a gradient in the last step that was finished, here and on the device.
+        self._usual: list[bool] = []
+        self._usual_there: Tensor | None = None
         self._armed = False
         self._open = False  # between begin and finish; another strategy may use the same parameters outside of that
         self._launched = 0
@@ -194,39 +198,87 @@ class GradientBuckets:
         `extras`, float32 on the device, comes back summed over the ranks, on the CPU.
         """
         self._open = False
+        self._complete()
+        if self._plain:
+            self._usual, self._usual_there = self._used(), None
+            return flags, extras.cpu()
+        used = [float(count > 0) for count in self._fired]
+        if self._world_size > 1:
+            flags, used, extras = self._reduce(flags, used, extras)
+        self._usual, self._usual_there = [count > 0 for count in used], None
+        self._give(self._usual)
+        return flags, extras.cpu()
+
+    def queue(self, flags: Flags, extras: Tensor) -> tuple[Tensor, Tensor]:
+        """As `finish`, without a wait for the device, of the parameters that had a gradient in the last `finish`.
+
+        The flags and the number of parameters of which that is not so now, float32 [3]; `extras`; both on the device.
+        """
+        self._open = False
+        device = extras.device
+        self._complete()
+        if self._world_size == 1:
+            odd = sum(a != b for a, b in zip(self._used(), self._usual, strict=True))
+            status = torch.tensor([flags.errors, flags.redo, odd], dtype=torch.float32)
+            self._give(self._usual)
+            return device_reads.sent(status, device), extras
+        tail = self._summed(flags, [float(count > 0) for count in self._fired], extras).float()
+        if self._usual_there is None:
+            self._usual_there = device_reads.sent(torch.tensor(self._usual), device)
+        used = tail[_NUM_FLAGS : self._num_status] > 0
+        odd_there = (used != self._usual_there).sum().float().reshape(1)
+        self._give(self._usual)
+        return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
+
+    def _used(self) -> list[bool]:
+        if self._plain:
+            return [parameter.grad is not None for parameter in self._parameters]
+        return [count > 0 for count in self._fired]
+
+    def _complete(self) -> None:
+        """Zeros where nothing came, in buffers that were not sent; and whether the next step may send them early."""
         if self._plain:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-            return flags, extras.cpu()
+            return
         for i in (i for bucket in self._buckets[self._launched :] for i in bucket.members):
             if not self._fired[i]:
                 self._place[i][1].zero_()
         if self._fired_before is not None and not self._overlap:
             self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
-        used = [float(count > 0) for count in self._fired]
-        if self._world_size > 1:
-            flags, used, extras = self._reduce(flags, used, extras)
+
+    def _give(self, used: Sequence[bool]) -> None:
+        """Each used parameter its gradient; one that has none, which the step will not be used of, zeros."""
+        if self._plain:
+            for parameter, is_used in zip(self._parameters, used, strict=True):
+                if is_used != (parameter.grad is not None):
+                    parameter.grad = torch.zeros_like(parameter) if is_used else None
+            return
         for i, parameter in enumerate(self._parameters):
             view = self._place[i][1]
             parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
-        return flags, extras.cpu()
 
     def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
+        status = self._summed(flags, used, extras).float().cpu()
+        used = status[_NUM_FLAGS : self._num_status].tolist()
+        if self._compression is not None:
+            self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
+        return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
+
+    def _summed(self, flags: Flags, used: list[float], extras: Tensor) -> Tensor:
+        """The end of the last buffer: flags, which parameters were used, and `extras`, all summed over the ranks."""
         self._reserve(extras.numel())
         tail = self._buckets[-1].flat[-self._num_status - extras.numel() :]
-        tail[: self._num_status] = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
+        status = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
+        tail[: self._num_status] = device_reads.sent(status, tail.device)
         tail[self._num_status :] = extras
         while self._launched < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        status = tail.float().cpu()
-        used = status[_NUM_FLAGS : self._num_status].tolist()
-        if self._compression is not None:
-            self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
-        return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
+        return tail
 
     def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
         """Bucket, start and stop of each parameter that no rank used."""

@@ -20,7 +20,16 @@ from shoal.numerics import device_reads
 from shoal.numerics.flat import views_of
 from shoal.numerics.gradient_norm import norm_tensor
 from shoal.parallel.backward import run_backward
-from shoal.parallel.base import NUM_SUMS, WEIGHT, AccumulatingStrategy, Flags, Mark, StepSums, Strategy
+from shoal.parallel.base import (
+    NUM_SUMS,
+    WEIGHT,
+    AccumulatingStrategy,
+    Flags,
+    Mark,
+    QueuedSums,
+    StepSums,
+    Strategy,
+)
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
@@ -72,16 +81,45 @@ class DataParallel(AccumulatingStrategy):
         """
         sums = self._own_sums(num_sums)
         world_size = self._mesh.world_size
-        if world_size == 1 or self._reduce != torch.float32 or self._mesh.num_data_ranks < world_size:
+        if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
             return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags)
-        rows = torch.zeros(world_size, len(row))
-        rows[self._mesh.rank] = torch.tensor(row)
-        extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
-        flags, extras = self._buckets.finish(flags, extras)
-        cut = len(extras) - rows.numel()
+        flags, extras = self._buckets.finish(flags, self._extras(sums, row))
+        cut = len(extras) - world_size * len(row)
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
+
+    @property
+    def _in_buckets(self) -> bool:
+        """Whether the sums of several ranks travel with the gradients."""
+        return self._reduce == torch.float32 and self._mesh.num_data_ranks == self._mesh.world_size
+
+    def _extras(self, sums: Tensor, row: list[float]) -> Tensor:
+        """What travels with the gradients: the sums, and a table of rows that has this rank's."""
+        device = self._mesh.device
+        rows = torch.zeros(self._mesh.world_size, len(row))
+        rows[self._mesh.rank] = torch.tensor(row)
+        return torch.cat([to_limbs(sums.to(device)), device_reads.sent(rows.flatten(), device)])
+
+    @property
+    def queues(self) -> bool:
+        alone = self._mesh.world_size == 1
+        return self.compression is None and not self._model.divided and (alone or self._in_buckets)
+
+    def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
+        self._mark("exposed_communication")
+        sums, device = device_reads.sent(self._own_sums(num_sums), self._mesh.device), self._mesh.device
+        rows: Tensor | None = None
+        if self._mesh.world_size == 1:
+            failures, _ = self._buckets.queue(flags, torch.empty(0, device=device))
+        else:
+            failures, extras = self._buckets.queue(flags, self._extras(sums, row))
+            cut = len(extras) - self._mesh.world_size * len(row)
+            sums, rows = from_limbs(extras[:cut]), extras[cut:].view(self._mesh.world_size, len(row))
+        norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
+        return QueuedSums(
+            sums, torch.zeros((), dtype=torch.float64, device=device) if norm is None else norm, failures, rows
+        )
 
     def _read(self, sums: Tensor, flags: Flags) -> StepSums:
         """One process's sums, and with them the norm, in one copy where a copy waits for the device."""
@@ -215,5 +253,8 @@ def from_limbs(limbs: Tensor) -> Tensor:
     limbs = limbs.double()
     count = NUM_SUMS - WEIGHT
     digits = limbs[WEIGHT : WEIGHT + _NUM_LIMBS * count].view(_NUM_LIMBS, count)
-    whole = sum((digits[i] * _BASE**i for i in range(_NUM_LIMBS)), start=torch.zeros(count, dtype=torch.float64))
+    whole = sum(
+        (digits[i] * _BASE**i for i in range(_NUM_LIMBS)),
+        start=torch.zeros(count, dtype=torch.float64, device=limbs.device),
+    )
     return torch.cat([limbs[:WEIGHT], whole, limbs[WEIGHT + _NUM_LIMBS * count :]])

@@ -54,11 +54,11 @@ class ShardedOptimizer:
         owners = divide([p.numel() * p.itemsize for p in divided], len(self._ranks))
         self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
-    def update(self, step: Callable[[], None]) -> None:
+    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Calls the optimizer's `step` for this rank's parameters, then exchanges the new values.
 
         Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters: all their bytes
-        once. Raises: on every rank, where `step` raised on any.
+        once. Raises: on every rank, where `step` raised on any; `queued`: without the gather, on that rank alone.
         """
         updated = [p for p in self._parameters if p.grad is not None]
         for parameter in updated:
@@ -70,7 +70,10 @@ class ShardedOptimizer:
         except Exception as caught:
             error = as_shoal_error(caught)
         self._mark("exposed_communication")
-        raise_together(self._mesh, error)
+        if not queued:
+            raise_together(self._mesh, error)
+        elif error is not None:
+            raise error
         group = self._mesh.group("shard")
         under_way: deque[tuple[_Piece, dist.Work]] = deque()
         with torch.no_grad():

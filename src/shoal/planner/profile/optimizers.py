@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRef
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.recording import OperatorRecorder
-from shoal.training.optimizer_step import Parameters, fused
+from shoal.training.fused_step import fused
+from shoal.training.optimizer_step import Parameters
 
 # Of so many parameters a step is traced; the others cost alike.
 _FEW = 6

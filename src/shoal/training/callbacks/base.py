@@ -72,6 +72,7 @@ class RunControl:
         self._facts, self._limbs, self._state = facts, limbs, state
         self.asked, self.reasons = 0, dict[str, str]()
         self.caller: Callback | None = None  # whose hook is running
+        self.late = False  # the next step is under way
         self.failed_alone = False  # an error ends this rank, and maybe no other: nothing can be gathered
 
     @property
@@ -142,6 +143,12 @@ class RunControl:
                 given=f"a callback that asks for the model, with server.mode = {self.plan.server.mode!r}",
                 conflict="the parameters are on the servers, and this process has those of the last pause",
                 remedy="use a plan without servers, or leave the callback out",
+            )
+        if self.late:
+            raise JobError(
+                given="a callback whose at_once says no, and which asks for the model in on_step",
+                conflict="the next step is under way on the device: the model is not that of this step any more",
+                remedy="return True in at_once(step) for the steps whose model it wants",
             )
         return self._limbs.sharded_model
 
@@ -243,6 +250,14 @@ class Callback:
 
     def on_step(self, run: RunControl, record: StepRecord) -> None:
         """After a step; the record's seconds, spans and memory are this rank's, all else is the same on all ranks."""
+
+    def at_once(self, step: int) -> bool:
+        """Whether `on_step` has to come before the next step begins: after step `step`, counted from 1.
+
+        Where it is False, and `watches_only` true, a GPU may be at the next step by then, and the hook has the record
+        alone: what it asks of the model is refused. The same on all ranks.
+        """
+        return True
 
     def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
         """After an evaluation; the metrics are the same on all ranks."""

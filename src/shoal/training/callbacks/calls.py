@@ -108,10 +108,24 @@ class CallbackCalls:
         self.parameter_tensors()
         self.unagreed |= bool(self._failures)
 
-    def stepped(self, state: RunState, record: StepRecord) -> None:
-        """After a step."""
+    def stepped(self, state: RunState, record: StepRecord, *, late: bool = False) -> None:
+        """After a step; `late`: the next one is queued already, and the model is that of neither."""
         self._state = state
-        self._call("on_step", record)
+        if self._run is not None:
+            self._run.late = late
+        try:
+            self._call("on_step", record)
+        finally:
+            if self._run is not None:
+                self._run.late = False
+
+    def at_once(self, step: int) -> bool:
+        """Whether a callback's `on_step` has to come after step `step`, counted from 1, and before the next begins."""
+        return any(
+            overrides(callback, "on_step") and (not type(callback).watches_only or callback.at_once(step))
+            for callback in self._callbacks
+            if callback.key not in self._off
+        )
 
     def evaluated(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """After an evaluation."""

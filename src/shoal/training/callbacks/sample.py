@@ -31,6 +31,9 @@ class Sample(Callback):
             )
         self.function, self.every = function, every
 
+    def at_once(self, step: int) -> bool:
+        return self.every is not None and step % self.every == 0
+
     def on_step(self, run: RunControl, record: StepRecord) -> None:
         if self.every is not None and record.step % self.every == 0:
             self._sample(run)

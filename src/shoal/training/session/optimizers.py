@@ -15,7 +15,8 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import random_key
-from shoal.training.optimizer_step import Stepper, fused, may_draw
+from shoal.training.fused_step import fused
+from shoal.training.optimizer_step import Stepper, may_draw
 
 # A tensor of a group with more elements is told by its shape alone.
 _FEW = 16

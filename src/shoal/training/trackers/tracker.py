@@ -71,6 +71,9 @@ class Tracker(Callback):
         log = out / "logs" / f"tracker-{self.name.name}.txt" if out is not None else Path(os.devnull)
         self._channel = _TrackerProcess(opening, log)
 
+    def at_once(self, step: int) -> bool:
+        return False
+
     def on_step(self, run: RunControl, record: StepRecord) -> None:
         if self._channel is None:
             return

@@ -1,0 +1,241 @@
+"""Steps that are queued on the device before the one before them is read: no read waits for what was queued.
+
+A step's update is masked on the device where the host would have to look first: where the loss or the norm is not
+finite, a rank has failed, nothing had a weight, or all agree that something comes before the step. From there on every
+step is masked, so that nothing has changed when the host comes to know of it. It goes on then as it does where each
+step is read: decision 0053.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.run_state import RunState
+from shoal.distributed.agreement import Agreement, Report, agree, from_rows, interrupts, measures, to_row
+from shoal.job import Progress
+from shoal.numerics import device_reads
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
+from shoal.training.optimizer_step import Update
+from shoal.training.step import FetchedStep, StepRunner, UnreadStep
+from shoal.training.step_records import StepRecords, TrainingParts
+from shoal.training.telemetry import Lap
+
+# A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
+# steps longer than this are worth an agreement of their own, and are not bound by reads.
+LONG_STEP_SECONDS = 0.5
+# Where parameters have no state of the optimizer after so many steps, they will not get any.
+_MOST_TRIES = 8
+# After a masked step so many more are read at once than after the one before it, at most.
+_LONGEST_PAUSE = 64
+_NUM_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """A step on its way: `measured` is the step whose measures its row has, `num_updates` counts its own."""
+
+    step: UnreadStep
+    fetched: FetchedStep
+    scale: LossScale
+    rate: float
+    num_updates: int
+    masks_next: Tensor
+    reading: device_reads.LateNumbers
+    lap: Lap
+    report: Report
+    measured: int | None
+
+
+@dataclass(frozen=True)
+class Hands:
+    """Functions of the trainer: its rank's report on the next step, and the way to the state after a good one.
+
+    `advance` takes sums, update, time, the number of updates, and whether another step is queued already.
+    """
+
+    report: Callable[[FetchedStep | None, int], Report]
+    advance: Callable[[StepSums, Update, Lap, int, bool], bool]
+
+
+# What was read and agreed on of the step after the last one, as far as either is known.
+After = tuple[FetchedStep | None, Agreement | None]
+
+
+class StepsAhead:
+    """Runs of steps that are read one late. Whether a step belongs to one is the same on all ranks."""
+
+    def __init__(
+        self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hands: Hands, num_steps: int
+    ) -> None:
+        self._parts, self._runner, self._records, self._hands = parts, runner, records, hands
+        self._mesh, self._num_steps = parts.mesh, num_steps
+        kinds = set(parts.sharded_model.dtypes)
+        self._possible = (
+            device_reads.waits(parts.mesh.device)
+            and parts.strategy.queues
+            and parts.pipeline is None
+            and parts.loader.looks_ahead
+            and not kinds & {torch.float64, torch.complex128}
+        )
+        self._tries, self._pause, self._not_before = 0, 1, 0
+        self._told = -1  # the last step whose measures a row has had
+        self._is_slow = False
+
+    def applies(self, state: RunState, agreement: Agreement) -> bool:
+        """Whether the next step may be queued, and the one after it before it is read. Collective: all ranks."""
+        step = state.step
+        if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
+            return False
+        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_boundary(step + 1):
+            return False
+        self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
+        if self._is_slow:
+            return False
+        ready = bool(self._mesh.all_gather([float(self._parts.updater.queues)]).min())
+        self._tries = 0 if ready else self._tries + 1
+        return ready
+
+    def run(self, state: RunState, fetched: FetchedStep) -> After:
+        """From a step that is agreed on to one after which the host is needed; all that are good are in the state.
+
+        Raises: as StepRunner.run. Collective: all ranks.
+        """
+        parts, unread = self._parts, None
+        scale, samples = state.loss_scale, state.samples
+        while True:
+            try:
+                queued = self._queue(state, fetched, (scale, samples), unread)
+            except Exception:
+                with contextlib.suppress(Exception):  # what has been raised is the reason to end
+                    parts.buffers.restore()
+                    if unread is not None:
+                        self._take(state, unread, followed=True)
+                raise
+            if unread is not None:
+                after = self._settle(state, unread, followed=queued)
+                if after is not None:
+                    return after
+            if self._ends_with(queued):
+                return self._settle(state, queued) or (queued.step.following, None)
+            unread, scale = queued, scale.after(overflow=False)
+            samples += sum(grain.size for grain in parts.order.grains(fetched.step))
+            # A rank without the next step has failed in this one, and computes nothing of that.
+            fetched = queued.step.following or FetchedStep(fetched.step + 1)
+            parts.clock.begin(fetched.step + 1)
+
+    def _is_boundary(self, step: int) -> bool:
+        """Whether something is due after so many steps that has to find the model of just then."""
+        parts, every = self._parts, self._parts.keeper.every_steps
+        due = self._records.evaluates_after(step) or parts.replicas.is_due(step, saves=False)
+        saved = every is not None and step % every == 0
+        return step >= self._num_steps or due or saved or parts.callbacks.at_once(step)
+
+    def _ends_with(self, queued: _Queued) -> bool:
+        """Whether the step is to be read before the next one is queued."""
+        report, alone = queued.report, self._mesh.world_size == 1
+        asks = report.stop or report.checkpoint or report.error or bool(report.asked) or not report.has_data
+        return self._is_boundary(queued.fetched.step + 1) or self._is_slow or (alone and asks)
+
+    def _queue(
+        self, state: RunState, fetched: FetchedStep, known: tuple[LossScale, int], unread: _Queued | None
+    ) -> _Queued:
+        parts, (scale, samples), reports = self._parts, known, list[Report]()
+
+        def row(following: FetchedStep | None) -> list[float]:
+            reports.append(self._hands.report(following, fetched.step + 1))
+            return to_row(reports[0])
+
+        measured = state.step if state.step > self._told else None
+        self._told = state.step
+        step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
+        parts.clock.mark("optimizer")
+        sums = step.sums
+        fine = (sums.failures == 0).all()
+        if unread is not None:
+            fine = fine & ~unread.masks_next
+        progress = Progress(fetched.step, parts.order.num_steps, samples)
+        rate, good = parts.updater.queue(sums, fine, scale, progress)
+        parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
+        masks_next, numbers = ~good, [good.reshape(1), sums.norm.reshape(1), sums.failures, sums.sums]
+        if sums.rows is not None:
+            masks_next = masks_next | interrupts(sums.rows)
+            numbers.append(sums.rows.flatten())
+        reading = device_reads.LateNumbers(torch.cat([part.double() for part in numbers]))
+        known_updates, lap = parts.updater.num_begun, parts.clock.lap()
+        return _Queued(step, fetched, scale, rate, known_updates, masks_next, reading, lap, reports[0], measured)
+
+    def _settle(self, state: RunState, unread: _Queued, followed: _Queued | None = None) -> After | None:
+        """Reads a step, and goes on to the state after it; None where nothing comes before the next one.
+
+        `followed`: the step that was queued after it, of which nothing is left where something does.
+        """
+        agreement = None
+        failures = self._take(state, unread, followed is not None)
+        if isinstance(failures, Agreement):
+            agreement, failures = failures, None
+        interrupted = agreement is not None and _comes_between(agreement)
+        if failures is None and (not interrupted or followed is None):
+            if followed is None:
+                self._tell_all()
+            return None
+        if followed is not None:
+            self._parts.updater.num_begun -= 1
+        self._tell_all()
+        if failures is None:
+            assert followed is not None
+            assert agreement is not None
+            self._parts.callbacks.unagreed |= bool(agreement.asked)
+            error = followed.fetched.error
+            return (FetchedStep(followed.fetched.step, error=error) if error is not None else None), agreement
+        self._parts.updater.num_begun -= 1
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._not_before = unread.fetched.step + self._pause - 1
+        self._runner.redo(unread.step, failures)
+        return None, None
+
+    def _take(self, state: RunState, unread: _Queued, followed: bool) -> Flags | Agreement | None:
+        """Reads a step. Why it has changed nothing; or, in the state after it, what the ranks agree on, if several."""
+        numbers = unread.reading.numbers()
+        (good, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
+        if not good:
+            return Flags(int(failures[0]), int(failures[1]))
+        self._pause = 1
+        length = unread.step.sums.sums.numel()
+        found, rest = np.split(numbers[2 + _NUM_FAILURES :], [length])
+        agreement: Agreement | None = None
+        if unread.step.sums.rows is not None:
+            agreement = from_rows(rest.reshape(self._mesh.world_size, -1))
+            self._is_slow |= agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
+            waiting = self._records.waiting
+            if waiting and waiting[0].step == unread.measured:
+                self._records.write(agreement)
+        sums = StepSums(found, Flags())
+        update = self._parts.updater.queued(sums.weight, unread.scale, norm, unread.rate)
+        self._hands.advance(sums, update, unread.lap, unread.num_updates, followed)
+        if agreement is None:
+            self._is_slow |= self._records.waiting[-1].seconds > LONG_STEP_SECONDS
+            self._tell(0)
+        return agreement
+
+    def _tell_all(self) -> None:
+        """Writes all records but the last one, which the next agreement is about. Collective: all ranks."""
+        self._tell(1)
+
+    def _tell(self, keep: int) -> None:
+        while len(self._records.waiting) > keep:
+            record = self._records.waiting[0]
+            own = measures(record.spans, record.seconds, record.memory_bytes)
+            self._records.write(agree(self._mesh, Report(measures=own)))
+
+
+def _comes_between(agreement: Agreement) -> bool:
+    """As `interrupts`, of what was read."""
+    asks = agreement.stop or agreement.checkpoint or agreement.any_error or bool(agreement.asked)
+    return asks or not agreement.any_data
