@@ -83,6 +83,8 @@ class Predictor:
         if spread.shards_model:
             slowed = 1.0 if device.kind == "cpu" else self.program.contention
             terms["parameters"] = self.exchanged.parameters(spread, ranks, slowed)
+            if device.kind == "cpu":
+                terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         if plan.layout.pipeline > 1:
             message = self.message(plan, share)
             if makespan is None:
@@ -97,7 +99,8 @@ class Predictor:
         # The host fetches while a GPU computes; a CPU does one after the other.
         terms["data"] = fetched if device.kind == "cpu" else max(0.0, fetched - busy)
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
-        terms["host"] = device.step_seconds + device.tensor_seconds * num_tensors
+        of_step, of_tensor, _ = device.beside(_divides(plan))
+        terms["host"] = of_step + of_tensor * num_tensors
         return terms
 
     def _spread(self, plan: Plan) -> Plan:
@@ -163,7 +166,7 @@ class Predictor:
             memory["allocator"] = self.program.heap_share * sum(memory.values())
         else:
             memory["allocator"] = self._fragmented(plan) * memory["activations"]
-        memory["reserved"] = float(device.reserved_bytes)
+        memory["reserved"] = device.beside(_divides(plan))[2]
         return memory
 
     def _fragmented(self, plan: Plan) -> float:
@@ -215,3 +218,13 @@ class Predictor:
         if plan.collectives.all_reduce == "shared_memory":
             per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
         return rank.size.trainable * per_element + self.program.buffer_bytes
+
+
+def _divides(plan: Plan) -> str:
+    """The axis that divides the model, the one that the engine does most for where there are several; "" for none."""
+    layout = plan.layout
+    if layout.tensor > 1:
+        return "tensor"
+    if plan.shards_model:
+        return "shard"
+    return "pipeline" if layout.pipeline > 1 else ""
