@@ -6,7 +6,7 @@ from shoal.hardware.values import Cluster
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import BlockBytes, Blocks, least_peak
+from shoal.planner.predict.lower_bounds import ROUNDED, BlockBytes, Blocks, least_peak
 from shoal.planner.predict.memory import States
 from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE, Share
@@ -202,7 +202,11 @@ class Predictor:
         seconds = {b: costs.body(b, share, again, microbatches > 1).device_seconds for b in self.staging.bodies}
         longest = max((found for other, found in seconds.items() if other != body), default=0.0)
         last = seconds[self.staging.parts[-1].body]
-        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved)
+        # What the host starts for gradients of weights may hide what the device does before: then that counts less.
+        spared = {b: costs.body(b, share, again, microbatches > 1).weight_seconds for b in self.staging.bodies}
+        through = sum(number * (seconds[b] - spared[b]) for b, number in self.staging.bodies.items())
+        through = max(0.0, through) * (1 - ROUNDED)
+        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved, through)
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
