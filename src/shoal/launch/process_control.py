@@ -1,4 +1,4 @@
-"""What the kernel knows of a launched process: its name in `ps`, and that it ends with its launcher."""
+"""Process attributes that the kernel keeps: a rank's name in `ps`, and that it ends with its launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a process may be copied, and what a copy takes over; that ranks are copies is shown in tests/faults."""
+"""When a process may be copied, and what a copy takes over; tests/faults shows that ranks are copies."""
 
 from __future__ import annotations
 
