@@ -14,6 +14,7 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ExitCode, InUseError, LaunchError, PeerError, ShoalError
 from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.process_control import die_with_launcher, name_process
+from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import write_file
 
 
@@ -27,6 +28,15 @@ def _end_at_once(code: ExitCode) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _write_report(path: str, text: str) -> None:
+    """Writes a report on disk, or at an address. Raises: OSError."""
+    if is_address(path):
+        folder, _, name = path.rpartition("/")
+        RunAddress(folder).write(name, text.encode())
+    else:
+        write_file(Path(path), text)
 
 
 def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
@@ -51,9 +61,9 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
-        path = Path(report.replace("%r", str(environment.rank)))  # of an engine's ranks, which have one variable
+        path = report.replace("%r", str(environment.rank))  # of an engine's ranks, which have one variable
         try:
-            write_file(path, json.dumps({"exit_code": int(code), "error": told}))
+            _write_report(path, json.dumps({"exit_code": int(code), "error": told}))
         except OSError:  # the launcher's folder is on no disk of this host
             if error is not None:
                 print(error.render(), file=sys.stderr)
