@@ -1,9 +1,9 @@
 """Claim: see docs/recovery.md. How long a run stands still after one of its ranks was killed, and what watching costs.
 
-Repeat with `python -m benchmarks.recovery --devices 2 --kills 52 --out benchmarks/results/recovery_2.json`, the same
+Repeat with `python -m benchmarks.recovery --devices 2 --out benchmarks/results/recovery_2.json`, the same
 for 4, and `python -m benchmarks.recovery --cost --out benchmarks/results/recovery_cost.json`. A small GPT
 (examples/gpt.py) trains in exact mode with a checkpoint every 10 steps. A rank that is drawn with a seed gets SIGKILL
-1 to 2.5 s after the first step of each start, until the run ends by itself; then its weights and samples are compared
+0.5 to 2 s after the first step of each start, until the run ends by itself; then its weights and samples are compared
 with those of a run that nothing disturbed. There are as many runs as so many kills take. Seconds are from the signal:
 `noticed` to the event in events.jsonl, `first` to the first step of the new ranks, `new` to the first step that no rank
 had trained before. Runs of torchrun, whose ranks are a plain DDP loop with as many checkpoints (recovery_rank.py), take
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SETTINGS = {"layers": 2, "width": 64, "block": 64, "batch": 8}
 EVERY = 10
-SPACING_SECONDS = (1.0, 2.5)
+SPACING_SECONDS = (0.5, 2.0)
 SAME = ("weights_sha256", "sample_digest")
 _SET = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
 JOB = ["run", "examples/gpt.py", "--exact", "--evaluate-every", "1000000", *_SET]
@@ -118,12 +118,12 @@ def until(condition: Callable[[list[tuple[Any, int]]], bool], tool: Tool, run: s
     return False
 
 
-def killed(tool: Tool, kills: int, drawn: random.Random) -> dict[str, Any]:
-    """One run with at most so many kills, up to its end: seconds of each kill, and of shoal's what came of it."""
+def killed(tool: Tool, kills: int, until_at: float, drawn: random.Random) -> dict[str, Any]:
+    """One run with at most so many kills, none after an instant: seconds of each, and of shoal's what came of it."""
     found: dict[str, Any] = {"kills": 0, "noticed": [], "first": [], "new": []}
     with running(tool) as run:
         goes_on = until(bool, tool, run)
-        while goes_on and found["kills"] < kills:
+        while goes_on and found["kills"] < kills and time.monotonic() < until_at:
             time.sleep(drawn.uniform(*SPACING_SECONDS))
             here, before = ranks(run.pid), tool.steps()
             if run.poll() is not None or not here:
@@ -157,30 +157,36 @@ def spread(seconds: list[float]) -> dict[str, float]:
     return {"n": len(ordered)} | {name: round(value, 3) for name, value in values}
 
 
-def measured(devices: int, kills: int, steps: int, of_torchrun: int) -> dict[str, Any]:
-    """Runs by turns until shoal's ranks were killed so often; each of torchrun's has at most so many kills."""
-    drawn = random.Random(devices)
+def measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Results after each run; runs take turns until shoal's ranks were killed so often, or the time is over."""
+    devices, steps = options.devices, options.steps
+    drawn, end = random.Random(devices), time.monotonic() + options.seconds
     told: dict[str, list[dict[str, Any]]] = {"shoal": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as folder:
         tool = shoals(devices, steps, Path(folder))
         subprocess.run(tool.command, cwd=ROOT, check=True, capture_output=True)
         alone = json.loads((tool.out / "result.json").read_text())
-    while (left := kills - sum(run["kills"] for run in told["shoal"])) > 0:
-        for name, most in (("shoal", left), ("torchrun", of_torchrun)):
+    while (left := options.kills - sum(run["kills"] for run in told["shoal"])) > 0 and time.monotonic() < end:
+        for name, most in (("shoal", min(left, options.of_shoal)), ("torchrun", options.of_torchrun)):
             with tempfile.TemporaryDirectory() as folder:
                 tool = shoals(devices, steps, Path(folder)) if name == "shoal" else torchruns(devices, Path(folder))
-                told[name].append(killed(tool, most, drawn))
+                told[name].append(killed(tool, most, end, drawn))
                 print(name, json.dumps(told[name][-1]), flush=True)
+            yield summary(devices, told, alone)
+
+
+def summary(devices: int, told: dict[str, list[dict[str, Any]]], alone: dict[str, Any]) -> dict[str, Any]:
+    """Counts and spreads of the runs of each tool, and how many of shoal's ended as the undisturbed one."""
     results: dict[str, Any] = {"devices": devices, "cores": os.cpu_count(), "spacing_seconds": SPACING_SECONDS}
     for name, runs in told.items():
         results[name] = {"runs": len(runs), "kills": sum(run["kills"] for run in runs)}
         results[name] |= {
             what: spread(times)
             for what in ("noticed", "first", "new")
-            if (times := [one for run in runs for one in run[what]])
+            if len(times := [one for run in runs for one in run[what]]) > 1
         }
     same = [run for run in told["shoal"] if all(run[name] == alone[name] for name in SAME)]
-    results["shoal"] |= {"same_bits": len(same), "ettr": [round(run["ettr"], 3) for run in told["shoal"]]}
+    results["shoal"] |= {"same_bits": len(same), "ettr": [run["ettr"] for run in told["shoal"]]}
     return results
 
 
@@ -190,7 +196,7 @@ def measured(devices: int, kills: int, steps: int, of_torchrun: int) -> dict[str
 def step_seconds(out: Path) -> float:
     """The median of a run's steps, the first tenth left out."""
     found = [json.loads(line)["seconds"] for line in (out / "records.jsonl").read_text().splitlines()]
-    return statistics.median(found[len(found) // 10 :])
+    return float(statistics.median(found[len(found) // 10 :]))
 
 
 def by_hand(devices: int, words: list[str]) -> None:
@@ -251,8 +257,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--kills", type=int, default=52)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--of-torchrun", type=int, default=4, help="kills of one of its runs")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no kill after so long")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--of-shoal", type=int, default=18, help="kills of one of its runs at most")
+    parser.add_argument("--of-torchrun", type=int, default=3, help="kills of one of its runs at most")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -260,14 +268,10 @@ def main() -> None:
     if options.table:
         print(table())
         return
-    results = (
-        cost(options.devices)
-        if options.cost
-        else measured(options.devices, options.kills, options.steps, options.of_torchrun)
-    )
-    print(json.dumps(results, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
+    for results in iter([cost(options.devices)]) if options.cost else measured(options):
+        print(json.dumps(results, indent=2), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

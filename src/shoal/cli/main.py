@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if FORK_FD in os.environ:
         from shoal.launch.fork_server import become_rank
 
-        become_rank(lambda: importlib.import_module("shoal.cli.run.train"), holds_signals=given[0] == "run")
+        become_rank(importlib.import_module("shoal.cli.run.prepare").load_rank, holds_signals=given[0] == "run")
     with unfailing_output():
         code = _done(given)
     if arguments is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -28,8 +29,16 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.sound_values import adapter
 from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
+
+
+def load_rank() -> None:
+    """Loads what ranks need, in the process that they are copies of."""
+    for name in ("shoal.cli.run.train", "shoal.distributed.collectives.shared_memory.all_reduce", "numpy.ma"):
+        importlib.import_module(name)
+    adapter(RunRequest)
 
 
 def run(options: RunOptions) -> int:
