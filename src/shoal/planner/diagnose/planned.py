@@ -195,7 +195,7 @@ def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
     if cluster.device.kind == "gpu" or cluster.num_hosts > 1:
         return cluster
     core = cluster.device_for(min(ranks, there))
-    fewer = {n: core for n in range(2, min(ranks, there) + 1)}
+    fewer = dict.fromkeys(range(2, min(ranks, there) + 1), core)
     alone = {1: core if ranks == 1 else replace(core, memory=core.memory_alone or core.memory)}
     alternatives = {**cluster.alternatives, **fewer, **alone}
     if ranks <= there:
