@@ -244,6 +244,10 @@ class Strategy(ABC):
         """Whether this rank updates it and so holds the optimizer's state for it."""
         return self._owners is None or self._owners.updates(parameter)
 
+    def own_part(self, num_bytes: int) -> int:
+        """Of so many bytes of parameters those that count on this rank: all but where ranks share one copy."""
+        return num_bytes if self._owners is None else self._owners.own_part(num_bytes)
+
     def rest(self) -> None:
         """Puts away what forwards without a backward, as of an evaluation, have left."""
         return

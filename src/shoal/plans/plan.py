@@ -175,7 +175,7 @@ class Plan(_Section):
     @property
     def shares_memory(self) -> bool:
         """Whether the ranks hold one copy of the parameters in memory that they share."""
-        return self.memory.shared and self.degrees.divides_grains > 1
+        return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
 
     @property
     def divides_state(self) -> bool:

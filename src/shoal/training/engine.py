@@ -211,9 +211,7 @@ def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Itera
         yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
 
 
-def _optimizer(
-    job: Job, parameters: Parameters, sharded_model: ShardedModel, *, shared: bool
-) -> torch.optim.Optimizer:
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, *, shared: bool) -> torch.optim.Optimizer:
     optimizer = build_optimizer(job.optimizer, parameters)
     refuse_on_parts(optimizer, sharded_model)
     if shared:

@@ -25,6 +25,7 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.errors import ShoalError
 from shoal.parallel.shard.owners import DividedUpdate
+from shoal.plans.accounting.partition import shared_part
 
 
 def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMemory:
@@ -81,6 +82,9 @@ class OneCopyUpdate(DividedUpdate):
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; of what is not trained the first is."""
         return self._root.get(id(parameter), 0) == self._rank
+
+    def own_part(self, num_bytes: int) -> int:
+        return shared_part(num_bytes, len(self._ranks), self._rank)
 
     def begin(self) -> None:
         """Waits for ranks that still read the last step's sums, where that had no update. Collective: a barrier."""

@@ -16,7 +16,9 @@ from shoal.plans.accounting.partition import divide
 class DividedUpdate(ABC):
     """An update that ranks divide: each steps the job's optimizer for the parameters that it owns."""
 
-    def __init__(self, parameters: Sequence[Tensor], divided: Sequence[Tensor], ranks: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], divided: Sequence[Tensor], ranks: Sequence[int], rank: int
+    ) -> None:
         """`parameters` are updated here; `divided` all that are divided over `ranks`, of which `rank` is one."""
         self._parameters, self._ranks, self._rank = list(parameters), list(ranks), rank
         owners = divide([p.numel() * p.itemsize for p in divided], len(ranks))
@@ -41,6 +43,10 @@ class DividedUpdate(ABC):
     def norm(self, own: float) -> float:
         """The norm over all gradients from that over those that `own_gradients` has left: here the same."""
         return own
+
+    def own_part(self, num_bytes: int) -> int:
+        """Of so many bytes of parameters those that count on this rank: here all."""
+        return num_bytes
 
     def _drop_others(self) -> None:
         for parameter in self._parameters:
