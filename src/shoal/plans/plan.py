@@ -183,6 +183,16 @@ class Plan(_Section):
         return self.layout.shard > 1 or self.shares_memory
 
     @property
+    def num_owners(self) -> int:
+        """Ranks that divide the optimizer's state of a model that each has whole."""
+        return self.degrees.divides_grains if self.shares_memory else self.layout.shard
+
+    @property
+    def num_copies_shared(self) -> int:
+        """Ranks that have one copy of the parameters between them."""
+        return self.degrees.divides_grains if self.shares_memory else 1
+
+    @property
     def serves(self) -> bool:
         """Whether servers keep the parameters; the ranks of the layout are then workers."""
         return self.server.mode != "none"
