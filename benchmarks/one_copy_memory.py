@@ -1,8 +1,9 @@
 """Claim: see docs/cpu-steps.md. What N ranks hold of a GPT of 30 M parameters with AdamW, one copy and a copy each.
 
-Two steps on 2 and 4 processes. Between steps each rank's share of the pages that it maps (PSS in /proc/PID/smaps_rollup:
-a page that n processes map counts 1/n for each) above what it was once everything was loaded and a small model had been
-trained the same way; added over the ranks, beside parameters, gradients and optimizer state by the formulas.
+Two steps on 2 and 4 processes. Between steps each rank's share of the pages that it maps (PSS in
+/proc/PID/smaps_rollup: a page that n processes map counts 1/n for each) above what it was once everything was loaded
+and a small model had been trained the same way; added over the ranks, beside parameters, gradients and optimizer state
+by the formulas.
 
     python -m benchmarks.one_copy_memory                    # 2 and 4 ranks, about three minutes
     python -m benchmarks.one_copy_memory --ranks 2 --layers 2

@@ -27,7 +27,7 @@ def die(rank: int, when: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def update(self: OneCopyUpdate, step: Callable[[], None]) -> None:
+def update(self: OneCopyUpdate, step: Callable[[], None], *, queued: bool = False) -> None:
     updates[0] += 1
 
     def between() -> None:

@@ -107,6 +107,8 @@ class DataParallel(AccumulatingStrategy):
     @property
     def queues(self) -> bool:
         alone = self._mesh.world_size == 1
+        if self._owners is not None and not self._owners.queues:
+            return False
         return self.compression is None and not self._model.divided and (alone or self._in_buckets)
 
     def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:

@@ -103,7 +103,11 @@ class OneCopyUpdate(DividedUpdate):
         self._mark("optimizer")
         return float(squared.sqrt_())
 
-    def update(self, step: Callable[[], None]) -> None:
+    @property
+    def queues(self) -> bool:
+        return False
+
+    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Calls `step` for this rank's parameters, and returns once all ranks have.
 
         Collective: all ranks, one all-reduce of a number. Raises: on every rank, where `step` raised on any.

@@ -29,8 +29,16 @@ class DividedUpdate(ABC):
         """Whether this rank is its owner."""
 
     @abstractmethod
-    def update(self, step: Callable[[], None]) -> None:
-        """Calls the optimizer's `step` for this rank's parameters, so that every rank ends with all new values."""
+    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
+        """Calls the optimizer's `step` for this rank's parameters, so that every rank ends with all new values.
+
+        `queued`, where the update `queues`: the ranks do not ask each other whether it has raised.
+        """
+
+    @property
+    def queues(self) -> bool:
+        """Whether an update may follow another one before anything of it is read: here it may."""
+        return True
 
     def begin(self) -> None:
         """Begins a step, before its first backward; nothing here."""
