@@ -37,6 +37,7 @@ from benchmarks.step_time import ROOT, free_port
 # Name: world size, threads, arguments of cpu_step_rank.
 TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "shared_memory": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory"]),
+    "one_copy": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--one-copy"]),
     "ddp": (2, 1, ["--tool", "plain"]),
     # Two processes that meet once a step and sum nothing: what is left where sums take no time.
     "meeting": (2, 1, ["--tool", "meeting"]),
@@ -65,6 +66,7 @@ RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_m
 RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
 RATIOS |= {f"{axis}_shared / {axis}": (f"{axis}_shared", axis) for axis in ("shard", "tensor")}
 RATIOS |= {f"{name} / meeting": (name, "meeting") for name in ("shared_memory", "bound_to_cores")}
+RATIOS |= {"one_copy / shared_memory": ("one_copy", "shared_memory")}
 RATIOS |= {"bound_to_cores / shared_memory": ("bound_to_cores", "shared_memory")}
 RATIOS |= {f"alone / {name}": ("alone", name) for name in ("bare", "lean")}
 TARGETS = {"mlp": 0.65, "lenet": 0.82, "gpt": 0.97, "resnet18": 0.80, "resnet18-strided": 0.80}

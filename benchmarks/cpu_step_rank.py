@@ -23,7 +23,7 @@ from benchmarks import small_jobs
 from benchmarks.step_time_rank import ENDLESS, Turns
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
-from shoal.launch.environment import joined
+from shoal.launch.environments.detect import joined
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
 from shoal.training.fused_step import fused
@@ -182,6 +182,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
     execution = {"exact": options.exact, "channels_last": options.channels_last}
     sections = {"layout": {options.axis: environment.world_size}, "execution": execution}
     plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": options.all_reduce})
+    plan = plan.with_sections(memory={"shared": options.one_copy})
     plan = judged(job, plan).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--tool", choices=["shoal", *LOOPS])
     parser.add_argument("--all-reduce", default="native")
     parser.add_argument("--axis", default="data", choices=["data", "shard", "tensor"])
+    parser.add_argument("--one-copy", action="store_true", help="of parameters and optimizer state")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--bind", action="store_true", help="each rank to a core of its own")

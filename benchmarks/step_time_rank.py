@@ -31,7 +31,7 @@ from datasets import fashion_mnist, pad, topics
 from models import GPT, LeNet
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
-from shoal.launch.environment import joined
+from shoal.launch.environments.detect import joined
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build

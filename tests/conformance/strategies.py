@@ -33,6 +33,7 @@ EXACT = {"execution": {"exact": True}}
 OPTIMIZER = {"shard": {"level": "optimizer"}}
 GRADIENTS = {"shard": {"level": "gradients"}}
 SHARED = {"collectives": {"all_reduce": "shared_memory"}}
+ONE_COPY = SHARED | {"memory": {"shared": True}}
 
 # Models of two stages or more.
 STAGED = frozenset(
@@ -91,6 +92,8 @@ STRATEGIES: dict[str, Use] = {
         for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
     },
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
+    "OneCopyUpdate": Use("OneCopyUpdate", "data", ONE_COPY),
+    "OneCopyUpdate, exact": Use("OneCopyUpdate", "data", ONE_COPY | EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
     "FullySharded": Use("FullySharded", "shard"),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS),

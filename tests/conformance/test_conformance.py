@@ -17,6 +17,7 @@ from shoal.parallel import assemble
 from shoal.parallel.base import Strategy
 from shoal.parallel.data import pushed
 from shoal.parallel.shard import zero23
+from shoal.parallel.shard.one_copy import OneCopyUpdate
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.training.preflight import judged
 from shoal.verification.judge import Verdict, judge_traces
@@ -113,4 +114,7 @@ def test_no_strategy_is_left_out() -> None:
 
     # Where every strategy is imported, these when a plan asks for them.
     assert all(module.__name__ for module in (assemble, zero23, pushed))
-    assert concrete(Strategy) | {ShardedOptimizer.__name__} == {use.kind for use in STRATEGIES.values()} | SERVED
+    assert (
+        concrete(Strategy) | {ShardedOptimizer.__name__, OneCopyUpdate.__name__}
+        == {use.kind for use in STRATEGIES.values()} | SERVED
+    )

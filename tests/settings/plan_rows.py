@@ -242,6 +242,34 @@ MEMORY: Table = {
     "memory.recompute: selective, compiled": refused(
         "does not show its products", memory={"recompute": "selective"}, execution={"compile": "default"}
     ),
+    "memory.shared": Acts(
+        layout(2, data=2, memory={"shared": True}, collectives={"all_reduce": "shared_memory"}),
+        layout(2, data=2, collectives={"all_reduce": "shared_memory"}),
+        held,
+    ),
+    "memory.shared: on one rank": idle("memory.shared = true: no effect", memory={"shared": True}),
+    "memory.shared: over sockets": refused(
+        "each rank updates its part of the shared parameters", layout={"data": 2}, memory={"shared": True}
+    ),
+    "memory.shared: divided": refused(
+        "one copy serves ranks that hold the same of the model",
+        layout={"shard": 2},
+        shard={"level": "optimizer"},
+        memory={"shared": True},
+        collectives={"all_reduce": "shared_memory"},
+    ),
+    "memory.shared: compressed": refused(
+        "nothing is sent that could be compressed",
+        layout={"data": 2},
+        memory={"shared": True},
+        collectives={"all_reduce": "shared_memory", "compression": "bfloat16"},
+    ),
+    "memory.shared: servers": refused(
+        "parameters of a version of its own",
+        layout={"data": 2},
+        memory={"shared": True},
+        server={"mode": "synchronous"},
+    ),
 }
 
 COLLECTIVES: Table = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.distributed.collectives.choose import not_on, open_tree
-from shoal.distributed.collectives.fixed_tree import TreeSum
+from shoal.distributed.collectives.fixed_tree import SharedTreeSum, TreeSum
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
@@ -233,9 +233,19 @@ def assemble(
         from shoal.parallel.shard.zero23 import FullySharded
 
         return FullySharded(sharded_model, mark, late=plan.shard.reduce == "last_microbatch")
+    trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
+    if plan.shares_memory:
+        from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared, share_parameters
+
+        collective = open_shared(mesh)
+        share_parameters(sharded_model.model, collective)
+        owner = OneCopyUpdate(parameters, trained, mesh, collective, mark)
+        if plan.execution.exact:
+            shared_tree = SharedTreeSum(num_grains, _flat(parameters, reduce), collective, one_sum=True)
+            return ExactDataParallel(sharded_model, parameters, shared_tree, mark, owner)
+        return DataParallel(sharded_model, parameters, reduce, mark, owner, plan=plan, collective=collective)
     owners = None
     if plan.layout.shard > 1:  # `parameters` may be one of several optimizers'
-        trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
         owners = ShardedOptimizer(parameters, mesh, mark, trained)
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))

@@ -26,7 +26,7 @@ from shoal.parallel.model.sharded_model import ShardedModel, local
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
-    from shoal.parallel.shard.zero1 import ShardedOptimizer
+    from shoal.parallel.shard.owners import DividedUpdate
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see
 # numerics/batch_statistics.py).
@@ -161,13 +161,18 @@ class Strategy(ABC):
     # Whether ranks with different grains meet within each microbatch, and so have to compute as many of them.
     syncs_every_microbatch = False
 
-    def __init__(self, model: ShardedModel, mark: Mark, owners: ShardedOptimizer | None = None) -> None:
+    def __init__(self, model: ShardedModel, mark: Mark, owners: DividedUpdate | None = None) -> None:
         """`mark` is told when the step waits for communication; `owners` divide the update, where there are any."""
         self._model, self._mesh, self._mark, self._owners = model, model.mesh, mark, owners
 
     @abstractmethod
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """Starts a step, perhaps again: no gradients, no sums. Loss totals are multiplied by `factor`."""
+        """Starts a step, perhaps again: no gradients, no sums. Loss totals are multiplied by `factor`.
+
+        Collective: as `DividedUpdate.begin`.
+        """
+        if self._owners is not None:
+            self._owners.begin()
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -204,11 +209,18 @@ class Strategy(ABC):
         """
         raise NotImplementedError(type(self).__name__)
 
+    def own_gradients(self) -> None:
+        """Leaves each rank the gradients that it is to scale and clip; those of `norm`."""
+        if self._owners is not None:
+            self._owners.own_gradients()
+
     def norm(self, own: float) -> float:
         """The Euclidean norm of the whole gradient from that over the gradients that each rank `counts`, `rounded`.
 
-        Collective: all ranks, one all-reduce of a number, where the model is divided.
+        Collective: all ranks, one all-reduce of a number, where the model is divided, or each rank has its own.
         """
+        if self._owners is not None:
+            own = self._owners.norm(own)
         if self._model.divided:
             squared = torch.tensor(own, dtype=torch.float64).square()
             dist.all_reduce(squared)
@@ -232,12 +244,20 @@ class Strategy(ABC):
         """Whether this rank updates it and so holds the optimizer's state for it."""
         return self._owners is None or self._owners.updates(parameter)
 
+    def own_part(self, num_bytes: int) -> int:
+        """Of so many bytes of parameters those that count on this rank: all but where ranks share one copy."""
+        return num_bytes if self._owners is None else self._owners.own_part(num_bytes)
+
     def rest(self) -> None:
         """Puts away what forwards without a backward, as of an evaluation, have left."""
         return
 
     def gradient_buffers(self) -> list[Tensor]:
         """Gradient memory besides the parameters' own `.grad`; none."""
+        return []
+
+    def borrowed(self) -> list[Tensor]:
+        """Memory in which gradients are read, and that counts elsewhere; none."""
         return []
 
     @abstractmethod

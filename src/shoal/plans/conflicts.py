@@ -206,10 +206,37 @@ CONFLICTS: tuple[Rule, ...] = (
         "each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
         'execution.compile = "default", or execution.exact = false',
     ),
+    Rule(
+        lambda plan: plan.shares_memory and plan.collectives.all_reduce != "shared_memory",
+        ("memory.shared", "collectives.all_reduce"),
+        "each rank updates its part of the shared parameters from all gradients where they lie, in memory shared too",
+        'collectives.all_reduce = "shared_memory", or memory.shared = false',
+    ),
+    *(
+        Rule(
+            lambda plan, axis=axis: plan.shares_memory and _wide(plan, axis),  # type: ignore[misc]
+            ("memory.shared", f"layout.{axis}"),
+            f"one copy serves ranks that hold the same of the model, and a {axis} axis divides it",
+            f"layout.{axis} = 1 and a larger layout.data, or memory.shared = false",
+        )
+        for axis in ("shard", "tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.shares_memory and _compressed(plan),
+        ("memory.shared", "collectives.compression"),
+        "gradients are read where they lie: nothing is sent that could be compressed",
+        'collectives.compression = "none", or memory.shared = false',
+    ),
 )
 
 # The same of plans with servers.
 SERVED: tuple[Rule, ...] = (
+    Rule(
+        lambda plan: plan.serves and plan.memory.shared,
+        ("memory.shared", "server.mode"),
+        "a worker computes with parameters of a version of its own",
+        'memory.shared = false, or server.mode = "none"',
+    ),
     *(
         Rule(
             lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
@@ -263,6 +290,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     ),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(lambda plan: plan.degrees.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
+    Idle(lambda plan: plan.degrees.divides_grains == 1, ("memory.shared",), "there are no two ranks with the same"),
     Idle(
         # A tensor axis goes through shared memory too, and by no other algorithm of these.
         lambda plan: (

@@ -74,9 +74,10 @@ class PrecisionSection(_Section):
 
 
 class MemorySection(_Section):
-    """Activation recomputation."""
+    """Activation recomputation, and whether ranks of a host share one copy of parameters and optimizer state."""
 
     recompute: Literal["none", "selective", "full"] = "none"
+    shared: bool = False
 
 
 class CollectivesSection(_Section):
@@ -170,6 +171,26 @@ class Plan(_Section):
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks hold one copy of the parameters in memory that they share."""
+        return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether ranks that hold the whole model hold parts of the optimizer's state."""
+        return self.layout.shard > 1 or self.shares_memory
+
+    @property
+    def num_owners(self) -> int:
+        """Ranks that divide the optimizer's state of a model that each has whole."""
+        return self.degrees.divides_grains if self.shares_memory else self.layout.shard
+
+    @property
+    def num_copies_shared(self) -> int:
+        """Ranks that have one copy of the parameters between them."""
+        return self.degrees.divides_grains if self.shares_memory else 1
 
     @property
     def serves(self) -> bool:
@@ -329,6 +350,8 @@ def described(plan: Plan) -> str:
         words.append(plan.pipeline.schedule + stages)
     if plan.tensor.sequence and plan.layout.tensor > 1:
         words.append("sequence")
+    if plan.shares_memory:
+        words.append("shared memory")
     if plan.memory.recompute != "none":
         words.append(f"recompute {plan.memory.recompute}")
     if plan.serves:

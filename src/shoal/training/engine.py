@@ -51,7 +51,7 @@ from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
-from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
+from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts, refuse_on_shared
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.step_records import Surroundings, TrainingParts
@@ -152,7 +152,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
-    notes_of_options = _notes(data, mesh, options)
+    notes_of_options = _notes(data, mesh, options, shared=plan.shares_memory)
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
     taken = _taken(options, sharded_model)
@@ -160,7 +160,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
+    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model, shared=plan.shares_memory))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
@@ -190,7 +190,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         order=order,
         evaluator=evaluations,
         keeper=_keeper(mesh, trained, options),
-        replicas=ReplicaCheck(mesh, sharded_model, updater, options.check_replicas),
+        replicas=ReplicaCheck(mesh, sharded_model, updater, None if plan.shares_memory else options.check_replicas),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
@@ -200,18 +200,22 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _notes(data: Opened, mesh: Mesh, options: Options) -> Iterator[str]:
+def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Iterator[str]:
     if options.bad_samples and not isinstance(data.source, MapSource):
         yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
     if options.mtbf_seconds is not None and options.checkpoint_every is None:
         yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
+    if options.check_replicas and shared and mesh.layout.data > 1:
+        yield f"--check-replicas {options.check_replicas}: no effect, since the ranks share one copy of the model"
     if options.check_replicas and mesh.layout.data == 1:
         yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
 
 
-def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, *, shared: bool) -> torch.optim.Optimizer:
     optimizer = build_optimizer(job.optimizer, parameters)
     refuse_on_parts(optimizer, sharded_model)
+    if shared:
+        refuse_on_shared(optimizer)
     return optimizer
 
 
@@ -266,7 +270,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return ShardedModel(mesh, model, divides_state=plan.layout.shard > 1), None
+    return ShardedModel(mesh, model, divides_state=plan.divides_state), None
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:

@@ -165,8 +165,14 @@ class MemoryMeter:
     Gradients are those that are there when a reduce_scatter begins and at `summed`; state and parameters at `stop`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        own: Callable[[int], int] = int,
+    ) -> None:
+        """`own`: of the bytes of all parameters those that count here, where ranks share one copy of them."""
+        self._model, self._optimizer, self._own = model, optimizer, own
         self._saved = SavedTensors()
         self._gathered = GatheredBytes(model)
         self._gradients = 0
@@ -196,9 +202,14 @@ class MemoryMeter:
         elif kind == "reduce_scatter":
             self.summed([*outputs, *inputs, *self._gathered.gradients()])
 
-    def summed(self, buffers: Iterable[Any] = ()) -> None:
-        """Gradients are summed over the ranks, or about to be; `buffers` hold them beside the parameters' own."""
-        own = [p.grad for p in self._parameters() if p.grad is not None]
+    def summed(self, buffers: Iterable[Any] = (), borrowed: Iterable[Any] = ()) -> None:
+        """Gradients are summed over the ranks, or about to be; `buffers` hold them beside the parameters' own.
+
+        `borrowed` memory counts elsewhere.
+        """
+        elsewhere = {s._cdata for t in borrowed if (s := _storage(t)) is not None}
+        found = [p.grad for p in self._parameters() if p.grad is not None]
+        own = [g for g in found if (s := _storage(g)) is None or s._cdata not in elsewhere]
         self._gradients = max(self._gradients, storage_bytes([*own, *buffers]))
 
     def stop(self) -> Footprint:
@@ -206,7 +217,7 @@ class MemoryMeter:
         self.abandon()
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         return Footprint(
-            parameters=storage_bytes(self._parameters()),
+            parameters=self._own(storage_bytes(self._parameters())),
             gathered=self._gathered.peak,
             gradients=self._gradients,
             optimizer=storage_bytes(v for state in states for v in state.values()),

@@ -57,7 +57,7 @@ class StepMeter(Observer):
         stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
         """Attaches the meters before the first step; `stage_groups` carry messages between stages."""
-        self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
+        self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer, strategy.own_part), strategy
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
         self._left, self.attached = MEASURED_STEPS, True
 
@@ -69,7 +69,7 @@ class StepMeter(Observer):
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
         if self._left:
-            self._memory.summed(self._strategy.gradient_buffers())
+            self._memory.summed(self._strategy.gradient_buffers(), self._strategy.borrowed())
 
     def updated(self, skipped: str | None) -> None:
         if self._left:

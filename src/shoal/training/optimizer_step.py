@@ -112,6 +112,18 @@ def _empty(make: Callable[[Any], Any]) -> Any:
     return optimizer
 
 
+def refuse_on_shared(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that may write to parameters which it is given no gradient of."""
+    if not is_torchs(optimizer) or is_hooked(optimizer):
+        hooked = "an optimizer with hooks" if is_torchs(optimizer) else f"optimizer {type(optimizer).__name__}"
+        raise JobError(
+            given=f"{hooked}, with memory.shared = true",
+            conflict="all ranks have the parameters in one memory, and each may write to its own part of them alone; "
+            "that is known of torch's own optimizers",
+            remedy="write memory.shared = false, or use a class of torch.optim without hooks",
+        )
+
+
 class _Nothing(list[nn.Parameter]):
     """A list of one parameter without elements, none of which has a name."""
 
@@ -271,9 +283,10 @@ class Updater:
         rate = self.stepper.set_rates(progress)
         if refuse_weight(weight) == 0.0:  # on a device only the sum is looked at: nothing waits for each microbatch
             return Update(0.0, rate, "weightless")
-        gradients, counted = self._gradients()
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
+        self._strategy.own_gradients()
+        gradients, counted = self._gradients()
         own = global_norm(counted) if norm is None else settled(counted, norm)
         norm = self._strategy.norm(own) * abs(scale)
         skipped = judged(loss, norm, scale, loss_scale)

@@ -44,6 +44,7 @@ EXCLUDED = [
     (served(collectives={"compression": "int8"}), 'collectives.compression = "int8"', 'compression = "none"'),
     (served(execution={"compile": "default"}), 'execution.compile = "default"', 'execution.compile = "none"'),
     (served(precision={"compute": "float16", "loss_scale": "dynamic"}), "precision.loss_scale", "bfloat16"),
+    (served(memory={"shared": True}), "memory.shared = true", "memory.shared = false"),
     (served(data={"workers": 2}), "data.workers = 2", "data.workers = 0"),
 ]
 

@@ -214,6 +214,7 @@ def test_a_pipeline_of_one_microbatch_is_noted() -> None:
 
 # ------------------------------------------------------------------------------------------------------- tables
 
+SHARED_SUMS: dict[str, Any] = {"collectives": {"all_reduce": "shared_memory"}}
 EXCLUDED = [
     (
         of(layout={axis: 2}, execution={"exact": True}, batch={"grains_per_microbatch": 1}),
@@ -319,6 +320,33 @@ EXCLUDED += [
         of(execution={"compile": "max-autotune", "exact": True}),
         'execution.compile = "max-autotune", execution.exact = true',
         'execution.compile = "default", or execution.exact = false',
+    ),
+    (
+        of(layout={"data": 2}, memory={"shared": True}),
+        'memory.shared = true, collectives.all_reduce = "native"',
+        'collectives.all_reduce = "shared_memory", or memory.shared = false',
+    ),
+    *(
+        (
+            of(layout={"data": 2, axis: 2}, memory={"shared": True}, **SHARED_SUMS, **more),
+            f"memory.shared = true, layout.{axis} = 2",
+            f"layout.{axis} = 1 and a larger layout.data, or memory.shared = false",
+        )
+        for axis, more in (
+            ("shard", {"shard": {"level": "optimizer"}}),
+            ("tensor", {}),
+            ("pipeline", {"pipeline": {"schedule": "gpipe"}}),
+            ("context", {}),
+        )
+    ),
+    (
+        of(
+            layout={"data": 2},
+            memory={"shared": True},
+            collectives={"all_reduce": "shared_memory", "compression": "bfloat16"},
+        ),
+        'memory.shared = true, collectives.compression = "bfloat16"',
+        'collectives.compression = "none", or memory.shared = false',
     ),
 ]
 

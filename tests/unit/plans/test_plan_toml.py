@@ -50,7 +50,7 @@ PLANS = st.fixed_dictionaries(
                 "loss_scale": st.sampled_from(["none", "dynamic"]) | st.floats(1e-300, 1e300),
             }
         ),
-        "memory": st.fixed_dictionaries({"recompute": literal("memory", "recompute")}),
+        "memory": st.fixed_dictionaries({"recompute": literal("memory", "recompute"), "shared": st.booleans()}),
         "collectives": st.fixed_dictionaries({k: literal("collectives", k) for k in ("all_reduce", "compression")}),
         "server": st.fixed_dictionaries(
             {"mode": literal("server", "mode"), "staleness": st.integers(0, 64), "num_servers": DEGREES}

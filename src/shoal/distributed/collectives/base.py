@@ -80,6 +80,10 @@ class Collective(ABC):
         """Releases memory of `allocate`; no view of it is used any more."""
         return
 
+    def sum_of(self, tensor: Tensor) -> Tensor:
+        """Where `all_reduce` leaves the sum of a tensor from `allocate`: in the tensor itself."""
+        return tensor
+
     def buffers(self) -> list[Tensor]:
         """The memory that this algorithm keeps besides what it allocated for others."""
         return []

@@ -8,7 +8,7 @@ divided over the ranks for the last levels without changing a bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -74,6 +74,10 @@ class TreeSum:
             self.nodes[lo, hi] = self.nodes.pop(left).add_(added)
             self._spare.append(added)
 
+    def borrowed(self) -> list[Tensor]:
+        """Memory of other ranks that `total` may give; none."""
+        return []
+
     def move(self, numbers: Tensor) -> None:
         """Numbers of which each is zero on all ranks but one, in place on all. Collective: every rank of the world."""
         dist.all_reduce(numbers)
@@ -124,12 +128,16 @@ class SharedTreeSum(TreeSum):
     its pieces, and N.
     """
 
-    def __init__(self, num_grains: int, like: Tensor, collective: SharedMemory) -> None:
-        """`like` is on the CPU; `collective` is over all the ranks that `total` is told of."""
+    def __init__(self, num_grains: int, like: Tensor, collective: SharedMemory, *, one_sum: bool = False) -> None:
+        """`like` is on the CPU; `collective` is over all the ranks that `total` is told of.
+
+        `one_sum`: all ranks are given the same memory, some rank's, and not each its own.
+        """
         super().__init__(num_grains, like)
         self._collective = collective
         self._own: Tensor | None = None
-        # Per rank, the result and then its pieces.
+        self._num_results = 0 if one_sum else 1
+        # Per rank, the result if it has one, and then its pieces.
         self._slots: list[list[Tensor]] = []
 
     def buffers(self) -> list[Tensor]:
@@ -151,23 +159,36 @@ class SharedTreeSum(TreeSum):
         if len(holders) == 1:
             return super().total(holders, rank)
         nodes = [pieces(held, self.num_grains) for held in holders]
-        self._reserve(max(map(len, nodes)))
-        result, *own = self._slots[rank]
-        for node, slot in zip(nodes[rank], own, strict=False):
+        if not any(nodes):
+            return torch.zeros_like(self._like)
+        self._reserve(max(map(len, nodes)) + self._num_results)
+        for node, slot in zip(nodes[rank], self._slots[rank][self._num_results :], strict=False):
             slot.copy_(self.nodes[node])
         self._collective.barrier()
         self._add(nodes, rank)
         self._collective.barrier()
-        return result
+        if self._num_results:
+            return self._slots[rank][0]
+        # In the tree every sum is added to its left part in place.
+        return min(self._named(nodes), key=lambda named: named[0])[1]
 
-    def _reserve(self, num_pieces: int) -> None:
-        if self._slots and len(self._slots[0]) > num_pieces:
+    def borrowed(self) -> list[Tensor]:
+        """The memory of all ranks, of which `buffers` has this one's part."""
+        return [vector for slots in self._slots for vector in slots]
+
+    def _named(self, nodes: list[list[Range]]) -> list[tuple[Range, Tensor]]:
+        """Every rank's nodes and where they lie."""
+        held = zip(nodes, self._slots, strict=True)
+        return [named for own, slots in held for named in zip(own, slots[self._num_results :], strict=False)]
+
+    def _reserve(self, num_vectors: int) -> None:
+        if self._slots and len(self._slots[0]) >= num_vectors:
             return
         if self._own is not None:
             self._collective.release(self._own)
         length = self._like.numel()
         stride = length + -length % (LINE_BYTES // self._like.itemsize)  # no two ranks write to one cache line
-        self._own = self._collective.allocate(stride * (num_pieces + 1), self._like.dtype)
+        self._own = self._collective.allocate(stride * num_vectors, self._like.dtype)
         slots = self._collective.slots_like(self._own)
         self._slots = [[vector[:length] for vector in whole.split(stride)] for whole in slots]
 
@@ -175,11 +196,10 @@ class SharedTreeSum(TreeSum):
         """This rank's part, a chunk that stays in the cache at a time. The slots' own values are lost there."""
         places = cut(self._like.numel(), self._like.itemsize, len(nodes))
         step = CHUNK_BYTES // self._like.itemsize
-        held = zip(nodes, self._slots, strict=True)
-        named = list(chain.from_iterable(zip(own, slots[1:], strict=False) for own, slots in held))
+        named = self._named(nodes)
         for begin in range(places[rank], places[rank + 1], step):
             end = min(begin + step, places[rank + 1])
             found = evaluate({node: slot[begin:end] for node, slot in named}, self.num_grains, torch.Tensor.add_)
-            for slots in self._slots:
-                out = slots[0][begin:end]
-                out.zero_() if found is None else out.copy_(found)
+            assert found is not None, "there is a node"
+            for slots in self._slots if self._num_results else ():
+                slots[0][begin:end].copy_(found)

@@ -31,6 +31,7 @@ _NUM_FLAGS = 2
 class _Bucket:
     flat: Tensor
     members: list[int]  # the parameters whose gradients lie here
+    summed: Tensor | None = None  # where their sums over the ranks lie
     pending: int = 0
     work: Handle | None = None
 
@@ -63,6 +64,7 @@ class GradientBuckets:
         self.compared: Comparison | None = None  # a step's, where it was sampled
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
+        self._sums: dict[int, Tensor] = {}
         self._num_extras = 0
         # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
         self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
@@ -100,8 +102,13 @@ class GradientBuckets:
     def _lay_out(self, bucket: _Bucket) -> None:
         """Makes the gradients of its members views of the bucket, one after the other from its beginning."""
         own = [self._parameters[i] for i in bucket.members]
-        views = views_of(bucket.flat[: sum(p.numel() for p in own)], own)
+        length = sum(p.numel() for p in own)
+        bucket.summed = bucket.flat
+        if self._collective is not None and bucket.flat.is_cpu:
+            bucket.summed = self._collective.sum_of(bucket.flat)
+        views, sums = views_of(bucket.flat[:length], own), views_of(bucket.summed[:length], own)
         self._place |= {i: (bucket, view) for i, view in zip(bucket.members, views, strict=True)}
+        self._sums |= dict(zip(bucket.members, sums, strict=True))
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -135,7 +142,11 @@ class GradientBuckets:
         """A parameter's gradient after `finish`, as it was added up: in the reduce dtype, where `.grad` is narrower."""
         if self._plain or parameter.grad is None:
             return parameter.grad
-        return self._place[self._numbers[id(parameter)]][1]
+        return self._sums[self._numbers[id(parameter)]]
+
+    def borrowed(self) -> list[Tensor]:
+        """Where sums lie that are in another rank's memory, or in this one's once more."""
+        return [b.summed for b in self._buckets if b.summed is not None and b.summed is not b.flat]
 
     def begin(self) -> None:
         """No gradients."""
@@ -256,7 +267,7 @@ class GradientBuckets:
                     parameter.grad = torch.zeros_like(parameter) if is_used else None
             return
         for i, parameter in enumerate(self._parameters):
-            view = self._place[i][1]
+            view = self._sums[i]
             parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
 
     def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
@@ -278,7 +289,9 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        return tail
+        summed = self._buckets[-1].summed
+        assert summed is not None, "it is laid out"
+        return summed[-len(tail) :]
 
     def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
         """Bucket, start and stop of each parameter that no rank used."""

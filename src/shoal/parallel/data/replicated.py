@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.loader import Microbatch
-from shoal.distributed.collectives.base import Team
+from shoal.distributed.collectives.base import Collective, Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
 from shoal.numerics import device_reads
@@ -32,7 +32,7 @@ from shoal.parallel.base import (
 )
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.parallel.shard.owners import DividedUpdate
 from shoal.plans.plan import Plan
 
 
@@ -45,13 +45,15 @@ class DataParallel(AccumulatingStrategy):
         parameters: Sequence[Tensor],
         reduce: torch.dtype,
         mark: Mark,
-        owners: ShardedOptimizer | None = None,
+        owners: DividedUpdate | None = None,
         *,
         plan: Plan | None = None,
+        collective: Collective | None = None,
     ) -> None:
+        """`collective`: what sums, where that is open already; else what the plan asks for is opened."""
         super().__init__(model, mark, owners)
-        plan, collective, mesh = plan or Plan(), None, model.mesh
-        if mesh.num_data_ranks > 1:
+        plan, mesh = plan or Plan(), model.mesh
+        if mesh.num_data_ranks > 1 and collective is None:
             parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
             team = Team(mesh.replicas, [list(ranks) for ranks in parts])
             collective = open_collective(plan.collectives.all_reduce, team, mesh.device)
@@ -63,6 +65,7 @@ class DataParallel(AccumulatingStrategy):
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        super().begin(step, factor)
         self._buckets.begin()
         self._sums = None
         self._factor = factor
@@ -104,6 +107,8 @@ class DataParallel(AccumulatingStrategy):
     @property
     def queues(self) -> bool:
         alone = self._mesh.world_size == 1
+        if self._owners is not None and not self._owners.queues:
+            return False
         return self.compression is None and not self._model.divided and (alone or self._in_buckets)
 
     def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
@@ -133,6 +138,9 @@ class DataParallel(AccumulatingStrategy):
     def gradient_buffers(self) -> list[Tensor]:
         return self._buckets.buffers()
 
+    def borrowed(self) -> list[Tensor]:
+        return self._buckets.borrowed()
+
     def close(self) -> None:
         self._buckets.close()
 
@@ -156,7 +164,7 @@ class ExactDataParallel(Strategy):
         parameters: Sequence[Tensor],
         tree: TreeSum,
         mark: Mark,
-        owners: ShardedOptimizer | None = None,
+        owners: DividedUpdate | None = None,
     ) -> None:
         super().__init__(model, mark, owners)
         self._parameters, self._tree = list(parameters), tree
@@ -164,6 +172,7 @@ class ExactDataParallel(Strategy):
         self.begin()
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        super().begin(step, factor)
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
@@ -223,6 +232,9 @@ class ExactDataParallel(Strategy):
 
     def gradient_buffers(self) -> list[Tensor]:
         return self._tree.buffers()
+
+    def borrowed(self) -> list[Tensor]:
+        return self._tree.borrowed()
 
     def close(self) -> None:
         self._tree.close()

@@ -1,7 +1,6 @@
 """ZeRO stage 1: optimizer states divided among the ranks of the shard axis.
 
-Rajbhandari et al., arXiv 1910.02054. Whole parameters are divided, not slices of them, so that an optimizer sees what
-it sees on one process: shapes, groups, and the whole of a matrix.
+Rajbhandari et al., arXiv 1910.02054. Whole parameters are divided, not slices of them: see owners.py.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.flat import views_of
-from shoal.plans.accounting.partition import PIECE_BYTES, divide, pack
+from shoal.parallel.shard.owners import DividedUpdate
+from shoal.plans.accounting.partition import PIECE_BYTES, pack
 
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
 PIECES_AT_ONCE = 4
@@ -34,7 +34,7 @@ class _Piece:
     sent: Tensor
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(DividedUpdate):
     """ZeRO stage 1 of an update: each rank of a shard group updates its own parameters.
 
     After the update their owners broadcast the new values within the group.
@@ -48,11 +48,9 @@ class ShardedOptimizer:
         among: Sequence[Tensor] | None = None,
     ) -> None:
         """`among`: all that are divided over the ranks, where other strategies update the rest of them."""
-        self._parameters, self._mesh, self._mark = list(parameters), mesh, mark
-        self._ranks = next(ranks for ranks in mesh.layout.groups("shard") if mesh.rank in ranks)
-        divided = self._parameters if among is None else list(among)
-        owners = divide([p.numel() * p.itemsize for p in divided], len(self._ranks))
-        self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
+        ranks = next(ranks for ranks in mesh.layout.groups("shard") if mesh.rank in ranks)
+        super().__init__(parameters, parameters if among is None else among, ranks, mesh.rank)
+        self._mesh, self._mark = mesh, mark
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Calls the optimizer's `step` for this rank's parameters, then exchanges the new values.
@@ -61,9 +59,7 @@ class ShardedOptimizer:
         once. Raises: on every rank, where `step` raised on any; `queued`: without the gather, on that rank alone.
         """
         updated = [p for p in self._parameters if p.grad is not None]
-        for parameter in updated:
-            if not self.updates(parameter):
-                parameter.grad = None
+        self._drop_others()
         error: ShoalError | None = None
         try:
             step()
@@ -96,14 +92,14 @@ class ShardedOptimizer:
                     yield _Piece(together, root, together[0])
                     continue
                 flat = together[0].new_empty(sum(p.numel() for p in together))
-                if root == self._mesh.rank:
+                if root == self._rank:
                     for parameter, view in zip(together, views_of(flat, together), strict=True):
                         view.copy_(parameter)
                 yield _Piece(together, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
-        return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
+        return self._root.get(id(parameter), self._rank) == self._rank
 
 
 def _arrive(piece: _Piece, work: dist.Work) -> None:

@@ -318,14 +318,15 @@ class Exchanged:
         """
         size = rank.size
         profile, layout, device, program = self.profile, plan.layout, computer.device, self.program
-        elements = size.trainable / layout.shard
+        elements = size.trainable / plan.num_owners
         width = size.parameter_bytes / size.numel if size.numel else 4.0
         per_element = width * profile.optimizer_passes
         if program.fused_optimizer:
             state = profile.state_bytes_per_element + program.master_bytes
             per_element = 2 * (width + state) + (program.gradient_bytes or width)
         num_bytes = elements * per_element
-        whole = elements if plan.shards_model else size.trainable  # under ZeRO-1 each rank has all gradients
+        # Under ZeRO-1 each rank has all gradients.
+        whole = elements if plan.shards_model or plan.shares_memory else size.trainable
         num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
         launches = profile.optimizer_launches
         seconds = computer.moved(num_bytes, size.touched, _UPDATE, in_place=True) + launches * device.launch_seconds

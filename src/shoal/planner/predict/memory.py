@@ -207,8 +207,8 @@ class States:
         layout, shard, precision = plan.layout, plan.shard, plan.precision
         trained = size.trainable / layout.shard
         if not plan.shards_model:
-            summed = size.trainable * self._per_gradient(plan)
-            return size.parameter_bytes + summed + self._per_element * trained
+            summed, trained = size.trainable * self._per_gradient(plan), size.trainable / plan.num_owners
+            return size.parameter_bytes / plan.num_copies_shared + summed + self._per_element * trained
         widths = precision.parameters, precision.reduce
         key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
         if key not in self._least:
@@ -222,7 +222,9 @@ class States:
         shard, precision = plan.layout.shard, plan.precision
         state = self._per_element * size.trainable / shard
         if not plan.shards_model:
-            return size.parameter_bytes + state + size.trainable * self._per_gradient(plan), 0.0
+            state = self._per_element * size.trainable / plan.num_owners
+            parameters = size.parameter_bytes / plan.num_copies_shared
+            return parameters + state + size.trainable * self._per_gradient(plan), 0.0
         gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
         stays = gathered if plan.shard.level == "gradients" else 0.0
         # A block's gradients are whole when they are scattered, and a gathered one has another beside it.
@@ -232,15 +234,15 @@ class States:
     def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
         program = self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
-        summed, trained = size.trainable * self._per_gradient(plan), size.trainable / plan.layout.shard
+        summed, trained = size.trainable * self._per_gradient(plan), size.trainable / plan.num_owners
         if program.own_buckets:
             compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
             native = plan.collectives.all_reduce == "native"
             summed = compression_buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
-            owners = owned(gradients.parameters, plan.layout.shard)
+            owners = owned(gradients.parameters, plan.num_owners)
             trained = max(sum(array.numel for array in mine) for mine in owners)
         return {
-            "parameters": size.parameter_bytes,
+            "parameters": size.parameter_bytes / plan.num_copies_shared,
             "gathered": 0.0,
             "gradients": summed,
             "optimizer": self._per_element * trained,

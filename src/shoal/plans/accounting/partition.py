@@ -26,6 +26,12 @@ def cuts(length: int, parts: int) -> list[int]:
     return [length * part // parts for part in range(parts + 1)]
 
 
+def shared_part(num_bytes: int, parts: int, place: int) -> int:
+    """Of memory that so many ranks share, and that counts once, what counts on one of them."""
+    bounds = cuts(num_bytes, parts)
+    return bounds[place + 1] - bounds[place]
+
+
 def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[int]]:
     """Indices of parameters of these sizes in bytes, last first: the order in which the backward comes to them.
 

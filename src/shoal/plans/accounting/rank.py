@@ -33,6 +33,7 @@ from shoal.plans.accounting.memory import (
     whole,
 )
 from shoal.plans.accounting.model_parallel import Partial, SlicedBlock, Staged, completed, exchanges, messages
+from shoal.plans.accounting.partition import shared_part
 from shoal.plans.plan import Plan
 
 
@@ -94,8 +95,14 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     if described.sharding is not None:
         return _sharded(described, described.sharding, layout.coordinate(rank).shard)
     updated = owned(gradients.parameters, layout.shard)[layout.coordinate(rank).shard]
+    parameters = whole((*gradients.parameters, *described.frozen))
+    if plan.shares_memory:
+        updated = owned(gradients.parameters, layout.world_size)[rank]
+        parameters = shared_part(parameters, layout.world_size, rank)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
+        if plan.shares_memory:  # the sum is where the pieces are
+            summed -= gradients.numel * gradients.reduce_itemsize
         if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
             summed += shared_pieces(gradients, described.held, described.num_grains)
     elif plan.collectives.compression != "none" and layout.world_size > 1:
@@ -103,7 +110,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     else:
         summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(
-        parameters=whole((*gradients.parameters, *described.frozen)),
+        parameters=parameters,
         gathered=0,
         gradients=summed,
         optimizer=optimizer_state(updated, described.state) if described.state is not None else None,

@@ -303,6 +303,12 @@ def _refuse_divided(plan: Plan) -> None:
             conflict="a loop of your own updates the parameters itself, which servers would do",
             remedy='use shoal run with a job file, or server.mode = "none"',
         )
+    if plan.shares_memory:
+        raise PlanError(
+            given="a Session with memory.shared = true",
+            conflict="a loop of your own steps its optimizers itself, on every rank and at any time",
+            remedy="use memory.shared = false; or a Job and shoal run, which know when an update begins and ends",
+        )
     if plan.divides_model:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(

@@ -93,11 +93,11 @@ class StepTrace:
                     yield rank, key
 
     def _missing(self, rank: int, key: str) -> bool:
-        """Whether a rank lacks what it need not hold: a part of the model, or state that it does not update."""
+        """Whether a rank lacks what it need not hold: a part of the model, or what is for others to update."""
         if key in self.digests[rank]:
             return False
         updates = self.updates.get(rank)
-        if self.divided or updates is None or not is_optimizer(key):
+        if self.divided or updates is None or not (is_optimizer(key) or key.startswith("clipping/")):
             return self.divided
         return key.partition("/")[2].partition("/")[0] not in updates
 

@@ -88,12 +88,15 @@ class SharedMemory(Collective):
 
     name = "shared_memory"
 
-    def __init__(self, team: Team, timeout: timedelta, num_here: int = 0) -> None:
+    def __init__(self, team: Team, timeout: timedelta, num_here: int = 0, *, one_sum: bool = False) -> None:
         """`timeout`: how long a rank waits for the others in one collective; `num_here` as for `Peers`.
+
+        `one_sum`: the sum of allocated tensors is left in the first rank's memory alone, where `sum_of` finds it.
 
         Raises: LaunchError, on every rank, where they are not on one host or cannot map each other's memory.
         """
         super().__init__(team.group)
+        self._one_sum = one_sum
         self._exchange = functools.partial(exchanged, group=self.group)
         told = self._exchange([*place_of_process(), os.getpid()])
         _refuse_places([row[:3] for row in told])
@@ -118,6 +121,17 @@ class SharedMemory(Collective):
         self._regions[tensor.untyped_storage().data_ptr()] = self._num_regions, region
         self._num_regions += 1
         return tensor
+
+    def allocate_common(self, num_bytes: int) -> Callable[[int, int], Tensor]:
+        """New memory that all ranks map, of which the result gives so many bytes from a byte on. Collective: so."""
+        region = open_region(self._exchange, self.rank, self.world_size, -(-num_bytes // self.world_size))
+        return region.common
+
+    def sum_of(self, tensor: Tensor) -> Tensor:
+        if not self._one_sum:
+            return tensor
+        _, region = self._regions[tensor.untyped_storage().data_ptr()]
+        return region.own(0, tensor.numel(), tensor.dtype)
 
     def slots_like(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's memory of an allocation, of which `tensor` is this rank's."""
@@ -145,7 +159,7 @@ class SharedMemory(Collective):
             header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
             if len(self._known) >= MAX_CACHED:
                 self._known.clear()
-            self._known[key] = header, _nothing, lambda _: self._work.reduce_slots(region, offset, like, op)
+            self._known[key] = header, _nothing, lambda _: self._reduce_slots(region, offset, like, op)
             call = _SharedCall(*self._known[key], True)
         else:
             header = self._header("all_reduce", tensor, op, _STAGED, 0)
@@ -307,6 +321,9 @@ class SharedMemory(Collective):
         peers.publish(FINISHED, number)
 
     # ---------------------------------------------------------------------------------------------- what is called
+
+    def _reduce_slots(self, region: SharedRegion, offset: int, like: Tensor, op: Operation) -> None:
+        self._work.reduce_slots(region, offset, like, op, everywhere=not self._one_sum)
 
     def _mailed(
         self, kind: str, tensor: Tensor, outputs: Sequence[Tensor], op: Operation = "sum", root: int = 0

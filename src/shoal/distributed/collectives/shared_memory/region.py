@@ -114,6 +114,12 @@ class SharedRegion:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=rank * self.slot_bytes)
 
+    def common(self, offset: int, num_bytes: int) -> Tensor:
+        """Bytes of the whole mapping, whose slots lie one behind the other; a storage of their own size."""
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+
     def offset_in(self, rank: int, tensor: Tensor) -> int | None:
         """The byte of the rank's slot at which a tensor begins; None where it is elsewhere."""
         start = tensor.data_ptr() - self.base - rank * self.slot_bytes

@@ -72,8 +72,10 @@ class Workplace:
 
     # ----------------------------------------------------------------------------------------------------- slots
 
-    def reduce_slots(self, region: SharedRegion, offset: int, like: Tensor, op: Operation) -> None:
-        """This rank's part of all slots, combined and written to all of them."""
+    def reduce_slots(
+        self, region: SharedRegion, offset: int, like: Tensor, op: Operation, *, everywhere: bool = True
+    ) -> None:
+        """This rank's part of all slots, combined and written to all of them, or to the first alone."""
         key = (region.base, offset, like.numel(), like.dtype)
         chunks = self._chunks.get(key)
         if chunks is None:
@@ -83,7 +85,7 @@ class Workplace:
         for slots in chunks:
             first = slots[0]
             reduce_in_order(op, slots, first, self._wide)
-            for slot in slots[1:]:
+            for slot in slots[1:] if everywhere else ():
                 slot.copy_(first)
 
     def _cut_slots(self, region: SharedRegion, offset: int, like: Tensor) -> list[list[Tensor]]:

@@ -1,0 +1,232 @@
+"""One copy of parameters and optimizer state for all ranks of a host: the run is the run without it, to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conformance.cases import job as small
+from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.sharing import Shared
+from tests.usual import parametrize
+from torch import Tensor, nn
+
+import shoal
+from shoal.distributed.mesh import open_mesh
+from shoal.errors import JobError, PlanError, UserCodeError
+from shoal.launch.environment import Environment
+from shoal.parallel.shard.one_copy import open_shared, share_parameters
+from shoal.training.engine import Engine, Options, build
+from shoal.training.preflight import judged
+from shoal.training.step_records import Surroundings
+from shoal.training.telemetry import RecordWriter
+from shoal.verification.forked import forked
+
+pytestmark = pytest.mark.ranks
+
+JOB = f"{JOBS / 'halfway.py'}:gpt"  # AdamW with groups, tied weights, dropout, clipping, a schedule
+SAME = ("weights_sha256", "sample_digest", "metrics", "train_loss", "steps", "samples")
+ONE_COPY: dict[str, Any] = {"memory": {"shared": True}, "collectives": {"all_reduce": "shared_memory"}}
+
+
+def plan(folder: Path, ranks: int, *, exact: bool = True, shared: bool = True) -> tuple[str, ...]:
+    path = folder / f"{ranks}-{exact}-{shared}.toml"
+    sections = {**ONE_COPY, "memory": {"shared": shared}, "layout": {"data": ranks}, "execution": {"exact": exact}}
+    lines = [f"[{name}]\n{key} = {json.dumps(value)}\n" for name, own in sections.items() for key, value in own.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+    return ("--plan", str(path))
+
+
+@pytest.fixture(scope="module")
+def alone(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
+
+
+def assert_same(ended: Ended, wanted: Ended) -> None:
+    ended.expect(0)
+    assert {key: ended.result[key] for key in SAME} == {key: wanted.result[key] for key in SAME}
+
+
+@parametrize("ranks", [2, 3, 4], usual=["3"])
+def test_one_hash_on_any_number_of_ranks(ranks: int, alone: Ended, tmp_path: Path) -> None:
+    ended = run(Run(JOB, tmp_path / "run", None, arguments=(*plan(tmp_path, ranks), "--check-replicas", "2")))
+    assert_same(ended, alone)
+    assert "--check-replicas 2: no effect, since the ranks share one copy of the model" in ended.output
+    for rank in ended.result["memory"]["ranks"]:
+        known = {name: value for name, value in rank["predicted"].items() if value is not None}
+        assert {name: rank["measured"][name] for name in known} == known
+        assert rank["measured"]["optimizer"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fast_mode_has_the_bits_of_a_copy_for_each_rank(ranks: int, tmp_path: Path) -> None:
+    wanted = [plan(tmp_path, ranks, exact=False, shared=shared) for shared in (True, False)]
+    ended = run_all([Run(JOB, tmp_path / str(number), None, arguments=own) for number, own in enumerate(wanted)])
+    assert_same(*ended)
+
+
+@parametrize(("before", "after"), [((2, True), (3, False)), ((1, True), (2, True)), ((3, True), (2, True))], usual=[])
+def test_resumed_under_another_layout(
+    before: tuple[int, bool], after: tuple[int, bool], alone: Ended, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    first = plan(tmp_path, before[0], shared=before[1])
+    run(Run(JOB, out, None, arguments=(*first, "--steps", "7"))).expect(0)
+    then = plan(tmp_path, after[0], shared=after[1])
+    assert_same(run(Run(JOB, out, None, arguments=(*then, "--resume", "--steps", "16"))), alone)
+
+
+@pytest.mark.timeout(900)
+@parametrize("kills", [2, 20], usual=["2"])
+def test_killed_in_the_midst_of_an_update(kills: int, alone: Ended, tmp_path: Path) -> None:
+    """Whatever part of the parameters is updated then, what goes on is a state between two updates."""
+    folder, draw = tmp_path / "halfway", random.Random(kills)
+    folder.mkdir()
+    for number in range(kills):
+        when = draw.choice(("before", "after"))
+        (folder / f"{number:02}-{draw.randrange(2)}-{when}-{draw.choice((1, 1, 2))}").touch()
+    arguments = (*plan(tmp_path, 2), "--checkpoint-every", "2")
+    before = set(Path("/dev/shm").iterdir())
+    environment = {"TEST_HALFWAY": str(folder)}
+    wanted = Run(JOB, tmp_path / "run", None, arguments=arguments, environment=environment, restarts=kills)
+    ended = run(wanted, 600.0) if kills > 2 else run(wanted)
+    assert_same(ended, alone)
+    assert not list(folder.iterdir())
+    assert ended.result["restarts"] == kills
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "shoal" in path.name}
+
+
+# --------------------------------------------------------------------------------------------- from inside of the ranks
+
+
+def in_ranks(job: Any, folder: Path, look: Any, ranks: int = 2, steps: int = 2) -> list[Any]:
+    """Trains on forked ranks that share memory; what `look` finds of each rank's engine."""
+
+    def work(environment: Environment) -> None:
+        made = job()
+        wanted = judged(made, shoal.Plan().with_sections(layout={"data": ranks}, **ONE_COPY)).plan
+        around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
+        with open_mesh(environment, wanted.degrees) as mesh:
+            engine = build(made, wanted, mesh, Options(telemetry=False))
+            try:
+                engine.trainer(None, steps, around, RecordWriter(None)).train()
+                (folder / f"told-{mesh.rank}.json").write_text(json.dumps(look(engine)))
+            finally:
+                engine.close()
+
+    with forked(ranks, work, folder) as wait:
+        wait()
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def owned(engine: Engine) -> Any:
+    """The parameters that this rank has state of."""
+    state = engine.updater.optimizer.state
+    return [name for name, p in engine.sharded_model.parameters() if p in state]
+
+
+def test_each_parameter_has_its_state_on_one_rank(tmp_path: Path) -> None:
+    told = in_ranks(partial(small, optimizer=partial(torch.optim.AdamW, lr=0.01)), tmp_path / "ranks", owned)
+    assert sorted(told[0] + told[1]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert all(told)
+
+
+class Kinds(nn.Module):
+    """Strided, of no elements, under two names, in one memory, frozen, narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strided = nn.Parameter(torch.randn(5, 3).t())
+        self.empty = nn.Parameter(torch.empty(0))
+        self.tied = self.strided
+        both = torch.randn(8)
+        self.first, self.last = nn.Parameter(both[:4]), nn.Parameter(both[2:])
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.narrow = nn.Parameter(torch.randn(3).bfloat16())
+
+
+def test_shared_memory_keeps_what_parameters_are(tmp_path: Path) -> None:
+    def work(environment: Environment) -> None:
+        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).degrees) as mesh:
+            torch.manual_seed(mesh.rank)  # rank 0's values are everybody's
+            model, collective = Kinds(), open_shared(mesh)
+            shapes = [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in model.parameters()]
+            share_parameters(model, collective)
+            assert shapes == [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in model.parameters()]
+            torch.manual_seed(0)
+            for wanted, shared in zip(Kinds().parameters(), model.parameters(), strict=True):
+                assert torch.equal(wanted, shared)
+            collective.barrier()
+            if mesh.rank == 1:
+                with torch.no_grad():
+                    model.first[2] = 5.0
+            collective.barrier()
+            assert model.last[0] == 5.0
+            collective.barrier()
+            collective.close()
+
+    with forked(2, work, tmp_path / "ranks") as wait:
+        wait()
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that nobody knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(("optimizer", "named"), [(Own, "optimizer Own"), (hooked, "an optimizer with hooks")])
+def test_an_optimizer_that_may_write_anywhere_is_refused(optimizer: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="each may write to its own part of them alone") as caught:
+        in_ranks(partial(small, optimizer=optimizer), tmp_path / "ranks", owned)
+    assert caught.value.given == f"{named}, with memory.shared = true"
+
+
+class Fails(torch.optim.SGD):
+    """Raises where it updates the largest parameter, which only one rank does."""
+
+    def step(self, closure: Any = None) -> Any:
+        largest = max((p for g in self.param_groups for p in g["params"]), key=Tensor.numel)
+        if largest.grad is not None:
+            raise ValueError("this matrix is too large for me")
+        return super().step()
+
+
+Fails.__module__ = "torch.optim.fails"  # passes for one of torch's own
+
+
+def test_an_update_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="this matrix is too large for me"):
+        in_ranks(partial(small, optimizer=partial(Fails, lr=0.1)), tmp_path / "ranks", owned, ranks=3)
+
+
+def test_a_session_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a Session with memory\.shared = true"):
+        shoal.Session(shoal.Plan().with_sections(layout={"data": 2}, **ONE_COPY), global_batch=4)
+
+
+def test_ranks_of_several_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere() -> list[int]:
+        import os
+
+        return [1, int(os.environ["RANK"]), 1]
+
+    monkeypatch.setattr("shoal.distributed.collectives.shared_memory.all_reduce.place_of_process", elsewhere)
+    with pytest.raises(Exception, match="where memory could be shared"):
+        in_ranks(small, tmp_path / "ranks", owned)
