@@ -144,6 +144,7 @@ def assert_falls_back(out: Path, undisturbed: Ended) -> None:
     assert "checkpoint of step 9 is damaged" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_vanishes_is_told_at_once(tmp_path: Path) -> None:
     gate, gone = Gate(tmp_path / "gate", 3), tmp_path / "run"
     with start(Run(JOB, gone, 2, environment=gate.environment)) as started:

@@ -63,6 +63,7 @@ def test_world_sizes_that_differ(tmp_path: Path) -> None:
         assert "WORLD_SIZE=2" in ended.stderr
 
 
+@pytest.mark.slow
 def test_who_is_waited_for_is_told(tmp_path: Path) -> None:
     with ranks(tmp_path, (0, 3), (2, 3)) as started:
         first = started[0]
@@ -131,7 +132,7 @@ def test_a_peer_that_is_lost_without_a_launcher(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
-@parametrize("devices", [1, 2], usual=["2"])
+@parametrize("devices", [1, 2], usual=["1"])
 def test_threads_that_the_job_left_behind(devices: int, tmp_path: Path) -> None:
     job = tmp_path / "threads.py"
     what = "pass\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,), name='endless').start()"

@@ -39,7 +39,7 @@ def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
         assert f"sample {SAMPLES[when]}" in ended.stderr
 
 
-@parametrize("place", ["data", "backward"], usual=["backward"])
+@parametrize("place", ["data", "backward"], usual=[])
 def test_exact_mode_on_three_ranks(place: str, tmp_path: Path) -> None:
     """Grains 5 to 7 are rank 2's of three."""
     variables = {"TEST_RAISE": f"{place}:{2 * 16 + 12}"}

@@ -21,6 +21,7 @@ from shoal.runs.user_frames import place_of, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
 
 class MapSource(ABC):
@@ -146,6 +147,8 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
         raise
     except Exception as error:
         given = f"a batch of {len(samples)} samples of {name}"
+        if "shared memory" in str(error):  # torch's, of a worker process that hands the batch over
+            raise raised(given, "collating them", error, SHARED_MEMORY) from error
         remedy = "give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)"
         raise raised(given, "collating them", error, remedy) from error
 
