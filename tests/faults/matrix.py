@@ -318,7 +318,11 @@ ROWS = (
         "Q",
         "ranks with fewer samples, or none",
         "all end together; each sample weighs the same",
-        _in("ranks/test_samples", "test_a_rank_that_gets_nothing", "test_a_short_last_step_weighs_by_its_samples"),
+        _in(
+            "ranks/test_samples",
+            "test_a_rank_that_gets_nothing_in_exact_mode",
+            "test_a_short_last_step_weighs_by_its_samples",
+        ),
     ),
     Row(
         41,

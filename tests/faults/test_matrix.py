@@ -27,7 +27,8 @@ def mistake(test: str, *, usual: bool) -> str | None:
     if function is None:
         return f"{test}: no such test"
     marks = getattr(function, "pytestmark", [])
-    if usual and is_slow([*marks, *getattr(module, "pytestmark", [])]):
+    of_all = getattr(module, "pytestmark", [])
+    if usual and is_slow([*marks, *(of_all if isinstance(of_all, list) else [of_all])]):
         return f"{test}: slow as a whole"
     tables = [mark.args[1] for mark in marks if mark.name == "parametrize"]
     for values in tables:
