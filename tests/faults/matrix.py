@@ -155,8 +155,8 @@ ROWS = (
         "Q",
         "SIGTERM twice; SIGKILL after it",
         "exit code 130; the newest checkpoint is whole",
-        _in(PREEMPTED, "test_one_process_asked_twice_stops_at_once", "test_killed_altogether"),
-        _in(PREEMPTED, "test_asked_twice_it_stops_at_once"),
+        _in(PREEMPTED, "test_one_process_asked_twice_stops_at_once"),
+        _in(PREEMPTED, "test_asked_twice_it_stops_at_once", "test_killed_altogether"),
     ),
     Row(
         17,
@@ -261,8 +261,8 @@ ROWS = (
         "a full disk",
         "the training goes on; later checkpoints are written again",
         _in(WRITER, "test_a_disk_that_refuses_is_a_warning_and_is_counted")
-        + _in(STORE, "test_a_full_disk_leaves_nothing_behind")
-        + _in(STORAGE, "test_the_last_checkpoint_cannot_be_written"),
+        + _in(STORE, "test_a_full_disk_leaves_nothing_behind"),
+        _in(STORAGE, "test_the_last_checkpoint_cannot_be_written"),
     ),
     Row(
         34,
@@ -285,7 +285,8 @@ ROWS = (
         "Q",
         "a stop at any step, and a resume",
         "the same bits",
-        _in(PREEMPTED, "test_asked_to_stop", "test_killed_altogether"),
+        _in(PREEMPTED, "test_asked_to_stop"),
+        _in(PREEMPTED, "test_killed_altogether"),
     ),
     Row(
         37,
@@ -329,6 +330,7 @@ ROWS = (
         "Q",
         "a data worker dies, hangs or raises",
         "it is replaced at its exact place; what it raised is named",
+        _in(INCIDENTS, "test_a_data_worker_that_dies_or_hangs"),
         _in(INCIDENTS, "test_a_data_worker_that_dies_or_hangs")
         + _in("faults/test_raising", "test_a_data_worker_that_raises"),
     ),
@@ -337,6 +339,7 @@ ROWS = (
         "Q",
         "/dev/shm is too small",
         "an error that says so, and how to make it larger",
+        _in("unit/data/test_source", "test_shared_memory_that_is_too_small_is_no_fault_of_the_samples"),
         _in(ENDS, "test_too_little_shared_memory"),
     ),
     Row(
@@ -384,7 +387,11 @@ ROWS = (
             "unit/training/parameter_server/test_task_queue",
             "test_what_is_put_back_comes_first_and_under_another_ticket",
         ),
-        _in(SERVED, "test_a_server_that_dies_ends_the_run_which_goes_on_elsewhere"),
+        _in(
+            SERVED,
+            "test_a_server_that_dies_ends_the_run_which_goes_on_elsewhere",
+            "test_killed_and_stopped_in_asynchronous_mode_the_run_goes_on",
+        ),
     ),
     Row(
         49,
@@ -416,7 +423,8 @@ ROWS = (
         "Q",
         "any order of starts, takers, committers and pauses",
         "one commit a step; nothing that was committed is lost",
-        _in("unit/runs/test_generation_interleaved", "test_in_any_order"),
+        _in("unit/runs/test_generation_machine", "TestMembership")
+        + _in("unit/runs/test_generation_interleaved", "test_in_any_order"),
     ),
 )
 

@@ -49,7 +49,7 @@ SAID = {
 @parametrize("how", SAID, usual=["SIGSEGV"])
 def test_how_it_ended(how: str, tmp_path: Path) -> None:
     """The second time in the same way it is the job's own doing, and no third is tried."""
-    ended = run(ending(tmp_path, "optimizer", how, times=3)).expect(2 if how == "exit 0" else 69)
+    ended = run(ending(tmp_path, "optimizer", how, times=3)).fails(2 if how == "exit 0" else 69)
     assert "rank 1" in ended.stderr
     assert SAID[how] in ended.stderr
     assert "Traceback" not in ended.output
@@ -71,6 +71,7 @@ def test_killed_again_before_its_first_step(undisturbed: Ended, tmp_path: Path) 
 IN_LITTLE = 'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
 
 
+@pytest.mark.slow
 def test_too_little_shared_memory(tmp_path: Path) -> None:
     """Of loader workers, which hand batches over in /dev/shm."""
     if shutil.which("unshare") is None or _refused():
@@ -78,7 +79,7 @@ def test_too_little_shared_memory(tmp_path: Path) -> None:
     wanted = Run(f"{JOB}:wide", tmp_path / "run", 1, arguments=("--workers", "1"))
     command = ["unshare", "--mount", "sh", "-c", IN_LITTLE.format(size="64k"), "sh", *wanted.command]
     with start_command(command, wanted.out, fresh=True) as started:
-        ended = started.wait().expect(2)
+        ended = started.wait().fails(2)
     assert "/dev/shm" in ended.stderr
     assert "--shm-size" in ended.stderr
     assert "Traceback" not in ended.output

@@ -127,7 +127,7 @@ def test_a_lost_host(how: str, hosts: Hosts, undisturbed: Ended, tmp_path: Path)
         gate.open()
         left = [one for rank, one in enumerate(started) if rank != CRASHES.get(how)]
         for one in left:
-            ended = one.wait(SOON_SECONDS).expect(69)
+            ended = one.wait(SOON_SECONDS).fails(69)
             assert "has not answered for" in ended.stderr or len(left) == 2
             assert "another rank is gone" in ended.stderr
             assert "Traceback" not in ended.output
@@ -169,7 +169,7 @@ def test_a_connection_that_is_reset(hosts: Hosts, undisturbed: Ended, tmp_path: 
             pytest.skip("this kernel closes no connection on request (ss -K)")
         gate.open()
         for one in started:
-            assert "another rank is gone" in one.wait(SOON_SECONDS).expect(69).stderr
+            assert "another rank is gone" in one.wait(SOON_SECONDS).fails(69).stderr
     with ranks(hosts, out, None, "--resume") as started:
         ended, _ = (one.wait(SOON_SECONDS).expect(0) for one in started)
     assert_same(ended, undisturbed)

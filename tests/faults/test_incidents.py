@@ -55,7 +55,7 @@ def test_bad_samples_are_left_out_alike_on_any_number_of_devices(tmp_path: Path)
 
 
 def test_more_bad_samples_than_are_allowed(tmp_path: Path) -> None:
-    ended = run(with_bad(tmp_path / "run", 2, 1)).expect(2)
+    ended = run(with_bad(tmp_path / "run", 2, 1)).fails(2)
     assert "2 samples cannot be read: [7, 30]" in ended.stderr
     assert "Traceback" not in ended.output
 
@@ -65,7 +65,7 @@ def test_an_evaluation_leaves_nothing_out(bad: str, tmp_path: Path) -> None:
     """Its number would be another one, in silence."""
     wanted = Run(f"{JOB}:evaluated", tmp_path / "run", 2, arguments=("--bad-samples", "9"))
     wanted.environment = {"TEST_BAD": bad}
-    ended = run(wanted).expect(2)
+    ended = run(wanted).fails(2)
     assert f"sample {bad} of eval_data" in ended.stderr
     assert f"cannot read sample {bad}" in ended.stderr
     assert "Traceback" not in ended.output

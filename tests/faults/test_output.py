@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, TIME_LIMIT_SECONDS, Gate, Run, start_command
 from tests.usual import parametrize
 
@@ -101,13 +100,10 @@ def test_an_interrupt_at_a_terminal(tmp_path: Path) -> None:
     shows = threading.Thread(target=show)
     shows.start()
     try:
-        with start_command(
-            [*opens, *Run(JOB, out, 2, exact=True).command], out, gate.environment | {"TERM": "xterm"}
-        ) as started:
-            started.until(lambda: gate.reached(2), "the gate")
+        with start_command([*opens, *Run(JOB, out, 1).command], out, gate.environment | {"TERM": "xterm"}) as started:
+            started.until(lambda: gate.reached(1), "the gate")
             os.write(master, b"\x03")
             started.until(lambda: b"^C" in shown, "the terminal's echo, which comes after the signal")
-            wait_until_handed_on(started)
             gate.open()
             started.wait().expect(75)
         assert termios.tcgetattr(slave) == before

@@ -182,7 +182,7 @@ def job():
 def test_lost_twice_in_the_same_way_it_ends(tmp_path: Path) -> None:
     job = tmp_path / "dying.py"
     job.write_text(DYING.format(folder=str(JOBS)), encoding="utf-8")
-    ended = run(Run(job, tmp_path / "run", 2, arguments=CHECKPOINTS, restarts=5)).expect(69)
+    ended = run(Run(job, tmp_path / "run", 2, arguments=CHECKPOINTS, restarts=5)).fails(69)
     assert "rank 1" in ended.stderr
     assert "it ended with code 7 without a word" in ended.stderr
     assert "lost twice in the same way, both times after step" in ended.stderr

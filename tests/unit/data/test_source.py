@@ -232,3 +232,12 @@ def test_the_sample_that_does_not_fit_the_others_is_named(odd: int) -> None:
     assert caught.value.given == f"sample {odd} of train_data"
     assert "mend what does not fit" in caught.value.remedy
     assert len(opened(rows).fetch([np.arange(8, 12)], [0])) == 4
+
+
+def test_shared_memory_that_is_too_small_is_no_fault_of_the_samples() -> None:
+    def full(samples: list[Any]) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
+
+    with pytest.raises(DataError, match="shared memory") as caught:
+        fetch(Plain(), full)
+    assert "--shm-size" in caught.value.remedy
