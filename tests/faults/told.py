@@ -40,7 +40,11 @@ def table(told: list[dict[str, str | None]]) -> str:
         if message is None:
             continue
         where = f"rank {message['rank']} (HOST): " if message["rank"] is not None else ""
-        cells = (str(row.number), where + str(message["kind"]), *(shown(str(message[k])) for k in ("conflict", "remedy")))
+        cells = (
+            str(row.number),
+            where + str(message["kind"]),
+            *(shown(str(message[k])) for k in ("conflict", "remedy")),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
