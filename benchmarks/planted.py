@@ -30,7 +30,7 @@ from shoal.planner.diagnose.trial import tried
 from shoal.runs.run_files import read_run
 
 
-def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str, Any]:
+def measured(name: str, planted: Planted, folder: Path, rounds: tuple[int, int]) -> dict[str, Any]:
     """Runs a planted slowness; its causes, and gains of the rounds in which the first was mended."""
     run = folder / name.replace(" ", "-")
     with contextlib.ExitStack() as stack:
@@ -45,7 +45,8 @@ def measured(name: str, planted: Planted, folder: Path, rounds: int) -> dict[str
             [Remedy("mended", "", 0.0, arguments=planted.mended)] if planted.mended else best_remedies(losses)[:1]
         )
         steps = max(planted.trial_steps, trial_steps(times, remedies)) if remedies else planted.trial_steps
-        results = tried(replace(trial_job(str(JOB), files, times, steps), rounds=rounds), remedies, lambda text: None)
+        trial = replace(trial_job(str(JOB), files, times, steps), rounds=rounds[0], most_rounds=rounds[1])
+        results = tried(trial, remedies, lambda text: None)
     causes = [(loss.cause, round(loss.regained, 3)) for loss in losses]
     # What is changed by hand has no remedy of its own that could be tried.
     gain = losses[0].regained if planted.mended and losses else remedies[0].gain if remedies else None
@@ -62,7 +63,8 @@ def main() -> None:
     """Runs those that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLANTED)}")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="the fewest of a trial")
+    parser.add_argument("--most-rounds", type=int, default=9, help="where they do not agree")
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,7 +73,7 @@ def main() -> None:
         for name in asked.names or [*PLANTED, "healthy"]:
             planted = PLANTED.get(name, HEALTHY)
             # In a process of its own: the job of small buckets changes shoal's.
-            found = in_child(partial(measured, name, planted, folder, asked.rounds))
+            found = in_child(partial(measured, name, planted, folder, (asked.rounds, asked.most_rounds)))
             found["median"] = median(found["gains"]) if found["gains"] else None
             print(json.dumps(found), flush=True)
 

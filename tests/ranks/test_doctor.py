@@ -66,7 +66,7 @@ PLANTED = {
     "memory": Planted(
         "memory",
         2,
-        settings={"elementwise": 16_380, "depth": 8, "grains": 32},
+        settings={"elementwise": 16_380, "depth": 16, "grains": 32},
         arguments=("--checkpoint-every", "1000"),
         measured=True,
     ),

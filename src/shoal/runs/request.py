@@ -7,9 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-from pydantic import TypeAdapter
+from typing import Any, TypeVar, cast
 
 from shoal.errors import InUseError, LaunchError
 from shoal.hardware.detect import cores, visible_gpus
@@ -24,6 +22,7 @@ from shoal.runs.generation import Fence
 from shoal.runs.initial_weights import InitialWeights
 from shoal.runs.job_file import JobRequest
 from shoal.runs.resize import resized
+from shoal.runs.sound_values import adapter
 from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
@@ -218,13 +217,14 @@ def devices_here() -> int:
 def dumped(value: object) -> str:
     """A frozen value as JSON."""
     # Not pydantic's own writer: it has null for the numbers that JSON lacks, which a plan's [prediction] may have.
-    return json.dumps(TypeAdapter(type(value)).dump_python(value, by_alias=True), default=str)
+    return json.dumps(adapter(cast(Any, type(value))).dump_python(value, by_alias=True), default=str)
 
 
 def loaded(kind: type[T], text: str) -> T:
     """The value of that kind that `dumped` was given."""
     try:
-        return TypeAdapter(kind).validate_python(json.loads(text))
+        found: T = adapter(cast(Any, kind)).validate_python(json.loads(text))
+        return found
     except ValueError as error:
         raise LaunchError(
             given=f"a {kind.__name__} that another process of this run wrote",

@@ -9,6 +9,7 @@ import shutil
 import struct
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from shoal.cli import watch as watching
 from shoal.cli.finished_run import Run
 from shoal.cli.main import main
 from shoal.cli.options import WatchOptions
-from shoal.runs.directory_lock import claim, is_held
+from shoal.runs.directory_lock import NAME, Patience, claim, is_held
 
 COLUMNS = 40
 
@@ -86,6 +87,32 @@ def test_a_run_is_watched_to_its_end(
     ]
     assert 'shoal_step{run="run"} 30.0' in (tmp_path / "run.prom").read_text()
     assert not is_held(run.path)
+
+
+def test_a_run_that_another_host_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = going_on(tmp_path / "run")
+    # As a directory shared with that host has it: a lock of no process of this kernel, whose time is renewed.
+    holder = {"pid": 1, "host": "elsewhere", "boot": "another", "process_started": 1, "command": "shoal run"}
+    lock = run.path / NAME
+    lock.write_text(json.dumps({**holder, "since": "2026-01-01 00:00:00 UTC", "token": "its"}))
+
+    def more() -> None:
+        run.steps(10)
+        run.written()
+        os.utime(lock)
+
+    def is_silent() -> None:
+        long_ago = time.time() - 2 * Patience().limit_seconds
+        os.utime(lock, (long_ago, long_ago))
+
+    on_each_look(monkeypatch, more, is_silent)
+    assert main(["watch", str(run.path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in told[:2]] == ["run: running", "run: running"]
+    assert "step 20/30" in told[1]
+    assert "running" not in told[-1]
 
 
 @pytest.mark.parametrize("ending", ["ends", "is deleted", "is interrupted"])

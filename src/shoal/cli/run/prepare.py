@@ -20,7 +20,6 @@ from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, restarts
 from shoal.launch.signals import Signals, stop_signals
-from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
@@ -30,8 +29,16 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.sound_values import adapter
 from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
+
+
+def load_rank() -> None:
+    """Loads what ranks need, in the process that they are copies of."""
+    for name in ("shoal.cli.run.train", "shoal.distributed.collectives.shared_memory.all_reduce", "numpy.ma"):
+        importlib.import_module(name)
+    adapter(RunRequest)
 
 
 def run(options: RunOptions) -> int:
@@ -59,7 +66,6 @@ def _run(options: RunOptions) -> int:
     environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
-        wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
         return _train(request, environment, Signals(impatient=True))
     limits = range_of(options)

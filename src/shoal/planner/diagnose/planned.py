@@ -187,20 +187,29 @@ def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: Ru
 
 
 def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The machine with room for so many ranks: where cores are fewer, each rank gets a part of one."""
-    if ranks <= cluster.devices_per_host or cluster.device.kind == "gpu":
-        return cluster
+    """The machine as this many ranks have it: fewer have as many threads each, and more than cores a part of a core.
+
+    Remedies change no threads: neither do trials.
+    """
     there = cluster.devices_per_host
-    part, core = there / ranks, cluster.device_for(there)
+    if cluster.device.kind == "gpu" or cluster.num_hosts > 1:
+        return cluster
+    core = cluster.device_for(min(ranks, there))
+    fewer = dict.fromkeys(range(2, min(ranks, there) + 1), core)
+    alone = {1: core if ranks == 1 else replace(core, memory=core.memory_alone or core.memory)}
+    alternatives = {**cluster.alternatives, **fewer, **alone}
+    if ranks <= there:
+        return replace(cluster, alternatives=alternatives)
+    part = there / ranks
     crowded = replace(
         core,
         memory_bytes=int(core.memory_bytes * part),
         memory_bytes_per_second=core.memory_bytes_per_second * part,
+        memory_alone=None,
         flops={dtype: value * part for dtype, value in core.flops.items()},
         launch_seconds=core.launch_seconds / part,
         dispatch_seconds=core.dispatch_seconds / part,
     )
-    alternatives = {**{n: cluster.device_for(n) for n in range(1, there + 1)}}
     return replace(cluster, device=crowded, devices_per_host=ranks, alternatives=alternatives)
 
 

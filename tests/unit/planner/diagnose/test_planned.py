@@ -70,6 +70,13 @@ def test_half_the_bytes_take_half_of_the_sums(asked: PlannedRun) -> None:
     assert 0.3 * 0.02 / asked.times.step < gain < 0.5 * 0.02 / asked.times.step
 
 
+def test_fewer_ranks_have_no_more_threads_each(asked: PlannedRun) -> None:
+    both = {1: replace(CORE, name="both", flops={"float32": 9e11}, memory_bytes_per_second=9e10)}
+    case = replace(asked.plain, cluster=replace(MACHINE, alternatives=both))
+    again = planned_run(case, asked.plan, records(asked.times), asked.times)
+    assert again.gain(FEWER) == asked.gain(FEWER)
+
+
 def test_what_is_no_plan_is_not_asked(asked: PlannedRun) -> None:
     assert asked.gain(WORKERS) is None
     assert asked.gain(THREADS) is None
