@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,10 @@ GONE_WITHIN_SECONDS = 2.0
 AT_ONCE = 2
 
 _MARK = "SHOAL_TEST_MARK"
+# A file for the messages of failures, from which docs/faults.md has its table.
+TOLD = "SHOAL_TEST_TOLD"
+_ERROR = re.compile(r"^error(?: on rank (\d+)(?: \(([^)]+)\))?)?: (\w+)$", re.MULTILINE)
+_BEATS = ("  you gave:", "  conflicts with:", "  write instead:")
 # A command under test must not believe that it is one of an outer run's ranks.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _SCRUBBED_PREFIXES = (
@@ -57,6 +62,18 @@ _SCRUBBED_PREFIXES = (
 def unlaunched(variables: Mapping[str, str]) -> dict[str, str]:
     """Without what a launcher or an outer run may have set."""
     return {k: v for k, v in variables.items() if k not in _SCRUBBED and not k.startswith(_SCRUBBED_PREFIXES)}
+
+
+@dataclass(frozen=True)
+class Message:
+    """Error of a command as it is told: where, and the first line of each beat."""
+
+    kind: str
+    rank: str | None
+    host: str | None
+    given: str
+    conflict: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,31 @@ class Ended:
         """Itself. Raises: AssertionError with the output where the exit code is another."""
         assert self.code == code, f"exit code {self.code}, expected {code}\n{self.stdout}\n{self.stderr}"
         return self
+
+    def fails(self, code: int) -> Ended:
+        """Itself, whose one message says where, what and what to do. Raises: AssertionError."""
+        message = self.expect(code).message
+        noted = os.environ.get(TOLD)
+        if noted:
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0]
+            with open(noted, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"test": test, **asdict(message)}) + "\n")
+        return self
+
+    @property
+    def message(self) -> Message:
+        """Its error. Raises: AssertionError where there is none, or more than it."""
+        found = list(_ERROR.finditer(self.stderr))
+        assert len(found) == 1, f"{len(found)} errors are told\n{self.stderr}"
+        lines = self.stderr[found[0].end() + 1 :].splitlines()
+        beats = [line.removeprefix(beat).strip() for beat in _BEATS for line in lines if line.startswith(beat)]
+        assert len(beats) == len(_BEATS), f"not three beats\n{self.stderr}"
+        assert all(beats), f"an empty beat\n{self.stderr}"
+        rank, host, kind = found[0].groups()
+        assert (rank is None) == (host is None), f"a rank without its host\n{self.stderr}"
+        # Of a rank that crashed the interpreter shows its stack, which in a fork begins with what has forked it.
+        assert "Traceback (most recent call last)" not in self.output, self.output
+        return Message(kind, rank, host, *beats)
 
 
 @dataclass

@@ -76,6 +76,20 @@ class Host:
         """Puts the cable in again."""
         _run("ip", "link", "set", self.link, "master", bridge)
 
+    def lose_way_to(self, other: Host) -> None:
+        """From now on no packet goes from here to the other host, while its own arrive."""
+        _run("ip", "-n", self.namespace, "route", "add", "blackhole", f"{other.address}/32")
+
+    def find_way_to(self, other: Host) -> None:
+        """Undoes `lose_way_to`, where that was."""
+        words = ["ip", "-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32"]
+        subprocess.run(words, capture_output=True)
+
+    def reset(self, other: Host) -> bool:
+        """Closes all connections with the other host, with a word to both ends; whether the kernel has done it."""
+        words = ["nsenter", f"--net=/run/netns/{self.namespace}", "ss", "-HK", "dst", other.address]
+        return bool(subprocess.run(words, capture_output=True, text=True).stdout.strip())
+
     def shape(self, megabits: float) -> None:
         """Limits what the host sends and receives, in megabits a second each."""
         limit = ("root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "50ms")

@@ -70,7 +70,7 @@ def test_a_preempted_one_that_lost_a_rank_later(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_that_fails_at_a_nan(tmp_path: Path) -> None:
-    ended = run(poisoned(tmp_path / "run", "stop", False)).expect(65)
+    ended = run(poisoned(tmp_path / "run", "stop", False)).fails(65)
     found = accounted(ended, tmp_path / "page.html")
     assert (found.status, found.steps) == ("failed", NAN_STEP - 1)
     assert "not finite" in found.ending

@@ -263,7 +263,7 @@ def test_three_beats_and_exit_code_2(name: str, old_run: Path, busy_port: int, t
         cwd=here,
     )
     before = digests(here)
-    ended = run(wanted).expect(2)
+    ended = run(wanted).fails(2)
     for beat in BEATS:
         assert ended.stderr.count(beat) == 1, (beat, ended.stderr)
     given, rest = ended.stderr.split("you gave:")[1].split("conflicts with:")
@@ -290,12 +290,12 @@ def test_the_job_without_a_mistake_runs(old_run: Path) -> None:
 
 def test_a_refused_command_leaves_no_directory(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run(Run(f"{BAD}:no_optimizer", out, 1)).expect(2)
+    run(Run(f"{BAD}:no_optimizer", out, 1)).fails(2)
     assert not out.exists()
 
 
 def test_after_a_failed_first_step_the_same_directory_serves(tmp_path: Path) -> None:
     """A mistake mended is not a run to overwrite."""
     out = tmp_path / "run"
-    run(Run(f"{BAD}:bare_mean", out, 1)).expect(2)
+    run(Run(f"{BAD}:bare_mean", out, 1)).fails(2)
     run(Run(BAD, out, 1)).expect(0)

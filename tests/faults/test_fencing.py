@@ -56,7 +56,7 @@ def test_a_host_that_stood_still(devices: int, then: int, code: str, undisturbed
         gate.open()
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-        back = started.wait().expect(69)
+        back = started.wait().fails(69)
     assert "this process is fenced" in back.stderr
     assert "generation 2 has begun, by process" in back.stderr
     assert content(out) == before

@@ -55,8 +55,19 @@ def test_bad_samples_are_left_out_alike_on_any_number_of_devices(tmp_path: Path)
 
 
 def test_more_bad_samples_than_are_allowed(tmp_path: Path) -> None:
-    ended = run(with_bad(tmp_path / "run", 2, 1)).expect(2)
+    ended = run(with_bad(tmp_path / "run", 2, 1)).fails(2)
     assert "2 samples cannot be read: [7, 30]" in ended.stderr
+    assert "Traceback" not in ended.output
+
+
+@parametrize("bad", ["7", "30"], usual=["30"])
+def test_an_evaluation_leaves_nothing_out(bad: str, tmp_path: Path) -> None:
+    """Its number would be another one, in silence."""
+    wanted = Run(f"{JOB}:evaluated", tmp_path / "run", 2, arguments=("--bad-samples", "9"))
+    wanted.environment = {"TEST_BAD": bad}
+    ended = run(wanted).fails(2)
+    assert f"sample {bad} of eval_data" in ended.stderr
+    assert f"cannot read sample {bad}" in ended.stderr
     assert "Traceback" not in ended.output
 
 
@@ -86,9 +97,10 @@ def test_a_flipped_bit_is_found_and_taken_back(devices: int, victim: int, tmp_pa
     whole = Run(f"{JOB}:flipped", tmp_path / "whole", 1, True, environment={"TEST_FLIP": f"{tmp_path}:6:9"})
     ended, undisturbed = (ended.expect(0) for ended in run_all([wanted, whole]))
     assert_same(ended, undisturbed)
-    (found,) = of_kind(ended, "replicas")
+    found, named = of_kind(ended, "replicas")
     assert (found["step"], found["done"]) == (8, "rolled back to step 6")
     assert ("one of ranks 0, 1" if devices == 2 else f"of rank {victim} ") in found["what"]
+    assert (named["step"], named["rank"]) == (8, victim), "known once the steps have been trained again"
 
 
 @pytest.mark.slow

@@ -45,13 +45,13 @@ def ranks(
 
 def ends(tmp_path: Path, *given: tuple[int, int]) -> list[Ended]:
     with ranks(tmp_path, *given) as started:
-        return [one.wait(SOON_SECONDS).expect(2) for one in started]
+        return [one.wait(SOON_SECONDS).fails(2) for one in started]
 
 
 def test_two_processes_as_one_rank(tmp_path: Path) -> None:
     with ranks(tmp_path, (0, 3), (1, 3), (1, 3)) as started:
         pids = [one.pid for one in started]
-        found = [one.wait(SOON_SECONDS).expect(2) for one in started]
+        found = [one.wait(SOON_SECONDS).fails(2) for one in started]
     for ended in found:
         assert "have both come as rank 1" in ended.stderr
         assert all(f"process {pid} on" in ended.stderr for pid in pids[1:])
@@ -63,6 +63,7 @@ def test_world_sizes_that_differ(tmp_path: Path) -> None:
         assert "WORLD_SIZE=2" in ended.stderr
 
 
+@pytest.mark.slow
 def test_who_is_waited_for_is_told(tmp_path: Path) -> None:
     with ranks(tmp_path, (0, 3), (2, 3)) as started:
         first = started[0]
@@ -75,7 +76,7 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     began = time.monotonic()
     with ranks(tmp_path, (0, 3), (2, 3)) as started:
         for one in started:
-            ended = one.wait(200.0).expect(2)
+            ended = one.wait(200.0).fails(2)
             assert "rank 1 of 3 did not come within 45 s; here are rank 0 (process" in ended.stderr
     assert time.monotonic() - began < 200.0
 
@@ -104,7 +105,7 @@ def job():
 def test_a_rank_that_fails_before_it_has_joined(what: str, tmp_path: Path) -> None:
     job = tmp_path / "raising.py"
     job.write_text(RAISING.format(folder=str(JOBS), what=what, changes=""), encoding="utf-8")
-    ended = run(Run(job, tmp_path / "run", 3), SOON_SECONDS).expect(2)
+    ended = run(Run(job, tmp_path / "run", 3), SOON_SECONDS).fails(2)
     assert "rank 1" in ended.stderr
     assert ("no such table" in ended.stderr) == ("table" in what)
     assert "PeerError" not in ended.stderr
@@ -114,7 +115,7 @@ def test_a_worker_that_ends_with_0_in_the_midst_of_its_work(tmp_path: Path) -> N
     job = tmp_path / "ending.py"
     changes = "schedule=lambda progress: os._exit(0) if os.environ.get('RANK') == '1' and progress > 0.2 else 1.0"
     job.write_text(RAISING.format(folder=str(JOBS), what="pass", changes=changes), encoding="utf-8")
-    ended = run(Run(job, tmp_path / "run", 2), SOON_SECONDS).expect(69)
+    ended = run(Run(job, tmp_path / "run", 2), SOON_SECONDS).fails(69)
     assert "rank 1" in ended.stderr
     assert "it ended with code 0 without a word" in ended.stderr
 
@@ -125,13 +126,13 @@ def test_a_peer_that_is_lost_without_a_launcher(tmp_path: Path) -> None:
         zero.until(lambda: gate.reached(2), "the gate")
         one.send(signal.SIGKILL)
         gate.open()
-        ended = zero.wait(SOON_SECONDS).expect(69)
-    assert "error on rank 0: PeerError" in ended.stderr
+        ended = zero.wait(SOON_SECONDS).fails(69)
+    assert "error on rank 0 (" in ended.stderr
     assert "rank 1 (process" in ended.stderr
     assert "Traceback" not in ended.output
 
 
-@parametrize("devices", [1, 2], usual=["2"])
+@parametrize("devices", [1, 2], usual=[])
 def test_threads_that_the_job_left_behind(devices: int, tmp_path: Path) -> None:
     job = tmp_path / "threads.py"
     what = "pass\nimport threading, time\nthreading.Thread(target=time.sleep, args=(10**6,), name='endless').start()"

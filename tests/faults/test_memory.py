@@ -41,7 +41,7 @@ def test_goes_on_with_smaller_microbatches(
 @parametrize(("devices", "memory"), product([1, 2], ["host", "device"]), usual=["2-host"])
 def test_one_grain_does_not_fit(devices: int, memory: str, tmp_path: Path) -> None:
     variables = {"TEST_MAX_ROWS": "1", "TEST_MEMORY_OF": memory}
-    ended = run(Run(JOB, tmp_path / "run", devices, environment=variables)).expect(2)
+    ended = run(Run(JOB, tmp_path / "run", devices, environment=variables)).fails(2)
     for text in ("OutOfMemoryError", "you gave", "conflicts with", "write instead", "grains"):
         assert text in ended.stderr, text
     assert "Traceback" not in ended.output

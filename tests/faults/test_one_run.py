@@ -30,7 +30,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(tmp_path: Path
             Run(JOB, out, 1),
             Run(JOB, out, None, arguments=("--resume", "--devices", "1"), environment=alone),
         ):
-            refused = run(replace(second, environment=dict(second.environment))).expect(2)
+            refused = run(replace(second, environment=dict(second.environment))).fails(2)
             assert f"it is in use by pid {first.pid} on {os.uname().nodename} since" in refused.stderr
             assert f"(shoal run {JOB} --devices 2 --out {out} --max-restarts 0)" in refused.stderr
         assert content(out) == before

@@ -62,7 +62,7 @@ def written(folder: Path, factor: str = "1.0", **changes: str) -> Path:
 )
 def test_ranks_with_another_model_or_other_data(changes: dict[str, str], named: str, tmp_path: Path) -> None:
     variables = {"OTHER_RANK": "1"}
-    ended = run(Run(written(tmp_path / "job", **changes), tmp_path / "run", 2, environment=variables)).expect(2)
+    ended = run(Run(written(tmp_path / "job", **changes), tmp_path / "run", 2, environment=variables)).fails(2)
     assert "rank 1 on" in ended.stderr
     assert named in ended.stderr
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -85,7 +85,7 @@ def test_a_resume_with_other_code(changes: dict[str, str], place: str, tmp_path:
     folder, out = tmp_path / "job", tmp_path / "run"
     begun(folder, out)
     path = written(folder, **changes)
-    refused = resumed(path, out).expect(2)
+    refused = resumed(path, out).fails(2)
     assert f"another {place}" in refused.stderr
     assert "--accept-changes" in refused.stderr
     accepted = resumed(path, out, "--accept-changes").expect(0)
@@ -107,7 +107,7 @@ def test_a_resume_whose_job_json_is_damaged(tmp_path: Path) -> None:
     folder, out = tmp_path / "job", tmp_path / "run"
     begun(folder, out)
     (out / "job.json").write_text("{", encoding="utf-8")
-    refused = resumed(written(folder), out).expect(74)
+    refused = resumed(written(folder), out).fails(74)
     assert "job.json is damaged" in refused.stderr
     resumed(written(folder), out, "--accept-changes").expect(0)
 
@@ -124,5 +124,5 @@ def test_ranks_with_another_option(option: str, tmp_path: Path) -> None:
             )
             for rank, own in (("0", ()), ("1", (option, "3")))
         ]
-        ends = [rank.wait(60.0).expect(2) for rank in ranks]
+        ends = [rank.wait(60.0).fails(2) for rank in ranks]
     assert f"{option} = 3" in ends[0].stderr

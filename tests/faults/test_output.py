@@ -8,6 +8,8 @@ import os
 import pty
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def assert_completed(out: Path) -> None:
 CASES = [(1, "| head -n 1"), (2, "| head -n 1"), (2, "> /dev/full"), (1, ">&-")]
 
 
-@parametrize(("devices", "to"), CASES, ids=["pipe-1", "pipe-2", "full-2", "closed-1"], rare=["pipe-1", "pipe-2"])
+@parametrize(("devices", "to"), CASES, ids=["pipe-1", "pipe-2", "full-2", "closed-1"], usual=["closed-1"])
 def test_stdout_and_stderr_take_no_more(devices: int, to: str, tmp_path: Path) -> None:
     job, out, code = tmp_path / "printing.py", tmp_path / "run", tmp_path / "code"
     job.write_text(PRINTING.format(folder=str(JOBS)), encoding="utf-8")
@@ -53,6 +55,7 @@ def test_stdout_and_stderr_take_no_more(devices: int, to: str, tmp_path: Path) -
     assert_completed(out)
 
 
+@pytest.mark.slow
 def test_the_terminal_is_gone(tmp_path: Path) -> None:
     """A terminal that is closed sends SIGHUP to whom it controls; here the run has no controlling terminal."""
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", 3)
@@ -80,6 +83,39 @@ def test_the_terminal_is_gone(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert_completed(out)
+
+
+def test_an_interrupt_at_a_terminal(tmp_path: Path) -> None:
+    """Ctrl-C goes to every process of the terminal's foreground group: one request to stop, told in words."""
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", 3)
+    master, slave = pty.openpty()
+    before, shown = termios.tcgetattr(slave), bytearray()
+
+    def show() -> None:
+        with contextlib.suppress(OSError):  # as it ends once nobody has the other end
+            while True:
+                shown.extend(os.read(master, 1 << 16))
+
+    # The first terminal that the leader of a session opens is the one that controls it.
+    opens = ["sh", "-c", f'exec "$@" <{os.ttyname(slave)} >{os.ttyname(slave)} 2>&1', "sh"]
+    shows = threading.Thread(target=show)
+    shows.start()
+    try:
+        with start_command([*opens, *Run(JOB, out, 1).command], out, gate.environment | {"TERM": "xterm"}) as started:
+            started.until(lambda: gate.reached(1), "the gate")
+            os.write(master, b"\x03")
+            started.until(lambda: b"^C" in shown, "the terminal's echo, which comes after the signal")
+            gate.open()
+            started.wait().expect(75)
+        assert termios.tcgetattr(slave) == before
+    finally:
+        os.close(slave)
+        shows.join()
+        os.close(master)
+    assert b"Traceback" not in shown
+    assert b"--resume" in shown
+    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    assert (result["status"], result["steps"]) == ("preempted", 4)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

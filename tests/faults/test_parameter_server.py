@@ -65,6 +65,7 @@ def test_killed_in_synchronous_mode_the_weights_are_those_of_one_process(undistu
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_in_asynchronous_mode_the_run_goes_on(undisturbed: Ended, tmp_path: Path) -> None:
     killed, stopped, last, out = 2 * BATCH + 1, 3 * BATCH + 1, 11 * BATCH, tmp_path / "run"
     held = {"TEST_HOLD": f"{tmp_path}:{killed}:{stopped}:{last}"}
@@ -99,7 +100,7 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_elsewhere(undisturbed: En
     with start(Run(JOB, out, None, arguments=arguments, environment={"TEST_HOLD": f"{tmp_path}:{sample}"})) as started:
         holder(started, tmp_path, sample)
         os.kill(started.workers()[1], signal.SIGKILL)
-        ended = started.wait().expect(69)
+        ended = started.wait().fails(69)
     assert "rank 1" in ended.stderr
     assert "SIGKILL" in ended.stderr
     plain = tmp_path / "plain.toml"
@@ -119,7 +120,7 @@ def test_one_that_stands_still_is_blamed_and_no_worker(rank: int, tmp_path: Path
         holder(started, tmp_path, sample)
         os.kill(started.workers()[rank], signal.SIGSTOP)
         (tmp_path / f"open-{sample}").touch()
-        ended = started.wait().expect(69)
+        ended = started.wait().fails(69)
     assert f"error on rank {rank} (" in ended.stderr
     assert "was stopped (SIGSTOP) for" in ended.stderr
     assert "has come in its place" not in ended.output

@@ -48,7 +48,7 @@ def loads(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("grains", "devices", "nearest"), [("", 9, "1 to 8"), ("grains=3,", 4, "1 to 3")])
 def test_more_ranks_than_grains(tmp_path: Path, grains: str, devices: int, nearest: str) -> None:
-    ended = run(Run(written(tmp_path, grains), tmp_path / "out", devices)).expect(2)
+    ended = run(Run(written(tmp_path, grains), tmp_path / "out", devices)).fails(2)
     assert nearest in ended.stderr
     assert "on rank" not in ended.stderr
     assert [line.split()[1] for line in loads(tmp_path)] == ["none"]  # once, and by no rank
@@ -74,7 +74,7 @@ def test_what_the_plan_alone_tells(
     (tmp_path / "plan.toml").write_text(plan)
     arguments = ("--plan", str(tmp_path / "plan.toml"))
     job = written(tmp_path)
-    ended = run(Run(job, tmp_path / "out", devices, arguments=arguments, environment=environment)).expect(2)
+    ended = run(Run(job, tmp_path / "out", devices, arguments=arguments, environment=environment)).fails(2)
     assert said in ended.stderr
     assert loads(tmp_path) == []
     assert not ended.out.exists()

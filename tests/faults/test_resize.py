@@ -55,7 +55,7 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
     assert [line["processes"] for line in lines if line["kind"] == "resized"] == list(sizes[1:])
     assert not (out / "resize.json").exists()
     with start_command(resize(out, 1), tmp_path / "resize") as asked:
-        assert "no run trains there now" in asked.wait().expect(2).stderr
+        assert "no run trains there now" in asked.wait().fails(2).stderr
 
 
 def assert_refused(out: Path, devices: int) -> None:

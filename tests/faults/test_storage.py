@@ -15,7 +15,7 @@ pytestmark = pytest.mark.faults
 JOB = f"{JOBS / 'tiny.py'}:job"
 
 
-@parametrize(("stop", "devices"), [(False, 2), (True, 1)], ids=["to the end", "preempted"], usual=["to the end"])
+@parametrize(("stop", "devices"), [(False, 2), (True, 1)], ids=["to the end", "preempted"], usual=[])
 def test_the_last_checkpoint_cannot_be_written(stop: bool, devices: int, tmp_path: Path) -> None:
     gate, out = Gate(tmp_path / "gate", 9), tmp_path / "run"
     with start(Run(JOB, out, devices, environment=gate.environment)) as started:
@@ -25,7 +25,7 @@ def test_the_last_checkpoint_cannot_be_written(stop: bool, devices: int, tmp_pat
         if stop:
             started.send(signal.SIGTERM)
         gate.open()
-        ended = started.wait().expect(73)
+        ended = started.wait().fails(73)
     assert "StorageError" in ended.stderr
     assert "it could not be written" in ended.stderr
     assert "Traceback" not in ended.output

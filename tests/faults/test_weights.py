@@ -35,7 +35,7 @@ def job():
 def test_refused_at_once(weight: str, said: str, tmp_path: Path) -> None:
     job = tmp_path / "weighted.py"
     job.write_text(SOURCE.format(folder=str(JOBS), weight=weight), encoding="utf-8")
-    ended = run(Run(job, tmp_path / "run", 2)).expect(2)
+    ended = run(Run(job, tmp_path / "run", 2)).fails(2)
     assert "LossError" in ended.stderr
     assert said in ended.stderr
     assert "Traceback" not in ended.output

@@ -34,6 +34,11 @@ def rows() -> shoal.Job:
     return tiny.mlp(train_data=partial(Rows, 40), length=shoal.Epochs(2))
 
 
+def evaluated() -> shoal.Job:
+    """The MLP, some of whose evaluation data cannot be read."""
+    return tiny.mlp(eval_data=partial(Rows, 40))
+
+
 _models: list[nn.Module] = []
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from shoal.data.source import SHARED_MEMORY
 from shoal.errors import DataError
 
 # A death is noticed after so long. torch would look every 5 s, or raise wherever the rank happens to be by then.
@@ -21,7 +22,6 @@ _FIRST_SECONDS = 300.0  # for the first batch of all, with the import of whateve
 _TIMES_AGAIN = 4.0  # a batch that was waited for in vain may take so much longer the next time
 _MOST_IN_A_ROW = 3
 _OWN_MESSAGE = "look for its own message above; data.workers = 0 reads in the rank itself"
-_SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
 
 class SampleWorkers:
@@ -147,5 +147,5 @@ def _failed(why: str, exit_code: int | None = None) -> DataError:
     return DataError(
         given="data.workers, processes that read samples for this rank",
         conflict=f"a worker process died or was stuck: {why}",
-        remedy=_SHARED_MEMORY if exit_code == -signal.SIGBUS else _OWN_MESSAGE,
+        remedy=SHARED_MEMORY if exit_code == -signal.SIGBUS else _OWN_MESSAGE,
     )

@@ -21,6 +21,8 @@ from shoal.runs.user_frames import place_of, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+_REFERENCES = 3  # samples with which the others are compared, where not all can be collated
+SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
 
 class MapSource(ABC):
@@ -109,14 +111,15 @@ class SampleSource(MapSource):
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
             samples += self.read(ids.tolist())
-        return collate_samples(self._collate, samples, self.name)
+        return collate_samples(self._collate, samples, self.name, [i for ids in grains for i in ids.tolist()])
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         reader, samples = TolerantReader(self, quarantine), []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
             samples += reader.grain(ids.tolist(), key)
-        return Fetched(collate_samples(self._collate, samples, self.name), reader.replaced, reader.bad)
+        read = [reader.replaced.get(i, i) for ids in grains for i in ids.tolist()]
+        return Fetched(collate_samples(self._collate, samples, self.name, read), reader.replaced, reader.bad)
 
     def read(self, ids: list[int]) -> list[Any]:
         """Samples, in order. Raises: DataError naming the one that could not be read."""
@@ -134,10 +137,11 @@ class SampleSource(MapSource):
         return samples
 
 
-def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
+def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequence[int] | None = None) -> Any:
     """The samples as a batch; a mapping of another library (a tokenizer's BatchEncoding) as a dict of its values.
 
-    Raises: DataError where the collate function does.
+    Raises: DataError where the collate function does, naming the few samples that do not fit the others, by their `ids`
+    where they have some.
     """
     try:
         batch = collate(samples)
@@ -146,8 +150,32 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
         raise
     except Exception as error:
         given = f"a batch of {len(samples)} samples of {name}"
+        if "shared memory" in str(error):  # torch's, of a worker process that hands the batch over
+            raise raised(given, "collating them", error, SHARED_MEMORY) from error
         remedy = "give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)"
+        odd = _misfits(collate, samples)
+        if odd:
+            which = ", ".join(str(ids[place] if ids is not None else place) for place in odd)
+            given = f"sample{'s' * (len(odd) > 1)} {which} {'of' if ids is not None else 'in a batch of'} {name}"
+            remedy = f"mend what does not fit the other samples, or {remedy}"
         raise raised(given, "collating them", error, remedy) from error
+
+
+def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
+    """Places of the samples that cannot be collated with one that most others can; none where there is no such one."""
+
+    def fit(*some: Any) -> bool:
+        try:
+            collate(list(some))
+        except Exception:  # which is what is asked
+            return False
+        return True
+
+    for reference in samples[:_REFERENCES]:
+        odd = [place for place, sample in enumerate(samples) if not fit(reference, sample)]
+        if 2 * len(odd) < len(samples):
+            return odd
+    return []
 
 
 def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:

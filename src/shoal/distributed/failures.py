@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +71,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
         place = place_of(error)
         lost = PeerError(
             given="a collective of this run",
-            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}{place}",
+            conflict=f"another rank is gone: {_of_gloo(error)}{place}",
             remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
         )
         lost.traceback_text = traceback_of(error) if place else None  # a collective of the job's own
@@ -86,6 +87,12 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     )
     found.traceback_text = traceback_of(error)
     return found
+
+
+def _of_gloo(error: BaseException) -> str:
+    """What a collective's error says, without the place in Gloo's code and its advice."""
+    text = str(error).strip().splitlines()[0].partition(" This is typically caused")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", text)[-200:]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.distributed.joining import JOIN_TIMEOUT, choose_interface, connect, meet, refuse_loopback
+from shoal.distributed.lost_hosts import HostWatch
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 from shoal.numerics.flat import raw_bytes
@@ -157,6 +158,18 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what stays on one host listens on loopback only
     elif not environment.single_host:
         choose_interface(environment)
+    watch = HostWatch()
+    with watch.opening():
+        store, place = _assemble(environment, mesh)
+    try:
+        yield replace(mesh, groups=_groups(layout), store=PrefixStore(f"{place}/hooks", store))
+    finally:
+        watch.close()
+        dist.destroy_process_group()
+
+
+def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
+    """Opens the default process group: its store, and the place of this opening in that. Raises: LaunchError."""
     store = _open_store(environment)
     try:
         # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.
@@ -166,7 +179,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         place = f"shoal/{environment.restarts}/{opened}"
         meet(PrefixStore(f"{place}/present", store), environment, mesh.host, number=number)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if mesh.device.type == "cuda" else "gloo",
             store=PrefixStore(place, store),
             rank=environment.rank,
             world_size=environment.world_size,
@@ -174,10 +187,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         )
     except (dist.DistError, RuntimeError) as error:
         raise _not_assembled(environment, error) from error
-    try:
-        yield replace(mesh, groups=_groups(layout), store=PrefixStore(f"{place}/hooks", store))
-    finally:
-        dist.destroy_process_group()
+    return store, place
 
 
 def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:

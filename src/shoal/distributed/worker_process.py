@@ -53,7 +53,7 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
     except (Exception, SystemExit) as caught:
         error = as_shoal_error(caught)
         if error.rank is None and environment.world_size > 1:
-            error.rank = environment.rank
+            error.rank, error.host = environment.rank, platform.node()
         code = error.exit_code
         # Pods come and go one by one: who has missed the others, or the end of a lost one, is to try again.
         if environment.engine == "kubernetes" and isinstance(error, LaunchError | InUseError):

@@ -24,50 +24,83 @@ _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP")
 _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise the same
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Loss of a rank: which one, where anybody knows, and how; the last step of the records, and of a checkpoint."""
+
+    rank: int | None
+    how: str
+    reached: int
+    saved: int
+
+
 @dataclass
-class Recovery:
-    """Restarts of one call of `shoal run`: at most `most` in a row that bring no new step and no new checkpoint.
+class RestartBudget:
+    """Decision after each loss: starts of all ranks, at most `most` in a row without a new step or a new checkpoint.
 
     A second loss of the same rank in the same way after the same step is the job's own doing: there is no third try.
     Signals that others send are an exception, since two may arrive at the same place.
     """
 
     most: int
-    directory: RunDirectory
-    clock: Callable[[], float] = time.time
     count: int = 0
     in_vain: int = 0  # in a row
     _furthest: int = -1
     _saved: int = -1
     _before: tuple[Any, ...] | None = None
+
+    def refusal(self, loss: Loss) -> str | None:
+        """Why the ranks are not started again after a loss; None where they are, which is counted."""
+        same = (loss.rank, _DIGITS.sub("", loss.how), loss.reached)
+        is_new = loss.reached > self._furthest or loss.saved > self._saved
+        self.in_vain = 0 if is_new else self.in_vain + 1
+        self._furthest, self._saved = max(self._furthest, loss.reached), loss.saved
+        outside = any(name in loss.how for name in _FROM_OUTSIDE)
+        again, self._before = same == self._before and not outside, same
+        if again:
+            return f"it was lost twice in the same way, both times after step {loss.reached}"
+        if self.in_vain >= self.most:
+            return f"{self.in_vain} starts in a row got no further than step {self._furthest}"
+        self.count += 1
+        return None
+
+    @property
+    def pause_seconds(self) -> float:
+        """The seconds to wait before the start that was decided upon."""
+        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_vain - 1)) if self.in_vain else 0.0
+
+
+@dataclass
+class Recovery:
+    """Restarts of one call of `shoal run`, with their account in the events."""
+
+    most: int
+    directory: RunDirectory
+    clock: Callable[[], float] = time.time
+    budget: RestartBudget = field(init=False)
     events: Events = field(init=False)
 
     def __post_init__(self) -> None:
+        self.budget = RestartBudget(self.most)
         self.events, self._began = Events(self.directory.events), self.clock()
+
+    @property
+    def count(self) -> int:
+        """How often the ranks were started again."""
+        return self.budget.count
 
     def pause(self, error: ShoalError | None, noticed_at: float) -> float | None:
         """The seconds to wait before the ranks are started again; None where they are not, and `error` says why."""
         if self.most == 0 or not isinstance(error, RankLostError | PeerError):
             return None
-        reached = last_step(self.directory.records)
-        same = (error.rank, _DIGITS.sub("", error.conflict.split("\n")[0]), reached)
-        newest = self._newest()
-        self.in_vain = 0 if reached > self._furthest or newest > self._saved else self.in_vain + 1
-        self._furthest, self._saved = max(self._furthest, reached), newest
-        outside = any(name in same[1] for name in _FROM_OUTSIDE)
-        again, self._before = same == self._before and not outside, same
-        reason = None
-        if again:
-            reason = f"it was lost twice in the same way, both times after step {reached}"
-        elif self.in_vain >= self.most:
-            reason = f"{self.in_vain} starts in a row got no further than step {self._furthest}"
+        reached, newest = last_step(self.directory.records), self._newest()
+        reason = self.budget.refusal(Loss(error.rank, error.conflict.split("\n")[0], reached, newest))
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
         self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done, noticed=_noticed(error))
         if reason is not None:
             error.remedy = f"{reason}; {error.remedy}"
             return None
-        self.count += 1
-        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_vain - 1)) if self.in_vain else 0.0
+        return self.budget.pause_seconds
 
     def until_done(
         self, signals: Signals, once: Callable[[int, float], tuple[int, ShoalError | None, float]]
@@ -80,6 +113,7 @@ class Recovery:
         """
         noticed_at = 0.0
         while True:
+            self._began = self.clock()
             code, error, noticed_at = once(self.count, noticed_at)
             if error is not None:
                 self.events.fence.check()
@@ -98,7 +132,7 @@ class Recovery:
         return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}"
 
     def unsaved_seconds(self) -> float:
-        """The seconds since the newest checkpoint, or since this call began."""
+        """The seconds since the newest checkpoint, or since this start of the ranks began from one."""
         saved = 0.0
         with contextlib.suppress(OSError):
             saved = self.directory.saved.stat().st_mtime

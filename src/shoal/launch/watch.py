@@ -73,8 +73,8 @@ class Watch:
             return []  # not all have begun, or one has ended
         fewest = min(reading.steps for reading in readings.values())
         behind = {rank: reading for rank, reading in readings.items() if reading.steps == fewest}
-        if any(reading.phase in _UNLIMITED for reading in behind.values()):
-            return []
+        if any(reading.phase in _UNLIMITED or self._stopped.get(rank) for rank, reading in behind.items()):
+            return []  # who is stopped is judged by that, and named so
         busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING}
         if not busy and not self.all_here:
             return []

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.opened import training_data
+from shoal.data.quarantine import Quarantine
 from shoal.data.source import MapSource
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
@@ -91,11 +92,15 @@ def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
 
 
 def one_grain(job: Job) -> Any:
-    """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun."""
+    """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun.
+
+    With others in the places of those that cannot be read: whether the run may leave such out, its reading decides.
+    """
     source = training_data(job).source
     if not isinstance(source, MapSource):
         return None
-    return source.fetch([np.arange(min(len(source), job.grain_size))], [0])
+    ids = np.arange(min(len(source), job.grain_size))
+    return source.tolerant(Quarantine(len(source)), [ids], [0]).batch
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:

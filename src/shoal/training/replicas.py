@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError
 from shoal.numerics.checksum import bits_checksum
 from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.plans.layout import Coordinate
 from shoal.training.optimizer_step import Updater
 
 _BITS = 22  # of a number that travels exactly in whatever a gather sends
@@ -29,20 +32,32 @@ class ReplicaCheck:
         self._checked = -1
         self._before: int | None = None  # the step at which they differed last
         self._in_a_row = 0
+        self._differed: int | None = None  # a step, until it is trained again
+        self._kept: dict[int, Tensor] = {}  # of this rank's tensors then those that differed, by place
+        self.flipped: list[int] = []  # ranks, as the last check has shown
 
     def is_due(self, step: int, saves: bool) -> bool:
         """Whether the state after `step` steps is to be checked now; before it is saved it always is."""
-        return self.every is not None and step != self._checked and (saves or step % self.every == 0)
+        again = self._differed == step
+        return self.every is not None and step != self._checked and (saves or again or step % self.every == 0)
 
     def differing(self, step: int) -> str | None:
         """A sentence about the ranks that differ, or None. Collective: all ranks, one all-gather.
 
+        Where they agree at a step at which they differed before, `flipped` has the ranks whose state was another one.
+
         Raises: IntegrityError, on every rank, where they differ at one step again and again.
         """
-        wrong = self._wrong(self._gathered())
+        sums = self._gathered()
+        wrong = self._wrong(sums)
         self._checked = step if not wrong else -1
+        self.flipped = []
         if not wrong:
+            if self._differed == step:
+                self.flipped = self._farthest()
+                self._differed, self._kept = None, {}
             return None
+        self._differed, self._kept = step, self._differing_tensors()
         self._in_a_row = self._in_a_row + 1 if self._before == step else 1
         self._before = step
         said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
@@ -53,6 +68,34 @@ class ReplicaCheck:
                 remedy="look for what a job does on one rank alone, as random numbers or files of its own",
             )
         return said
+
+    def _differing_tensors(self) -> dict[int, Tensor]:
+        """Copies of this rank's tensors that another with the same part has otherwise. Collective: a JSON gather."""
+        tensors, places, rank = self._tensors(), self._places(), self._mesh.rank
+        sums = self._mesh.gather_json([bits_checksum([tensor]) for tensor in tensors])
+        group = [other for other, place in enumerate(places) if place == places[rank]]
+        differ = [i for i in range(len(tensors)) if any(sums[other][i] != sums[rank][i] for other in group)]
+        return {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
+
+    def _farthest(self) -> list[int]:
+        """The ranks whose tensors were farther from what the same steps gave again than the other replicas'.
+
+        A flipped bit reaches the others too, by the gradients of later steps, but its own place has it besides. None
+        where two are as far. Collective: a JSON gather.
+        """
+        tensors, places = self._tensors(), self._places()
+        own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._kept.items())
+        far: list[float] = self._mesh.gather_json(own)
+        found = []
+        for place in dict.fromkeys(places):
+            group = sorted((far[rank], rank) for rank, other in enumerate(places) if other == place)
+            found += [group[-1][1]] if len(group) > 1 and group[-1][0] > group[-2][0] else []
+        return found
+
+    def _places(self) -> list[Coordinate]:
+        """Which part of the model each rank has."""
+        layout = self._mesh.layout
+        return [layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
 
     def _gathered(self) -> list[int]:
         """Every rank's checksum."""
@@ -69,7 +112,7 @@ class ReplicaCheck:
         """The ranks that differ from most of those with the same part; all of them where none are most."""
         found: list[int] = []
         sure = True
-        places = [self._mesh.layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
+        places = self._places()
         for place in dict.fromkeys(places):
             group = [rank for rank, own in enumerate(places) if own == place]
             counts = Counter(sums[rank] for rank in group)
@@ -85,3 +128,9 @@ def _ranks(ranks: list[int], sure: bool = True) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"{'ranks' if sure else 'one of ranks'} {', '.join(map(str, ranks))}"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The sum of the differences' sizes; what is not finite is as far as a float can be."""
+    found = float((one.double() - other.double()).abs().sum())
+    return found if math.isfinite(found) else sys.float_info.max

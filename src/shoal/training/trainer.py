@@ -227,6 +227,7 @@ class Trainer:
             return True
         said = replicas.differing(step)
         if said is None:
+            self._name_flipped(step, replicas.flipped)
             return True
         self._around.note(f"step {step}: {said}")
         self._roll_back(self.state.bad_steps, self.state.bad_streak)
@@ -234,6 +235,14 @@ class Trainer:
         noticed = "comparing checksums of replicas"
         self._around.events.add("replicas", step=step, what=said, noticed=noticed, done=done)
         return False
+
+    def _name_flipped(self, step: int, ranks: list[int]) -> None:
+        """Tells which ranks' replicas had differed, once the same steps have been trained again without."""
+        for rank in ranks:
+            what = f"it was rank {rank}: its state was the farthest from what the same steps gave again"
+            self._around.note(f"step {step}: {what}")
+            about: dict[str, Any] = {"what": what, "noticed": "training the steps again", "done": "nothing more"}
+            self._around.events.add("replicas", step=step, rank=rank, **about)
 
     def _roll_back(self, bad_steps: dict[int, dict[str, Any]], streak: int) -> None:
         """Takes up the newest checkpoint, to leave the bad steps out on the way from there."""

@@ -222,3 +222,22 @@ def test_a_mapping_of_another_library_is_a_dict() -> None:
     batch = fetch(list(range(20)), lambda samples: UserDict(ids=torch.tensor(samples)))
     assert type(batch) is dict
     assert torch.equal(batch["ids"], torch.tensor(np.concatenate(IDS)))
+
+
+@pytest.mark.parametrize("odd", [0, 5])
+def test_the_sample_that_does_not_fit_the_others_is_named(odd: int) -> None:
+    rows = [torch.zeros(3 if i == odd else 2) for i in range(12)]
+    with pytest.raises(DataError, match="collating them raised RuntimeError") as caught:
+        opened(rows).fetch([np.arange(4), np.arange(4, 8)], [0, 0])
+    assert caught.value.given == f"sample {odd} of train_data"
+    assert "mend what does not fit" in caught.value.remedy
+    assert len(opened(rows).fetch([np.arange(8, 12)], [0])) == 4
+
+
+def test_shared_memory_that_is_too_small_is_no_fault_of_the_samples() -> None:
+    def full(samples: list[Any]) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
+
+    with pytest.raises(DataError, match="shared memory") as caught:
+        fetch(Plain(), full)
+    assert "--shm-size" in caught.value.remedy

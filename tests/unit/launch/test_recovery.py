@@ -9,6 +9,7 @@ import pytest
 
 from shoal.errors import PeerError, RankLostError, ShoalError, UserCodeError
 from shoal.launch.recovery import Recovery, last_step
+from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory
 
 
@@ -82,3 +83,17 @@ def test_the_same_loss_twice_ends_the_run(directory: RunDirectory) -> None:
 def test_kills_from_outside_may_come_twice(directory: RunDirectory) -> None:
     recovery = Recovery(9, directory)
     assert [recovery.pause(lost(0), 0.0) for _ in range(3)] == [0.0, 1.0, 2.0]
+
+
+def test_unsaved_is_what_this_start_has_trained(directory: RunDirectory) -> None:
+    """A hang is waited for as long as a new start would cost: what came before this start is lost already."""
+    now, unsaved = [1000.0], []
+    recovery = Recovery(5, directory, clock=lambda: now[0])
+
+    def once(count: int, noticed_at: float) -> tuple[int, ShoalError | None, float]:
+        now[0] += 300.0
+        unsaved.append(recovery.unsaved_seconds())
+        return (69, lost(), 0.0) if count == 0 else (0, None, 0.0)
+
+    recovery.until_done(Signals(impatient=False), once)
+    assert unsaved == [300.0, 300.0]

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from shoal.launch import heartbeat
-from shoal.launch.watch import Watch
+from shoal.launch.recovery import Recovery
+from shoal.launch.watch import Stuck, Watch
+from shoal.runs.directory import RunDirectory
 
 LIVING = {0: os.getpid(), 1: os.getpid()}
 
@@ -101,6 +103,51 @@ def test_the_launchers_own_pause_counts_for_nobody(tmp_path: Path) -> None:
     assert watch.look(LIVING) == []
     now[0] += 0.9
     assert watch.look(LIVING) == []
+
+
+def test_a_clock_that_jumps_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year ahead and back: heartbeats and their watch are by a clock that nobody sets; checkpoints have a date."""
+    path, wall = tmp_path / "heartbeat-0", [1e9]
+    monkeypatch.setattr("time.time", lambda: wall[0])
+    heartbeat.make(path)
+    writer = heartbeat.Heartbeat(path)
+    directory = RunDirectory(tmp_path)
+    recovery = Recovery(1, directory, clock=lambda: wall[0])
+    watch = Watch({0: path}, recovery.unsaved_seconds)
+    try:
+        writer.begin_step()
+        for jump in (0.0, 3e7, -6e7, 3e7):
+            wall[0] += jump
+            directory.saved.write_text("{}")
+            writer.enter("forward")
+            watch._looked = None  # as if the last look were long enough ago
+            assert watch.look({0: os.getpid()}) == []
+            assert recovery.unsaved_seconds() >= 0.0
+    finally:
+        writer.close()
+
+
+def test_who_is_stopped_is_not_said_to_hang(tmp_path: Path) -> None:
+    """Both are noticed after five seconds; a launcher that had no time at first has the hang's five sooner."""
+    path, now = tmp_path / "heartbeat-0", [100.0]
+    says(path, 7, "forward", 100.0, 0.1)
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    try:
+        watch = Watch({0: path}, lambda: 0.0, clock=lambda: now[0])
+        assert watch.look({0: process.pid}) == []
+        for _ in range(4):
+            now[0] += 0.9
+            assert watch.look({0: process.pid}) == []
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        found: list[Stuck] = []
+        while not found and now[0] < 120.0:
+            now[0] += 0.9
+            found = watch.look({0: process.pid})
+        assert [stuck.reason.split(" for")[0] for stuck in found] == ["was stopped (SIGSTOP)"]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_stopped_process() -> None:

@@ -15,7 +15,7 @@ from shoal.plans.resolve import Wishes
 from shoal.runs.job_file import JobRequest
 from shoal.runs.request import RunRequest
 from shoal.training.default_grains import outline
-from shoal.training.preflight import judged, judged_for, with_judged_grains
+from shoal.training.preflight import judged, judged_for, one_grain, with_judged_grains
 
 
 class Attention(nn.Module):
@@ -112,3 +112,17 @@ def test_a_run_that_goes_on_keeps_its_number_of_grains() -> None:
     assert with_judged_grains(found, job()).num_grains == 4
     with pytest.raises(JobError, match="in this process"):
         with_judged_grains(found, job(grains=2))
+
+
+def test_a_first_look_does_without_samples_that_cannot_be_read() -> None:
+    class Rows(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, i: int) -> torch.Tensor:
+            if i == 0:
+                raise OSError("gone")
+            return torch.zeros(7)
+
+    found = one_grain(job(train_data=Rows, grains=8))
+    assert found.shape[1:] == (7,)

@@ -1,0 +1,131 @@
+"""Connections between hosts, ended soon after the other host is gone; by themselves they last for a quarter of an hour.
+
+A host that loses its power or its network sends no word. What was sent to it is repeated for 15 minutes, and who only
+waits for it waits for ever. Here the kernel asks after each idle connection, and a thread ends those that the other
+kernel has not acknowledged anything on for some seconds. A process that stands still is none of its business: its
+kernel answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_AFTER_SECONDS = 4.0
+_LOOK_SECONDS = 1.0
+# The kernel asks on an idle connection after 2 s, and then each second; the watch is sooner to give it up.
+_KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 9}
+# struct tcp_info of Linux: eight bytes of states and counts, then numbers of 32 bits.
+_TCP_INFO = struct.Struct("=8B13I")
+_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK = 2, 3, 8 + 4, 8 + 12
+# Packets are lost on living hosts too: so many in a row that nobody acknowledged.
+_LEAST_REPEATED = 3
+
+
+class HostWatch:
+    """Watch over this process's connections to the hosts that it is connected with at the end of `opening`.
+
+    Also over those to the same hosts that are opened later. Only on Linux.
+    """
+
+    def __init__(self, after_seconds: float = _AFTER_SECONDS) -> None:
+        self._after = after_seconds
+        self._hosts: set[str] = set()
+        self._watched: dict[int, tuple[str, socket.socket]] = {}  # by descriptor, with its name
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """A context in which connections to all hosts are opened."""
+        before = _sockets()
+        yield
+        for descriptor, name in _sockets().items():
+            if before.get(descriptor) != name:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
+                    self._hosts |= {_peer(own)} - {""}
+        if self._hosts:
+            self._thread = threading.Thread(target=self._look, name="hosts", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the watch; the connections stay as they are."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        for _, own in self._watched.values():
+            own.close()
+        self._watched.clear()
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            self._take_up(_sockets())
+            for descriptor, (_, own) in list(self._watched.items()):
+                if self._is_lost(own):
+                    del self._watched[descriptor]
+                    _end(own, self._after)
+
+    def _take_up(self, now: dict[int, str]) -> None:
+        """Watches what is new, and no more what is closed."""
+        for descriptor, (name, own) in list(self._watched.items()):
+            if now.get(descriptor) != name:
+                own.close()
+                del self._watched[descriptor]
+        held = {own.fileno() for _, own in self._watched.values()}
+        for descriptor in now.keys() - self._watched.keys() - held:
+            with contextlib.suppress(OSError):
+                own = socket.socket(fileno=os.dup(descriptor))
+                if _peer(own) not in self._hosts:
+                    own.close()
+                    continue
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in _KEEPALIVE.items():
+                    own.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                self._watched[descriptor] = now[descriptor], own
+
+    def _is_lost(self, own: socket.socket) -> bool:
+        try:
+            info = _TCP_INFO.unpack(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        except (OSError, struct.error):
+            return False
+        silent = bool(info[_LAST_ACK] > 1000.0 * self._after)
+        repeated = bool(info[_UNACKED] > 0 and info[_RETRANSMITS] >= _LEAST_REPEATED)
+        return silent and (repeated or bool(info[_PROBES] >= _LEAST_REPEATED))
+
+
+def _end(own: socket.socket, seconds: float) -> None:
+    with contextlib.suppress(OSError):
+        where = own.getpeername()[0]
+        with contextlib.suppress(OSError, ValueError):
+            print(f"note: {where} has not answered for {seconds:.0f} s: it is taken for lost", file=sys.stderr)
+        own.shutdown(socket.SHUT_RDWR)  # on which whoever waits there errs at once
+    own.close()
+
+
+def _peer(own: socket.socket) -> str:
+    """The address of another host that a socket is connected with; empty for others. Raises: OSError."""
+    if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
+        return ""
+    try:
+        there = str(own.getpeername()[0])
+    except OSError:  # it listens
+        return ""
+    return "" if there == own.getsockname()[0] else there
+
+
+def _sockets() -> dict[int, str]:
+    """Descriptors of this process's sockets, each with a name that no other has; none where /proc is not Linux's."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                name = os.readlink(path)
+                if name.startswith("socket:"):
+                    found[int(path.name)] = name
+    return found
