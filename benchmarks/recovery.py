@@ -1,36 +1,49 @@
-"""Claim: see docs/recovery.md. How long a run stands still after one of its ranks was killed.
+"""Claim: see docs/recovery.md. How long a run stands still after one of its ranks was killed, and what watching costs.
 
-Repeat with `python -m benchmarks.recovery --alone`, and then `python -m benchmarks.recovery --devices 2 --seconds 400
---out benchmarks/results/recovery_2.json`: the digits example trains in exact mode with a checkpoint every 10 steps. A
-rank that is drawn with a seed gets SIGKILL 3 to 6 s after the first step and after the first new step of each start
-that follows, until the run ends. `noticed` is from the signal to the event in events.jsonl, `first new step` from the
-signal to the next record. Runs of `shoal run` and of torchrun (`--max-restarts`, with the same job and `shoal run
---resume` as its ranks) take turns. Each run's weights and samples are compared with those of an undisturbed one.
+Repeat with `python -m benchmarks.recovery --devices 2 --kills 52 --out benchmarks/results/recovery_2.json`, the same
+for 4, and `python -m benchmarks.recovery --cost --out benchmarks/results/recovery_cost.json`. A small GPT
+(examples/gpt.py) trains in exact mode with a checkpoint every 10 steps. A rank that is drawn with a seed gets SIGKILL
+1 to 2.5 s after the first step of each start, until the run ends by itself; then its weights and samples are compared
+with those of a run that nothing disturbed. There are as many runs as so many kills take. Seconds are from the signal:
+`noticed` to the event in events.jsonl, `first` to the first step of the new ranks, `new` to the first step that no rank
+had trained before. Runs of torchrun, whose ranks are a plain DDP loop with as many checkpoints (recovery_rank.py), take
+turns with those of shoal. `--cost`: steps of ranks that `shoal run` watches, and of ranks started by hand, by turns.
 `--table` prints the rows of the page from the results.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
-EPOCHS = 500
-JOB = ["run", "examples/digits.py", "--exact", "--evaluate-every", "100000", "--set", f"epochs={EPOCHS}"]
-SAVED = ["--checkpoint-every", "10"]
 RESULTS = ROOT / "benchmarks" / "results"
+SETTINGS = {"layers": 2, "width": 64, "block": 64, "batch": 8}
+EVERY = 10
+SPACING_SECONDS = (1.0, 2.5)
+SAME = ("weights_sha256", "sample_digest")
+_SET = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
+JOB = ["run", "examples/gpt.py", "--exact", "--evaluate-every", "1000000", *_SET]
 _LIMIT_SECONDS = 60.0
+# Of a step there, and of a run without kills.
+_TORCHRUN_STEPS, _COST_STEPS, _COST_TURNS = 2000, 300, 5
 
 
 def shoal(*arguments: str) -> list[str]:
@@ -38,93 +51,101 @@ def shoal(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "shoal", *arguments]
 
 
-def torchrun(devices: int) -> list[str]:
-    """A launcher that starts all ranks again."""
-    words = ["--standalone", "--nproc-per-node", str(devices), "--max-restarts", "100"]
-    return [sys.executable, "-m", "torch.distributed.run", *words, "-m", "shoal"]
-
-
 def ranks(launcher: int) -> list[int]:
-    """The ranks that a launcher has started: of each number the oldest, since younger ones wait for a next start."""
-    found: dict[bytes, int] = {}
-    asked = ["pgrep", "-P", str(launcher)]  # the oldest first
-    for pid in subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split():
-        try:
-            variables = (b"\0" + Path(f"/proc/{pid}/environ").read_bytes()).split(b"\0")
-        except OSError:
-            continue
-        for rank in (text for text in variables if text.startswith(b"RANK=")):
-            found.setdefault(rank, int(pid))
-    return list(found.values())
+    """Process ids of the ranks that a launcher of shoal's or torchrun has started."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.name().startswith("shoal rank") or "benchmarks.recovery_rank" in process.cmdline()[-6:]:
+                    found.append(process.pid)
+    return found
 
 
-def records(out: Path) -> tuple[int, int]:
-    """The file of a run's records and how much is in it: each start of ranks writes another file."""
-    try:
-        found = (out / "records.jsonl").stat()
-    except OSError:
-        return 0, 0
-    return found.st_ino, found.st_size
+# ------------------------------------------------------------------------------------------------------------- kills
 
 
-def until_new(out: Path, before: int, run: subprocess.Popen[bytes]) -> bool:
-    """Waits for a record in another file than before; False where the run has ended, or there is none for a minute."""
+@dataclass(frozen=True)
+class Tool:
+    """A launcher: its command, and the steps that a run has trained, in order, with what tells starts apart."""
+
+    name: str
+    command: list[str]
+    out: Path
+
+    def steps(self) -> list[tuple[Any, int]]:
+        """A mark of the start and the number of each step that is written down."""
+        with contextlib.suppress(OSError):
+            if self.name == "torchrun":
+                lines = (self.out / "steps.txt").read_text().splitlines(keepends=True)
+                return [(line.split()[0], int(line.split()[1])) for line in lines if line.endswith("\n")]
+            path = self.out / "records.jsonl"  # each start writes another file
+            mark, lines = path.stat().st_ino, path.read_text().splitlines(keepends=True)
+            return [(mark, json.loads(line)["step"]) for line in lines[-200:] if line.endswith("\n")]
+        return []
+
+
+def shoals(devices: int, steps: int, folder: Path) -> Tool:
+    """`shoal run`, with as many restarts as there are losses."""
+    options = ["--steps", str(steps), "--out", str(folder / "run"), "--checkpoint-every", str(EVERY)]
+    return Tool("shoal", shoal(*JOB, "--devices", str(devices), "--max-restarts", "5", *options), folder / "run")
+
+
+def torchruns(devices: int, folder: Path) -> Tool:
+    """torchrun, with the plain loop as its ranks."""
+    words = ["--standalone", "--nproc-per-node", str(devices), "--max-restarts", "100"]
+    rank = ["-m", "benchmarks.recovery_rank", "--out", str(folder), "--steps", str(_TORCHRUN_STEPS)]
+    return Tool("torchrun", [sys.executable, "-m", "torch.distributed.run", *words, *rank], folder)
+
+
+@contextlib.contextmanager
+def running(tool: Tool) -> Iterator[subprocess.Popen[bytes]]:
+    """The command on its way, which is asked to stop where the context ends before it."""
+    variables, quiet = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.DEVNULL
+    with subprocess.Popen(tool.command, cwd=ROOT, env=variables, stdout=quiet, stderr=quiet) as run:
+        yield run
+        if run.poll() is None:
+            run.terminate()
+
+
+def until(condition: Callable[[list[tuple[Any, int]]], bool], tool: Tool, run: subprocess.Popen[bytes]) -> bool:
+    """Waits until the run's steps are so; False where it ends before, or nothing comes for a minute."""
     deadline = time.monotonic() + _LIMIT_SECONDS
-    begun: tuple[int, int] | None = None
     while time.monotonic() < deadline and run.poll() is None:
-        inode, size = records(out)
-        if inode not in (0, before):
-            begun = begun or (inode, size)
-            if size > begun[1]:
-                return True
-        time.sleep(0.002)
+        if condition(tool.steps()):
+            return True
+        time.sleep(0.004)
     return False
 
 
-def command(tool: str, devices: int, out: Path, variables: dict[str, str]) -> list[str]:
-    """What starts a run: of torchrun's ranks each resumes, so that a first step has to be there."""
-    options = [*JOB, *SAVED, "--out", str(out)]
-    if tool == "shoal":
-        return shoal(*options, "--devices", str(devices), "--max-restarts", "100")
-    first = shoal(*options, "--steps", "1", "--devices", str(devices))
-    subprocess.run(first, cwd=ROOT, env=variables, check=True, capture_output=True)
-    return [*torchrun(devices), *options, "--resume", "--steps", str(23 * EPOCHS)]
-
-
-def disturbed(tool: str, devices: int, until: float, drawn: random.Random) -> dict[str, Any]:
-    """One run with kills until it ends, or up to an instant: the seconds of each, and how it ended."""
-    found: dict[str, Any] = {"kills": 0, "noticed": [], "first_new_step": []}
-    with tempfile.TemporaryDirectory() as folder:
-        out, variables = Path(folder) / "run", {**os.environ, "OMP_NUM_THREADS": "1"}
-        words = command(tool, devices, out, variables)
-        before = records(out)[0]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        with subprocess.Popen(words, cwd=ROOT, env=variables, **quiet) as run:  # type: ignore[call-overload]
-            goes_on = until_new(out, before, run)
-            while goes_on and time.monotonic() < until:
-                time.sleep(drawn.uniform(3.0, 6.0))
-                here, before = ranks(run.pid), records(out)[0]
-                if run.poll() is not None or not here:
-                    break
-                at = time.time()
-                os.kill(drawn.choice(here), signal.SIGKILL)
-                goes_on = until_new(out, before, run)
-                if not goes_on and run.poll() is None:  # nothing for a minute
-                    run.send_signal(signal.SIGTERM)
-                if not goes_on and tool == "shoal" and run.wait() == 0:
-                    break  # it had just trained its last step
-                found["kills"] += 1
-                if goes_on:
-                    found["first_new_step"].append(time.time() - at)
-                if tool == "shoal":
-                    lines = (out / "events.jsonl").read_text().splitlines()
-                    lost = [json.loads(line) for line in lines if '"lost"' in line]
-                    found["noticed"].append(datetime.fromisoformat(lost[-1]["at"]).timestamp() - at)
-            if time.monotonic() >= until:
-                run.send_signal(signal.SIGTERM)
-        found["code"] = run.returncode
-        result = json.loads((out / "result.json").read_text())
-        found |= {name: result[name] for name in ("status", "weights_sha256", "sample_digest", "ettr")}
+def killed(tool: Tool, kills: int, drawn: random.Random) -> dict[str, Any]:
+    """One run with at most so many kills, up to its end: seconds of each kill, and of shoal's what came of it."""
+    found: dict[str, Any] = {"kills": 0, "noticed": [], "first": [], "new": []}
+    with running(tool) as run:
+        goes_on = until(bool, tool, run)
+        while goes_on and found["kills"] < kills:
+            time.sleep(drawn.uniform(*SPACING_SECONDS))
+            here, before = ranks(run.pid), tool.steps()
+            if run.poll() is not None or not here:
+                break
+            mark, last, at = before[-1][0], before[-1][1], time.time()
+            os.kill(drawn.choice(here), signal.SIGKILL)
+            goes_on = until(lambda steps, mark=mark: bool(steps) and steps[-1][0] != mark, tool, run)  # type: ignore[misc]
+            first = time.time() - at
+            new = goes_on and until(lambda steps, last=last: steps[-1][1] > last, tool, run)  # type: ignore[misc]
+            if not goes_on and run.poll() == 0:
+                break  # it had just trained its last step
+            found["kills"] += 1
+            found["first"] += [first] if goes_on else []
+            found["new"] += [time.time() - at] if new else []
+            if tool.name == "shoal":
+                lines = (tool.out / "events.jsonl").read_text().splitlines()
+                lost = [json.loads(line) for line in lines if '"lost"' in line]
+                found["noticed"].append(datetime.fromisoformat(lost[-1]["at"]).timestamp() - at)
+        if tool.name == "shoal":
+            run.wait()
+            result = json.loads((tool.out / "result.json").read_text())
+            found |= {name: result.get(name) for name in ("status", "ettr", *SAME)}
     return found
 
 
@@ -132,78 +153,118 @@ def spread(seconds: list[float]) -> dict[str, float]:
     """Count, median, 95th percentile and largest."""
     ordered = sorted(seconds)
     percentile = statistics.quantiles(ordered, n=20, method="inclusive")[-1]
-    return {"n": len(ordered)} | {
-        name: round(value, 3)
-        for name, value in (("median", statistics.median(ordered)), ("p95", percentile), ("most", ordered[-1]))
-    }
+    values = (("median", statistics.median(ordered)), ("p95", percentile), ("most", ordered[-1]))
+    return {"n": len(ordered)} | {name: round(value, 3) for name, value in values}
 
 
-def measured(devices: int, seconds: float, alone: dict[str, Any]) -> dict[str, Any]:
-    """Runs by turns for so many seconds; torchrun's every fourth."""
-    drawn, end = random.Random(devices), time.monotonic() + seconds
+def measured(devices: int, kills: int, steps: int, of_torchrun: int) -> dict[str, Any]:
+    """Runs by turns until shoal's ranks were killed so often; each of torchrun's has at most so many kills."""
+    drawn = random.Random(devices)
     told: dict[str, list[dict[str, Any]]] = {"shoal": [], "torchrun": []}
-    number = 0
-    while time.monotonic() < end - 20.0:
-        tool = "torchrun" if number % 4 == 1 else "shoal"
-        told[tool].append(disturbed(tool, devices, end, drawn))
-        print(tool, json.dumps(told[tool][-1]), flush=True)
-        number += 1
-    results: dict[str, Any] = {"devices": devices, "cores": os.cpu_count()}
-    for tool, runs in told.items():
-        ended = [run for run in runs if run["status"] == "completed"]
-        same = [run for run in ended if all(run[name] == alone[name] for name in ("weights_sha256", "sample_digest"))]
-        results[tool] = {"kills": sum(run["kills"] for run in runs)}
-        results[tool]["went_on"] = sum(len(run["first_new_step"]) for run in runs)
-        results[tool] |= {"runs_to_the_end": len(ended), "same_bits": len(same)}
-        for name in ("noticed", "first_new_step"):
-            times = [one for run in runs for one in run[name]]
-            if times:
-                results[tool][name] = spread(times)
+    with tempfile.TemporaryDirectory() as folder:
+        tool = shoals(devices, steps, Path(folder))
+        subprocess.run(tool.command, cwd=ROOT, check=True, capture_output=True)
+        alone = json.loads((tool.out / "result.json").read_text())
+    while (left := kills - sum(run["kills"] for run in told["shoal"])) > 0:
+        for name, most in (("shoal", left), ("torchrun", of_torchrun)):
+            with tempfile.TemporaryDirectory() as folder:
+                tool = shoals(devices, steps, Path(folder)) if name == "shoal" else torchruns(devices, Path(folder))
+                told[name].append(killed(tool, most, drawn))
+                print(name, json.dumps(told[name][-1]), flush=True)
+    results: dict[str, Any] = {"devices": devices, "cores": os.cpu_count(), "spacing_seconds": SPACING_SECONDS}
+    for name, runs in told.items():
+        results[name] = {"runs": len(runs), "kills": sum(run["kills"] for run in runs)}
+        results[name] |= {
+            what: spread(times)
+            for what in ("noticed", "first", "new")
+            if (times := [one for run in runs for one in run[what]])
+        }
+    same = [run for run in told["shoal"] if all(run[name] == alone[name] for name in SAME)]
+    results["shoal"] |= {"same_bits": len(same), "ettr": [round(run["ettr"], 3) for run in told["shoal"]]}
     return results
+
+
+# -------------------------------------------------------------------------------------------------------------- cost
+
+
+def step_seconds(out: Path) -> float:
+    """The median of a run's steps, the first tenth left out."""
+    found = [json.loads(line)["seconds"] for line in (out / "records.jsonl").read_text().splitlines()]
+    return statistics.median(found[len(found) // 10 :])
+
+
+def by_hand(devices: int, words: list[str]) -> None:
+    """Ranks that nobody watches, started as an engine starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = []
+    for rank in range(devices):
+        own = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+        started.append(subprocess.Popen(shoal(*words), cwd=ROOT, env=variables, stdout=subprocess.DEVNULL))
+    assert [process.wait() for process in started] == [0] * devices
+
+
+def cost(devices: int) -> dict[str, Any]:
+    """Seconds a step with the launcher's watch and without, by turns."""
+    found: dict[str, list[float]] = {"watched": [], "by_hand": []}
+    for _ in range(_COST_TURNS):
+        for name, seconds in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                words = [*JOB, "--set", "width=256", "--steps", str(_COST_STEPS), "--out", f"{folder}/run"]
+                if name == "watched":
+                    command = shoal(*words, "--devices", str(devices))
+                    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+                    subprocess.run(command, cwd=ROOT, env=variables, check=True, capture_output=True)
+                else:
+                    by_hand(devices, words)
+                seconds.append(step_seconds(Path(folder) / "run"))
+                print(name, seconds[-1], flush=True)
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    ratio = round(medians["watched"] / medians["by_hand"], 4)
+    return {"devices": devices, "cores": os.cpu_count(), "steps": _COST_STEPS, "ratio": ratio, **found}
+
+
+# ------------------------------------------------------------------------------------------------------------- pages
 
 
 def table() -> str:
     """Rows of the page, from the results that are there."""
-    lines = [
-        "| ranks | started by | kills | went on | noticed: median, p95, most | first new step: median, p95, most |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
-    for path in sorted(RESULTS.glob("recovery_*.json")):
+    columns = ["ranks", "started by", "kills", "noticed", "first step", "first new step", "same bits"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for path in sorted(RESULTS.glob("recovery_[0-9].json")):
         found = json.loads(path.read_text())
         for tool in ("shoal", "torchrun"):
             own = found[tool]
-            if not own["kills"]:
-                continue
             times = [
                 ", ".join(f"{own[name][key]:.2f}" for key in ("median", "p95", "most")) + " s" if name in own else ""
-                for name in ("noticed", "first_new_step")
+                for name in ("noticed", "first", "new")
             ]
-            lines.append(f"| {found['devices']} | {tool} | {own['kills']} | {own['went_on']} | {' | '.join(times)} |")
-    return "\n".join(lines)
+            same = f"{own['same_bits']} of {own['runs']} runs" if "same_bits" in own else ""
+            lines.append(f"| {found['devices']} | {tool} | {own['kills']} | {' | '.join(times)} | {same} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def main() -> None:
     """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--alone", action="store_true", help="trains the undisturbed run that others are compared with")
+    parser.add_argument("--kills", type=int, default=52)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--of-torchrun", type=int, default=4, help="kills of one of its runs")
+    parser.add_argument("--cost", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    kept = RESULTS / "recovery_undisturbed.txt"
     if options.table:
         print(table())
         return
-    if options.alone:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "run"
-            subprocess.run(shoal(*JOB, "--out", str(out)), cwd=ROOT, check=True, capture_output=True)
-            result = json.loads((out / "result.json").read_text())
-        kept.write_text(f"{result['weights_sha256']} {result['sample_digest']}\n")
-        return
-    alone = dict(zip(("weights_sha256", "sample_digest"), kept.read_text().split(), strict=True))
-    results = measured(options.devices, options.seconds, alone)
+    results = (
+        cost(options.devices)
+        if options.cost
+        else measured(options.devices, options.kills, options.steps, options.of_torchrun)
+    )
     print(json.dumps(results, indent=2))
     if options.out:
         options.out.write_text(json.dumps(results, indent=2) + "\n")

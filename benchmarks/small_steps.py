@@ -52,8 +52,8 @@ JOBS: dict[str, tuple[list[str], int]] = {
     "mlp-1024": (["mlp", "width=1024", "batch=256"], 50),
     "mlp-2048": (["mlp", "width=2048", "batch=1024"], 15),
     "gpt-small": (["gpt", "layers=2", "width=128", "batch=16", "block=64"], 40),
-    "gpt": (["gpt"], 15),
-    "resnet18-16": (["resnet18", "batch=16"], 14),
+    "gpt": (["gpt"], 12),
+    "resnet18-16": (["resnet18", "batch=16"], 12),
     "resnet18-64": (["resnet18", "batch=64"], 9),
 }
 # Name: the sections of a plan. Two ranks but for the first; eight grains, in one microbatch a rank but for stages.
@@ -72,13 +72,14 @@ _NEAR, _NEAR_BYTES, _QUIET = 0.15, 0.1, 0.1
 
 
 def plan_of(layout: str) -> Plan:
-    """The complete plan of a layout; with data ranks, of the all_reduce that is fastest here."""
+    """The complete plan of a layout, of the all_reduce that is fastest here, as a search would write it."""
     plan = Plan().with_sections(**LAYOUTS[layout])
     ranks = plan.layout.data * plan.layout.shard
     batch = {"grains_per_microbatch": _GRAINS // ranks} | LAYOUTS[layout].get("batch", {})
     plan = plan.with_sections(batch=batch)
-    if ranks > 1 and not plan.shards_model:
-        plan = plan.with_sections(collectives={"all_reduce": all_reduce_here(ranks)})
+    summing = max(ranks, plan.layout.tensor)
+    if summing > 1:
+        plan = plan.with_sections(collectives={"all_reduce": all_reduce_here(summing)})
     return plan
 
 

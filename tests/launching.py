@@ -201,9 +201,9 @@ class Started:
         return found
 
     def workers(self) -> dict[int, int]:
-        """Process ids of the ranks that a launcher has started, by rank; spare processes are younger than these."""
-        found = sorted(self.processes().items(), reverse=True)
-        return {int(v["RANK"]): pid for pid, v in found if "RANK" in v and pid != self.pid}
+        """Process ids of the ranks that have begun, by rank, as they are named; what they start is younger."""
+        names = {pid: _name(pid).rpartition("shoal rank ")[2] for pid in sorted(self.processes(), reverse=True)}
+        return {int(rank): pid for pid, rank in names.items() if rank.isdecimal() and pid != self.pid}
 
     def send(self, number: int) -> None:
         """A signal to the process that was started, and to it alone."""
@@ -271,6 +271,13 @@ class Started:
 
     def _text(self, which: int) -> str:
         return self._paths[which].read_text(encoding="utf-8", errors="replace")
+
+
+def _name(pid: int) -> str:
+    """A process's, empty where it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,7 @@ def test_a_lost_rank_and_fewer_hosts(s3: S3, undisturbed: Ended, tmp_path: Path)
     gate = Gate(tmp_path / "gate", STEP)
     with over_ssh(s3, tmp_path / "here", "--devices", "2", "--steps", "10", gate=gate) as started:
         started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
-        ranks = {int(v["RANK"]): pid for pid, v in started.processes().items() if "RANK" in v}
-        os.kill(ranks[1], signal.SIGKILL)
+        os.kill(started.workers()[1], signal.SIGKILL)
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr

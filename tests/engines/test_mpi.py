@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines import sshd
@@ -56,10 +59,39 @@ def ranks_of(started: Started) -> dict[int, int]:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_two_hosts_that_no_option_names(program: str, undisturbed: Ended, tmp_path: Path) -> None:
     """By ssh to two namespaces; mpirun has the hosts from a file of its own, as in a scheduler's allocation."""
+    out = tmp_path / "run"
+    with over_ssh(program, tmp_path) as own, start_command(on(program, out, 2), out, VARIABLES | own) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert ended.stdout.count("completed after step 16") == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_hosts_without_a_common_temporary_folder(program: str, undisturbed: Ended, tmp_path: Path) -> None:
+    """At an address, to which ranks also send how they ended; an error too, and once."""
+    out, own_of = tmp_path / "run", tmp_path / "own"
+    own_of.mkdir()
+    at = f"file://{out}"
+    with over_ssh(program, tmp_path, hides={"h2": own_of}) as own:
+        variables = {**VARIABLES, **own, "SHOAL_TMP": str(own_of)}
+        command = [word if word != str(out) else at for word in on(program, out, 2)]
+        aside = ["sh", "-c", 'TMPDIR="$SHOAL_TMP" exec "$@"', "sh"]
+        with start_command([*aside, *command], out, variables) as started:
+            started.wait(LIMIT_SECONDS).expect(0)
+        assert_same(out, undisturbed)
+        with start_command([*aside, *command, "--resume", "--set", "batch=0"], out, variables) as started:
+            said = started.wait(LIMIT_SECONDS).expect(2).output
+    assert said.count("JobError") == 1, said
+    assert not list(out.glob(".reports-*/*"))
+
+
+@contextlib.contextmanager
+def over_ssh(program: str, tmp_path: Path, **more: Any) -> Iterator[dict[str, str]]:
+    """Variables by which an mpirun reaches two namespaces, for a context."""
     if (missing := sshd.unavailable()) is not None:
         pytest.skip(missing)
-    out, file = tmp_path / "run", tmp_path / "hosts"
-    with sshd.started(tmp_path / "ssh", "h1", "h2") as hosts:
+    file = tmp_path / "hosts"
+    with sshd.started(tmp_path / "ssh", "h1", "h2", **more) as hosts:
         file.write_text("".join(f"{host.name}\n" for host in hosts.hosts.hosts))
         agent = tmp_path / "agent"
         agent.write_text(f'#!/bin/sh\nexec ssh -F {hosts.config} "$@"\n')
@@ -67,11 +99,7 @@ def test_two_hosts_that_no_option_names(program: str, undisturbed: Ended, tmp_pa
         network = f"{hosts.hosts.gateway.rpartition('.')[0]}.0/24"
         own = {"OMPI_MCA_orte_default_hostfile": str(file), "OMPI_MCA_plm_rsh_agent": str(agent)}
         own |= {"OMPI_MCA_oob_tcp_if_include": network, "HYDRA_HOST_FILE": str(file)}
-        own |= {"HYDRA_LAUNCHER_EXEC": str(agent), "HYDRA_IFACE": hosts.hosts.bridge}
-        with start_command(on(program, out, 2), out, VARIABLES | own) as started:
-            ended = started.wait(LIMIT_SECONDS).expect(0)
-    assert_same(out, undisturbed)
-    assert ended.stdout.count("completed after step 16") == 1
+        yield own | {"HYDRA_LAUNCHER_EXEC": str(agent), "HYDRA_IFACE": hosts.hosts.bridge}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -129,3 +157,12 @@ def test_an_error_of_the_job_is_told_once(program: str, tmp_path: Path) -> None:
     with start_command(on(program, out, 2, "--set", "batch=0"), out, VARIABLES) as started:
         ended = started.wait(LIMIT_SECONDS).expect(2)
     assert ended.output.count("JobError") == 1, ended.output
+
+
+def test_a_range_is_refused(tmp_path: Path) -> None:
+    command = shoal(tmp_path / "run", 2, "--on", f"mpi:{PROGRAMS[0]}")
+    command[command.index("--devices") + 1] = "1:2"
+    with start_command(command, tmp_path / "run", VARIABLES) as started:
+        said = started.wait(LIMIT_SECONDS).expect(2).stderr
+    assert "mpi is asked for one number of processes, and gives it" in said
+    assert "a range is for local, torchrun, slurm, ray, spark" in said

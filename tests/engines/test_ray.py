@@ -96,6 +96,19 @@ def test_two_runs_beside_each_other_on_a_cluster(cluster: RayCluster, undisturbe
             assert_same(found.wait(LIMIT_SECONDS).expect(0).out, undisturbed)
 
 
+@pytest.mark.parametrize(("devices", "cpus", "world_size"), [("1:2", 1, 2), ("1:2", 3, 1)])
+def test_a_range_takes_what_there_is(
+    devices: str, cpus: int, world_size: int, cluster: RayCluster, undisturbed: Ended, tmp_path: Path
+) -> None:
+    """Of a cluster of four CPUs."""
+    words = ("--devices", devices, "--on", f"ray:address={cluster.address},cpus={cpus}")
+    run = Run(JOB, tmp_path / "run", None, True, words, environment={**QUIET, **cluster.variables}, fresh=True)
+    with start(run) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(ended.out, undisturbed)
+    assert ended.result["world_size"] == world_size
+
+
 def test_more_than_the_cluster_has(cluster: RayCluster, tmp_path: Path) -> None:
     wanted = on_ray(tmp_path / "run", "ray:cpus=9", **cluster.variables, RAY_ADDRESS=cluster.address)
     with start(wanted) as started:

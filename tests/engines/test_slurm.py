@@ -44,9 +44,9 @@ class Submitted:
         assert said
         return self.started.output.split("slurm job ")[1].split(":")[0]
 
-    def reaches(self, gate: Gate) -> None:
-        """Waits until both ranks are at the gate."""
-        self.started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+    def reaches(self, gate: Gate, ranks: int = 2) -> None:
+        """Waits until all ranks are at the gate."""
+        self.started.until(lambda: gate.reached(ranks), "the gate", LIMIT_SECONDS)
 
     def becomes(self, *state: str) -> dict[str, str]:
         """The job, once it is in one of these states."""
@@ -69,15 +69,15 @@ class Submitted:
         self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
-def command(out: Path, *words: str, on: str = TWO_NODES) -> list[str]:
-    shared = ("--exact", "--devices", "2", "--out", str(out), "--on", f"slurm:{on}")
+def command(out: Path, *words: str, on: str = TWO_NODES, devices: str = "2") -> list[str]:
+    shared = ("--exact", "--devices", devices, "--out", str(out), "--on", f"slurm:{on}")
     return [sys.executable, "-m", "shoal", "run", JOB, *shared, *words]
 
 
-def run(slurm: Slurm, out: Path, *words: str, gate: Gate | None = None, on: str = TWO_NODES) -> Any:
+def run(slurm: Slurm, out: Path, *words: str, gate: Gate | None = None, on: str = TWO_NODES, devices: str = "2") -> Any:
     """A context with the command on its way, as a `Started`."""
     variables = {**slurm.variables, "PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
-    return start_command(command(out, *words, on=on), out, variables)
+    return start_command(command(out, *words, on=on, devices=devices), out, variables)
 
 
 def test_two_nodes(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
@@ -108,7 +108,51 @@ def test_preempted_and_requeued(slurm: Slurm, undisturbed: Ended, tmp_path: Path
     assert result(out)["resumed_from"] == STEP + 1
 
 
-_SLEEP = ("--wrap", "sleep 60")
+_SLEEP = ("--wrap", "sleep 300")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_requeued_with_another_number_of_nodes(
+    before: int, after: int, slurm: Slurm, undisturbed: Ended, tmp_path: Path
+) -> None:
+    """Another layout of the same run: Slurm gives as many nodes as are free, between the limits."""
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+
+    def take(node: str) -> str:
+        words = ("-p", "high", "-w", node, "--exclusive", "-o", "/dev/null", *_SLEEP)
+        return slurm.command("sbatch", "--parsable", *words).strip()
+
+    urgent = {"n2": take("n2")} if before == 1 else {}
+    try:
+        with run(slurm, out, gate=gate, on="--ntasks-per-node=1", devices="1:2") as started:
+            job = Submitted(started, slurm)
+            job.reaches(gate, before)
+            taken = "n1" if before == 1 else "n2"
+            urgent[taken] = take(taken)
+            job.is_told()
+            gate.open()
+            job.becomes("PENDING")
+            assert (result(out)["status"], result(out)["world_size"]) == ("preempted", before)
+            if after == 2:
+                while urgent:
+                    slurm.command("scancel", urgent.popitem()[1])
+                started.until(slurm.idle, "two free nodes", LIMIT_SECONDS)
+            job.begin_now()
+            started.wait(LIMIT_SECONDS).expect(0)
+    finally:
+        for number in urgent.values():
+            slurm.command("scancel", number)
+    assert_same(out, undisturbed)
+    assert (result(out)["world_size"], result(out)["resumed_from"]) == (after, STEP + 1)
+
+
+@pytest.mark.parametrize("devices", ["1:1", "1:2", "2:8"])
+def test_a_range_takes_what_there_is(devices: str, slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with run(slurm, out, on="--ntasks-per-node=1", devices=devices) as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert result(out)["world_size"] == (1 if devices == "1:1" else 2)
 
 
 def test_scancel_saves_and_a_resume_goes_on(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_nothing_is_left_of_a_killed_driver(tmp_path: Path) -> None:
         assert not started.processes()
 
 
+def test_a_range_takes_what_there_is(undisturbed: Ended, tmp_path: Path) -> None:
+    words = ("--devices", "1:4", "--on", "spark:master=local[2]")
+    with start(Run(JOB, tmp_path / "run", None, True, words, environment=QUIET, fresh=True)) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(ended.out, undisturbed)
+    assert ended.result["world_size"] == 2
+
+
 def test_no_room_for_all_ranks(tmp_path: Path) -> None:
     with start(on_spark(tmp_path / "run", "local[1]")) as started:
         said = started.wait(LIMIT_SECONDS).expect(2).stderr

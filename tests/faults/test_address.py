@@ -20,8 +20,7 @@ def test_a_lost_rank_and_other_devices(shared: Shared, tmp_path: Path) -> None:
     first = Run(JOBS / "tiny.py", tmp_path, 2, True, words, environment=gate.environment, restarts=2)
     with start(first) as started:
         started.until(lambda: gate.reached(2), "the gate", 60)
-        ranks = {v["RANK"]: pid for pid, v in started.processes().items() if "RANK" in v}
-        os.kill(ranks["1"], signal.SIGKILL)
+        os.kill(started.workers()[1], signal.SIGKILL)
         gate.open()
         ended = started.wait().expect(0)
     assert "resumed     after step" in ended.stdout

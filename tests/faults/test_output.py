@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,3 +80,11 @@ def test_the_terminal_is_gone(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert_completed(out)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_there_before_the_command_ends(unbuffered: str) -> None:
+    code = "import os, sys; from shoal.cli.output import unfailing_output as u; c = u(); c.__enter__()"
+    command = [sys.executable, "-c", f"{code}; print('told', file=sys.stderr); os._exit(0)"]
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    assert subprocess.run(command, env=variables, stderr=subprocess.PIPE, check=True).stderr == b"told\n"

@@ -224,7 +224,7 @@ def test_asked_to_stop_before_it_has_begun(number: int, devices: int, undisturbe
     """While torch is being imported, the longest part of a start: the first step is then not begun."""
     out = tmp_path / "run"
     with start(Run(JOB, out, devices, True, fresh=True)) as started:
-        started.until(lambda: importing_torch(started) == devices, "the import of torch")
+        started.until(lambda: importing_torch(started) == 1, "the import of torch")  # ranks are copies of that process
         started.send(number)
         ended = started.wait().expect(75)
     assert "Traceback" not in ended.output

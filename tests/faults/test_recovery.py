@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.faults.test_preempted import CHECKPOINTS, JOB, STEPS, assert_same, random_step
 from tests.launching import JOBS, Ended, Gate, Run, run, start
@@ -66,7 +67,8 @@ def test_killed_again_and_again(undisturbed: Ended, tmp_path: Path) -> None:
     """Rank after rank, each time further on: no budget runs out while new steps are trained."""
     gates = [Gate(tmp_path / f"gate-{step}", step) for step in range(1, STEPS, 2)]
     all_gates = {"TEST_GATE": ";".join(gate.environment["TEST_GATE"] for gate in gates)}
-    with start(Run(JOB, tmp_path / "run", 2, True, CHECKPOINTS, environment=all_gates, restarts=1)) as started:
+    # Not 1: records are written up to 50 ms late, so that a rank may have got further than anybody knows.
+    with start(Run(JOB, tmp_path / "run", 2, True, CHECKPOINTS, environment=all_gates, restarts=2)) as started:
         for number, gate in enumerate(gates):
             started.until(lambda gate=gate: gate.reached(2), f"step {gate.step}")
             os.kill(started.workers()[number % 2], signal.SIGKILL)
@@ -97,39 +99,28 @@ def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path
     assert "wait_at_gate" in lost["what"]
 
 
-AT_ONCE = (
-    "import shoal.launch.spares as s; s.AFTER_SECONDS = 0.0; from shoal.cli.main import main; raise SystemExit(main())"
-)
-
-
-def test_ranks_that_waited_take_the_places(undisturbed: Ended, tmp_path: Path) -> None:
-    """Of all ranks, also where one of those that waited had died itself; whoever waits at the end is gone with it."""
-    gates = [Gate(tmp_path / f"gate-{step}", step) for step in (7, 9)]
+def test_ranks_are_copies_of_one_process_or_fresh_interpreters(undisturbed: Ended, tmp_path: Path) -> None:
+    """The process that ranks are copied from may die, and they with it: those that follow load torch themselves."""
+    gates = [Gate(tmp_path / f"gate-{step}", step) for step in (5, 7, 9)]
     wanted = gated(tmp_path / "run", gates[0], 2, TEST_GATE=";".join(gate.environment["TEST_GATE"] for gate in gates))
-    wanted.launcher = ("-c", AT_ONCE)
+    parents = []
     with start(wanted) as started:
-
-        def waiting() -> dict[int, int]:
-            found = {pid: v for pid, v in started.processes().items() if "SHOAL_GATE_FD" in v}
-            return {int(v["RANK"]): pid for pid, v in found.items()}
-
-        started.until(lambda: gates[0].reached(2), "the gate")
-        started.until(lambda: len(waiting()) == 2, "processes that wait")
-        first = waiting()
-        trained = {
-            pid: v for pid, v in started.processes().items() if v.get("RANK") == "0" and pid not in first.values()
-        }
-        os.kill(first[1], signal.SIGKILL)
-        os.kill(next(iter(trained)), signal.SIGKILL)
-        gates[0].open()
-        started.until(lambda: gates[1].reached(2), "the next gate")
-        assert first[0] in started.processes()
-        assert first[1] not in started.processes()
-        assert not [v for v in started.processes().values() if v.get("RANK") == "0" and "SHOAL_GATE_FD" not in v]
-        gates[1].open()
+        for gate in gates:
+            started.until(lambda gate=gate: gate.reached(2), "the gate")  # type: ignore[misc]
+            ranks = started.workers()
+            assert sorted(ranks) == [0, 1]
+            (parent,) = {psutil.Process(pid).ppid() for pid in ranks.values()}
+            parents.append(parent)
+            if gate is gates[0]:
+                os.kill(ranks[1], signal.SIGKILL)
+            elif gate is gates[1]:
+                os.kill(parent, signal.SIGKILL)
+            gate.open()
         ended = started.wait().expect(0)
+    assert parents == [parents[0], parents[0], started.pid]
+    assert parents[0] != started.pid
     assert_same(ended, undisturbed)
-    assert ended.result["restarts"] == 1
+    assert ended.result["restarts"] == 2
 
 
 def test_a_pause_of_two_seconds_is_nothing(undisturbed: Ended, tmp_path: Path) -> None:

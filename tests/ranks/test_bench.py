@@ -10,6 +10,7 @@ import pytest
 from tests.launching import start_command
 
 from shoal.hardware import load
+from shoal.hardware.values import DIVIDED
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LIMIT_SECONDS = 110.0
@@ -31,6 +32,10 @@ def test_bench_measures_one_and_two_processes(tmp_path: Path) -> None:
         assert device.memory_bytes_per_second > 0
         assert device.dispatch_seconds > 0
         assert device.reserved_bytes > 50e6  # torch alone is more
+    assert set(found.device.divided) == set(DIVIDED)
+    for own in found.device.divided.values():
+        assert own["reserved_bytes"] > 50e6
+    assert found.device.divided["shard"]["tensor_seconds"] > 0  # fully_shard's Python, many times an operator's
     assert found.within is not None
     assert {"all_gather", "reduce_scatter", "send"} <= set(found.within.collectives)
     assert found.storage_bytes_per_second

@@ -16,10 +16,10 @@ from shoal.hardware import device as catalogued
 from shoal.hardware import dump
 from shoal.hardware.cluster_names import of_cores
 from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
-from shoal.hardware.values import Cluster, Device
+from shoal.hardware.values import DIVIDED, PROCESS_GROUP, Cluster, Device
 from shoal.launch.environment import REQUEST_FILE, Environment
 from shoal.launch.environments.detect import joined
-from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, link_of, table
+from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, divided_of, link_of, table
 from shoal.planner.measure.processes import found_by
 from shoal.runs.directory import write_file
 
@@ -55,7 +55,7 @@ def bench(options: BenchOptions) -> int:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
         return code
     measured = _measurements(ranks, options.quick, bool(found_gpus))
-    found = undisturbed(assembled(measured, found_gpus), busy.share())
+    found = undisturbed(divided(assembled(measured, found_gpus), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
     text = dump(found, beside={"machine": _machine(measured[0].facts), "measurements": tables})
     kept = measured_file()
@@ -212,6 +212,25 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
         alternatives=alternatives,
         algorithms=algorithms_of(last, _with(source, last)),
     )
+
+
+def divided(found: Cluster, quick: bool) -> Cluster:
+    """The cluster with what the engine takes on axes that divide a model, measured with all of its processes.
+
+    Each axis in processes of its own, since each loads modules of its own.
+    """
+    ranks, device = found.devices_per_host, found.device
+    if device.kind == "gpu" or ranks == 1:
+        return found
+    threads, known = max(1, cores() // ranks), {}
+    print(f"measuring models divided over {ranks} processes ...", flush=True)
+    for axis in DIVIDED:
+        task = {"seconds": 0.0, "quick": quick, "axis": axis}
+        rows = found_by("machine", task, ranks, threads, f"a measurement of the {axis} axis with {ranks} processes")
+        links = found.within, found.algorithms.get(PROCESS_GROUP, found.within)
+        known[axis] = divided_of(Measured.of(rows), axis, device.dispatch_seconds, *links)
+    sources = {**device.sources, "divided": device.sources["dispatch_seconds"]}
+    return replace(found, device=replace(device, divided=known, sources=sources))
 
 
 def _with(source: str, measured: Measured) -> str:

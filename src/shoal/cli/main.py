@@ -30,6 +30,7 @@ from shoal.cli.options import (
 )
 from shoal.cli.output import unfailing_output
 from shoal.errors import CommandError, SettingWarning, ShoalError
+from shoal.launch.environment import FORK_FD
 
 # Threads of pools end by themselves once Python asks them to.
 _THREADS_SECONDS = 5.0
@@ -38,6 +39,10 @@ _THREADS_SECONDS = 5.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if FORK_FD in os.environ:
+        from shoal.launch.fork_server import become_rank
+
+        become_rank(lambda: importlib.import_module("shoal.cli.run.train"), holds_signals=given[0] == "run")
     with unfailing_output():
         code = _done(given)
     if arguments is None:

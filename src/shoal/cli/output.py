@@ -47,7 +47,7 @@ def _unfailing(stream: TextIO | None, descriptor: int) -> TextIO | None:
         stream.flush()
     raw = _UnfailingFile(descriptor, "wb", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED, python -u
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=stream.line_buffering,

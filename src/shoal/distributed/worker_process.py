@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ExitCode, InUseError, LaunchError, PeerError, ShoalError
-from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, Environment
+from shoal.launch.environment import REPORT_FILE, Environment
+from shoal.launch.process_control import die_with_launcher, name_process
+from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import write_file
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_launcher() -> None:
-    """No worker of the local launcher outlives it, even one that was killed, and no command of its holds the lock."""
-    launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
-    if lock is not None:
-        os.set_inheritable(int(lock), False)
-    if launcher is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it died before the line above; in a container it may be process 1 itself
-            os._exit(ExitCode.RANK_LOST)
 
 
 def _end_at_once(code: ExitCode) -> None:
@@ -43,12 +30,23 @@ def _end_at_once(code: ExitCode) -> None:
     os._exit(code)
 
 
+def _write_report(path: str, text: str) -> None:
+    """Writes a report on disk, or at an address. Raises: OSError."""
+    if is_address(path):
+        folder, _, name = path.rpartition("/")
+        RunAddress(folder).write(name, text.encode())
+    else:
+        write_file(Path(path), text)
+
+
 def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
     """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one.
 
     `may_end_at_once`: whether a rank that lost a peer ends here, without what its callers and atexit would still do.
     """
     die_with_launcher()
+    if environment.world_size > 1:
+        name_process(f"shoal rank {environment.rank}")
     error: ShoalError | None = None
     try:
         code = work() or ExitCode.DONE
@@ -63,9 +61,9 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
-        path = Path(report.replace("%r", str(environment.rank)))  # of an engine's ranks, which have one variable
+        path = report.replace("%r", str(environment.rank))  # of an engine's ranks, which have one variable
         try:
-            write_file(path, json.dumps({"exit_code": int(code), "error": told}))
+            _write_report(path, json.dumps({"exit_code": int(code), "error": told}))
         except OSError:  # the launcher's folder is on no disk of this host
             if error is not None:
                 print(error.render(), file=sys.stderr)

@@ -17,6 +17,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAd
 
 from shoal.errors import HardwareError, nearest
 
+# Axes whose ranks have a part of the model each.
+DIVIDED = ("shard", "tensor", "pipeline")
+
 
 def kind_of(device_type: str) -> str:
     """A device's kind, "gpu" or "cpu", from the type that torch gives it."""
@@ -113,11 +116,24 @@ class Device:
     step_seconds: Number = 0.0  # of a CPU: what the engine does in a step besides the model's operators ...
     tensor_seconds: Number = 0.0  # ... and for each parameter
     host_bytes_per_second: Number = 0.0  # copy from pinned host memory; 0: no copy
+    # The same by name, and `reserved_bytes`, of an axis that divides the model: "shard", "tensor", "pipeline".
+    divided: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     reserved_bytes: Whole = 0  # of the memory, held by the driver, the context and the communication library
     price_per_hour: Number | None = None  # US dollars
     watts: Number | None = None  # the most that it draws: its power limit as sold, or the cap that is set
     guesses: tuple[str, ...] = ()  # what is neither published of this device nor measured, for whoever reads an answer
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def beside(self, axis: str) -> tuple[float, float, float]:
+        """`step_seconds`, `tensor_seconds`, `reserved_bytes` of a rank; `axis`: one that divides its model, or ""."""
+        own = self.divided.get(axis, {})
+        plain = {
+            "step_seconds": self.step_seconds,
+            "tensor_seconds": self.tensor_seconds,
+            "reserved_bytes": self.reserved_bytes,
+        }
+        step, tensor, reserved = (max(own.get(name, 0.0), value) for name, value in plain.items())
+        return step, tensor, reserved
 
     def sustained_at(self, dtype: str) -> float:
         """The fraction of a large product's rate that whole steps reach in a dtype."""

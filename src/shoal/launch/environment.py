@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
-GATE_FD = "SHOAL_GATE_FD"  # a pipe on which a spare process waits until it is needed
+FORK_FD = "SHOAL_FORK_FD"  # a socket on which this process is asked to fork ranks
 LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
 REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on

@@ -17,8 +17,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.runs.records import SPANS
+
+if TYPE_CHECKING:
+    from shoal.launch.fork_server import Process
 
 HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher, beside which the rank's stacks are written
 # Ends a rank, which first shows the stacks of its threads. Python's handler is in C: nobody needs to give up the GIL.
@@ -119,7 +123,7 @@ def read(path: Path) -> Reading | None:
     return Reading(steps, PHASES[number], since, max(window[number] for window in windows))
 
 
-def end(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 2.0) -> str:
+def end(path: Path, process: Process, patience_seconds: float = 2.0) -> str:
     """Ends a process, also a stopped one; the Python stacks that its threads were in, empty where it shows none."""
     _signal_main_thread(process, STACKS)
     process.send_signal(signal.SIGCONT)  # on which it goes no further: the other signal comes first
@@ -137,7 +141,7 @@ def last_stacks(path: Path) -> str:
     return ""
 
 
-def show(path: Path, process: subprocess.Popen[bytes], patience_seconds: float = 0.5) -> str:
+def show(path: Path, process: Process, patience_seconds: float = 0.5) -> str:
     """The Python stacks of a rank that goes on; empty where it does not answer."""
     if read(path) is None:  # it could not listen yet
         return ""
@@ -151,7 +155,7 @@ def show(path: Path, process: subprocess.Popen[bytes], patience_seconds: float =
     return found
 
 
-def _signal_main_thread(process: subprocess.Popen[bytes], number: int) -> None:
+def _signal_main_thread(process: Process, number: int) -> None:
     """Signals the main thread of a process, which then stands still while all stacks are read.
 
     A stopped process gives a signal of its own to whichever thread wakes first, while the main one runs on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -11,9 +12,9 @@ from typing import NamedTuple
 
 from shoal.errors import ExitCode, ShoalError
 from shoal.launch import heartbeat
-from shoal.launch.rank_processes import LocalRun, RankProcess, tell, tell_groups
+from shoal.launch.fork_server import ForkServer
+from shoal.launch.rank_processes import LocalRun, RankProcess, Start, tell, tell_groups
 from shoal.launch.signals import Signals, pausing
-from shoal.launch.spares import Spares
 from shoal.launch.stacks import different_calls
 from shoal.launch.verdict import verdict
 from shoal.launch.watch import Stuck, Watch
@@ -35,41 +36,47 @@ class LaunchEnd(NamedTuple):
     failed_at: float  # seconds since the epoch; of the end, where nothing failed
 
 
-def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None = None) -> LaunchEnd:
-    """Starts the workers and waits for them. `spares`: of a run that may be launched again.
+def launch(run: LocalRun, signals: Signals | None = None, server: ForkServer | None = None) -> LaunchEnd:
+    """Starts the workers and waits for them. `server`: of a run that may be launched again.
 
     Raises: LaunchError where the port that MASTER_PORT names is taken.
     """
-    signals, spares = signals or Signals(impatient=False), spares or Spares(wanted=False)
-    start = spares.take(run)
+    signals = signals or Signals(impatient=False)
+    with contextlib.ExitStack() as until_end:
+        server = server or until_end.enter_context(contextlib.closing(ForkServer(run.arguments, run.num_threads)))
+        start = Start(run, server)
+        until_end.callback(start.close)
+        until_end.enter_context(signals.handled())
+        until_end.enter_context(pausing(lambda number: tell_groups(start.workers, number)))
+        if not server.until_loaded(lambda: signals.twice):
+            return LaunchEnd(int(ExitCode.INTERRUPTED), None, time.time())
+        return _launched(run, start, signals)
+
+
+def _launched(run: LocalRun, start: Start, signals: Signals) -> LaunchEnd:
+    start.begin()
     workers = start.workers
-    with signals.handled(), pausing(lambda number: tell_groups(workers, number)):
-        try:
-            start.begin(run)
-            replaced: Counter[int] = Counter()
+    replaced: Counter[int] = Counter()
 
-            def replace(worker: RankProcess) -> bool:
-                """Starts the worker's place anew, where that may help; True where nobody need miss it."""
-                rank = worker.rank
-                if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
-                    return False
-                if not workers[0].is_well:
-                    replaced[rank] += 1
-                    start.again(rank)
-                return True
+    def replace(worker: RankProcess) -> bool:
+        """Starts the worker's place anew, where that may help; True where nobody need miss it."""
+        rank = worker.rank
+        if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
+            return False
+        if not workers[0].is_well:
+            replaced[rank] += 1
+            start.again(rank)
+        return True
 
-            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
-            watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
-            first = _watch(
-                workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)
-            )
-            failed_at = time.time() - max(0.0, time.monotonic() - first)
-            cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
-            if run.replaceable and workers[0].is_well and not cut_short:  # who is left over had been given up
-                return LaunchEnd(workers[0].process.returncode, None, failed_at)
-            return LaunchEnd(*verdict(workers, signals, elsewhere=run.share is not None), failed_at)
-        finally:
-            start.close()
+    judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
+    watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
+    first = _watch(workers, signals, run.replaceable, replace, watch)
+    failed_at = time.time() - max(0.0, time.monotonic() - first)
+    code = workers[0].code
+    cut_short = workers[0].given_up and code == ExitCode.PREEMPTED
+    if run.replaceable and workers[0].is_well and code is not None and not cut_short:  # the others had been given up
+        return LaunchEnd(code, None, failed_at)
+    return LaunchEnd(*verdict(workers, signals, elsewhere=run.share is not None), failed_at)
 
 
 def _ended_well(worker: RankProcess, serves: bool) -> bool:
@@ -83,8 +90,6 @@ def _watch(
     replaceable: range,
     replace: Callable[[RankProcess], bool],
     watch: Watch,
-    *,
-    meanwhile: Callable[[], None] = lambda: None,
 ) -> float:
     """Time of the first failure that was seen, on the monotonic clock; infinite where there was none.
 
@@ -120,7 +125,6 @@ def _watch(
                     leader.process.send_signal(signal.SIGTERM)
                 else:
                     tell(workers, signal.SIGKILL)
-        meanwhile()
         time.sleep(_POLL_SECONDS)
     return first
 

@@ -9,8 +9,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,8 @@ from typing import Any, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError
 from shoal.launch import heartbeat
-from shoal.launch.environment import GATE_FD, LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
+from shoal.launch.environment import LISTEN_FD, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
+from shoal.launch.fork_server import ForkServer, Process, fresh_interpreter
 from shoal.launch.output import OutputRelay
 from shoal.launch.signals import how_it_ended
 from shoal.launch.stacks import different_calls
@@ -56,7 +55,7 @@ class RankProcess:
     """Process of a rank, as its launcher knows it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     report: Path
     log: Path | None
     heartbeat: Path
@@ -80,7 +79,7 @@ class RankProcess:
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
         """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
-        how, shown = how_it_ended(self.process.returncode), ""
+        how, shown = how_it_ended(self.process.wait()), ""
         if self.stuck is None:
             shown = heartbeat.last_stacks(self.heartbeat)
             how = f"{how} without a word{different_calls({self.rank: shown, **others})}{self.last_words()}"
@@ -103,38 +102,23 @@ class RankProcess:
 
 
 class Start:
-    """Processes of one start of a run's ranks. With `waits` they load torch and wait until `begin` is called.
+    """Processes of one start of a run's ranks: copies of the fork server, or fresh interpreters where it has none.
 
     Raises: LaunchError where the port that MASTER_PORT names cannot be used.
     """
 
-    def __init__(self, run: LocalRun, *, waits: bool = False) -> None:
-        self._run = run
-        self._gate: int | None = None  # the end of a pipe on which those that wait read
+    def __init__(self, run: LocalRun, server: ForkServer) -> None:
+        self._run, self._server = run, server
         self.workers: list[RankProcess] = []
         self._listener = run.listener or (_listener() if run.share is None else listener_at(run.share))
         self._folder = StartFolder()
-        if waits:
-            reader, self._gate = os.pipe()
-            try:
-                self._fill(reader)
-            except BaseException:
-                self.close()
-                raise
-            finally:
-                os.close(reader)
 
-    def begin(self, run: LocalRun) -> None:
-        """Starts the processes, or those of them that do not wait already, for `run`'s request."""
-        self._run = run
-        if run.request is not None:
-            (self._place / _REQUEST).write_text(run.request, encoding="utf-8")
-        if self._gate is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._gate, b"." * len(self.workers))
-        for rank in [worker.rank for worker in self.workers if worker.process.poll() is not None]:
-            self.again(rank)
-        self._fill()
+    def begin(self) -> None:
+        """Starts the processes."""
+        if self._run.request is not None:
+            (self._place / _REQUEST).write_text(self._run.request, encoding="utf-8")
+        for place in range(self._run.num_processes):
+            self.workers.append(self._started(place))
 
     def again(self, rank: int) -> None:
         """Starts a rank whose process has ended anew."""
@@ -154,8 +138,6 @@ class Start:
             self._keep_log(worker)
             if worker.relay is not None:
                 worker.relay.close()
-        if self._gate is not None:
-            os.close(self._gate)
         if self._listener is not None:
             self._listener.close()
         self._folder.close()
@@ -163,10 +145,6 @@ class Start:
     @property
     def _place(self) -> Path:
         return self._folder.path
-
-    def _fill(self, gate: int | None = None) -> None:
-        for place in range(len(self.workers), self._run.num_processes):
-            self.workers.append(self._started(place, gate))
 
     def _environment(self, place: int) -> Environment:
         """Environment of the rank that has this place among those of this start."""
@@ -180,34 +158,27 @@ class Start:
         rank, local_rank = share.rank + place, share.local_rank + place
         return replace(share, rank=rank, local_rank=local_rank, listen_fd=listening, num_to_start=0)
 
-    def _started(self, place: int, gate: int | None = None) -> RankProcess:
+    def _started(self, place: int) -> RankProcess:
         run, folder, environment = self._run, self._place, self._environment(place)
-        rank, descriptor = environment.rank, environment.listen_fd
+        rank = environment.rank
         report, said = folder / f"report-{rank}.json", folder / f"heartbeat-{rank}"
         heartbeat.make(said)
         variables = {
-            **os.environ,
             **environment.variables(),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(run.num_threads)),
             REPORT_FILE: str(report),
             heartbeat.HEARTBEAT_FILE: str(said),
-            LAUNCHER_PID: str(os.getpid()),
-            **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
             **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
-            **({GATE_FD: str(gate)} if gate is not None else {}),
         }
+        inherited = {LISTEN_FD: environment.listen_fd, LOCK_FD: run.lock}
+        descriptors = {name: number for name, number in inherited.items() if number is not None}
         log = None if rank == 0 else folder / f"log-{rank}.txt"
         relay = OutputRelay(run.stream) if rank == 0 and run.stream is not None else None
         output = relay.writer if relay is not None else None if log is None else log.open("wb")
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "shoal", *run.arguments],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[fd for fd in (descriptor, run.lock, gate) if fd is not None],
-                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher only, which tells them once
+            printed = output.fileno() if output is not None else None
+            process = self._server.start(variables, descriptors, printed) or fresh_interpreter(
+                run.arguments, variables, descriptors, printed
             )
         finally:
             if output is not None:

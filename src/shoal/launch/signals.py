@@ -72,6 +72,7 @@ class Signals:
             yield
             return
         before = {n: signal.signal(n, self._handle) for n in stop_signals()}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # a rank of a fork server has them wait until here
         try:
             yield
         finally:

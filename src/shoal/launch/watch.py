@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -106,7 +105,7 @@ def _reason(now: float, reading: Reading) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a child is stopped by a signal; a debugger's stop is none."""
-    with contextlib.suppress(ChildProcessError):
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    """Whether a process is stopped by a signal; a debugger's stop is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
     return False

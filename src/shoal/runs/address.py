@@ -137,11 +137,27 @@ class RunAddress:
                 continue
             stamp = _stamp(path)
             if known.get(name) != stamp:
-                content = path.read_bytes()
-                with self.files() as files:
-                    make_parent(files, self.path(name))
-                    files.pipe_file(self.path(name), content)
+                self.write(name, path.read_bytes())
                 known[name] = stamp
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file there, whole. Raises: OSError."""
+        with self.files() as files:
+            make_parent(files, self.path(name))
+            files.pipe_file(self.path(name), content)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A JSON object from a file there; None where it is missing or damaged. Raises: OSError of the way to it."""
+        with contextlib.suppress(FileNotFoundError, ValueError), self.files() as files:
+            files.invalidate_cache()
+            found = json.loads(files.cat_file(self.path(name)))
+            return found if isinstance(found, dict) else None
+        return None
+
+    def remove(self, name: str) -> None:
+        """Removes a file there, where it is; one that cannot be removed stays."""
+        with contextlib.suppress(OSError), self.files() as files:
+            files.rm_file(self.path(name))
 
     def own(self, folder: Path) -> dict[str, Any]:
         """Makes the run of a folder here the one that writes there, and returns its mark, which both have.
@@ -151,9 +167,7 @@ class RunAddress:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         mark = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
         content = json.dumps(mark)
-        with self.files() as files:
-            make_parent(files, self.path(OWNER))
-            files.pipe_file(self.path(OWNER), content.encode())
+        self.write(OWNER, content.encode())
         write_file(folder / OWNER, content)
         return mark
 

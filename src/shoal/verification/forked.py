@@ -17,12 +17,12 @@ import torch
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.process_setup import prepare_process
-from shoal.distributed.worker_process import die_with_launcher
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment
 from shoal.launch.environments.detect import joined
 from shoal.launch.in_child import fork
+from shoal.launch.process_control import die_with_launcher
 from shoal.plans.resolve import CompletePlan
 from shoal.verification.traced_run import runs, trace_rank
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -20,7 +19,6 @@ from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, restarts
 from shoal.launch.signals import Signals, stop_signals
-from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
@@ -59,7 +57,6 @@ def _run(options: RunOptions) -> int:
     environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
-        wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
         return _train(request, environment, Signals(impatient=True))
     limits = range_of(options)

@@ -12,11 +12,11 @@ from typing import TextIO
 
 from shoal.errors import ExitCode, ShoalError, from_json
 from shoal.hardware.detect import visible_gpus
+from shoal.launch.fork_server import ForkServer
 from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
-from shoal.launch.spares import Spares
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.events import Events
@@ -75,15 +75,16 @@ def trained(
     `stream`: where rank 0's output goes, if not to this process's own. Handlers of signals are the caller's.
     """
     recovery = Recovery(request.max_restarts, RunDirectory(request.out))
+    arguments = ["run", str(request.job.path)]
 
-    def launched(restarts: int, lost_at: float, spares: Spares) -> LaunchEnd:
+    def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         granted(RunDirectory(request.out))
         recovery.events.fence = request.fence
         run = LocalRun(
-            ["run", str(request.job.path)],
+            arguments,
             request.plan.num_processes,
             request.threads_per_process,
             request.out / "logs",
@@ -93,11 +94,11 @@ def trained(
             stream=stream,
             lock=lock.descriptor,
         )
-        return launch(run, signals, spares)
+        return launch(run, signals, server)
 
     while True:
-        with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
-            code, error = recovery.until_done(signals, functools.partial(launched, spares=spares))
+        with contextlib.closing(ForkServer(arguments, request.threads_per_process)) as server:
+            code, error = recovery.until_done(signals, functools.partial(launched, server=server))
         following = resized(request, code, signals)
         if error is not None or following is None:
             return RunEnd(code, error, tuple(signals.received))

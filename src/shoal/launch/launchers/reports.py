@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
-from shoal.runs.address import RunAddress
+from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import RunDirectory, read_json
 
 _RANK = "%r"  # in the report's path: each rank puts its number there
@@ -25,21 +26,23 @@ _RANK = "%r"  # in the report's path: each rank puts its number there
 
 @dataclass(frozen=True)
 class RankStart:
-    """One start of all ranks of a run: `number` counts from 0, `reports` is a folder that every host sees."""
+    """One start of all ranks of a run: `number` counts from 0, `reports` is a folder or address for all hosts."""
 
     submission: Submission
     number: int
-    reports: Path
+    reports: str
 
     def variables(self) -> dict[str, str]:
         """Variables that every rank is started with."""
-        found = {REPORT_FILE: str(self.reports / f"rank-{_RANK}.json")}
+        found = {REPORT_FILE: f"{self.reports}/{_name(_RANK)}"}
         return found | ({RESTARTS: str(self.number)} if self.number else {})
 
     def ends(self, host: str) -> list[ReportedRank]:
         """How the ranks ended, by their own reports. `host`: where those without one were lost, as far as is known."""
         size = self.submission.num_processes
-        reports = [read_json(self.reports / f"rank-{rank}.json") for rank in range(size)]
+        at = RunAddress(self.reports) if is_address(self.reports) else None
+        names = [_name(str(rank)) for rank in range(size)]
+        reports = [at.read_json(name) if at is not None else read_json(Path(self.reports, name)) for name in names]
         lost = tuple(rank for rank, report in enumerate(reports) if report is None)
         return [ReportedRank(report, lost, size, host) for report in reports]
 
@@ -77,7 +80,7 @@ def until_done(
     """Starts all ranks by `once`, again where one was lost, as on one host; prints the error, and gives its code."""
 
     def start(number: int) -> tuple[int, ShoalError | None]:
-        with _folder(submission.out) as folder:
+        with _folder(submission) as folder:
             return once(RankStart(submission, number, folder))
 
     return restarted(submission, signals, start)
@@ -102,10 +105,23 @@ def restarted(submission: Submission, signals: Signals, once: Callable[[int], tu
     return code
 
 
+def _name(rank: str) -> str:
+    return f"rank-{rank}.json"
+
+
 @contextlib.contextmanager
-def _folder(out: Path) -> Iterator[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(prefix=".reports-", dir=out))
+def _folder(submission: Submission) -> Iterator[str]:
+    """A place for reports in the run directory, for a context: beside the ranks' files, which every host reaches."""
+    if submission.address is not None:
+        at = f"{submission.address.rstrip('/')}/.reports-{uuid.uuid4().hex[:8]}"
+        try:
+            yield at
+        finally:
+            for rank in range(submission.num_processes):
+                RunAddress(at).remove(_name(str(rank)))
+        return
+    submission.out.mkdir(parents=True, exist_ok=True)
+    path = tempfile.mkdtemp(prefix=".reports-", dir=submission.out)
     try:
         yield path
     finally:

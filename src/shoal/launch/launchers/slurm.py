@@ -24,6 +24,8 @@ _LOOK_SECONDS = 1.0
 _NOTICE_SECONDS = 120
 # The number of an array's task, in Slurm's own words, in --set, --out and the name of the output.
 _TASK = "%a"
+# It is Slurm's default. Where it is said, Slurm 22.05 gives a range of nodes its least number, however many are free.
+_ONE_A_NODE = "--ntasks-per-node=1"
 _ENDED = {
     "COMPLETED": ExitCode.DONE,
     "CANCELLED": ExitCode.PREEMPTED,
@@ -92,7 +94,7 @@ def _script(submission: Submission, options: list[str]) -> str:
         "--open-mode=append",
         "--requeue",
         f"--signal=TERM@{_NOTICE_SECONDS}",
-        *options,
+        *(option for option in options if submission.least_processes is None or option != _ONE_A_NODE),
     ]
     return _TEMPLATE.format(
         directives="\n".join(f"#SBATCH {shlex.quote(directive)}" for directive in directives),

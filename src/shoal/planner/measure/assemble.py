@@ -192,6 +192,31 @@ def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
     return {"step_seconds": max(0.0, quick - few * each - sums), "tensor_seconds": each}
 
 
+# Exchanges of a measured step that predictions count by themselves: of each parameter (a block of four is gathered
+# twice and scattered, or summed in each direction), and once, beside the step's two small sums and its norm.
+_EXCHANGES = {"shard": (3 / 4, 0), "tensor": (2 / 4, 0), "pipeline": (0.0, 4)}
+
+
+def divided_of(
+    measured: Measured, axis: str, dispatch: float, host: Link | None, group: Link | None
+) -> dict[str, float]:
+    """What the engine adds to a step on an axis that divides the model, and what its process holds.
+
+    `host`: the link of a step's own sums; `group`: that of the model's.
+    """
+    if host is None or group is None:
+        return {}
+    found, (of_tensor, of_step) = _besides(measured, dispatch), _EXCHANGES[axis]
+    once = 3 * (host.call_seconds + 2 * (measured.ranks - 1) * host.latency_seconds)
+    once += of_step * (host.call_seconds + host.latency_seconds)
+    each = of_tensor * (group.call_seconds + (measured.ranks - 1) * group.latency_seconds)
+    return {
+        "step_seconds": max(0.0, found["step_seconds"] - once),
+        "tensor_seconds": max(0.0, found["tensor_seconds"] - each),
+        "reserved_bytes": float(measured.facts["resident_bytes"]),
+    }
+
+
 def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
     """The links that shoal's own all_reduces are as fast as: the smallest of each is its call; and a process group."""
     found, n = {}, measured.ranks

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shoal.training.telemetry import RecordWriter
 # Layers of the two models: what a step takes for each parameter is told by their difference.
 FEW, MANY = 1, 25
 _WIDTH, _WARM_UP, _STEPS, _QUICK_STEPS = 8, 5, 60, 15
+_PAIR = 2  # layers of a block, so that a tensor axis cuts one along its outputs and one along its inputs
 
 
 def tensors(layers: int) -> int:
@@ -39,19 +41,30 @@ def operators(layers: int) -> int:
     return LAYER_OPERATORS * layers + 1
 
 
-def steps(mesh: Mesh, quick: bool) -> Iterator[dict[str, Any]]:
-    """Rows of seconds a step, by the parameters of a model; their work is its operators. Collective: all ranks."""
-    for layers in (FEW, MANY):
-        job = _job(layers)
-        seconds = _measured(job, mesh, _QUICK_STEPS if quick else _STEPS)
+def steps(mesh: Mesh, quick: bool, axis: str = "data") -> Iterator[dict[str, Any]]:
+    """Rows of seconds a step, by the parameters of a model; their work is its operators. Collective: all ranks.
+
+    axis: the one that all ranks are on.
+    """
+    for layers in (FEW, MANY) if axis == "data" else (_PAIR * mesh.world_size, MANY - 1):
+        job = _job(layers) if axis == "data" else replace(_job(layers), model=functools.partial(_blocks, layers))
+        seconds = _measured(job, mesh, _QUICK_STEPS if quick else _STEPS, axis)
         yield {"name": "step", "size": tensors(layers), "work": float(operators(layers)), "seconds": seconds}
 
 
-def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
-    ranks = mesh.world_size
-    document: dict[str, Any] = {"layout": {"data": ranks}, "batch": {"grains_per_microbatch": job.num_grains // ranks}}
-    if shares_memory(ranks):
+def _document(job: Job, axis: str, ranks: int) -> dict[str, Any]:
+    """Sections of a plan with one microbatch a rank, but on stages one for each."""
+    shares = ranks if axis in ("data", "shard", "pipeline") else 1
+    document: dict[str, Any] = {"layout": {axis: ranks}, "batch": {"grains_per_microbatch": job.num_grains // shares}}
+    if axis == "shard":
+        document["shard"] = {"level": "parameters"}
+    if axis != "pipeline" and shares_memory(ranks):
         document["collectives"] = {"all_reduce": SHARED_MEMORY}
+    return document
+
+
+def _measured(job: Job, mesh: Mesh, count: int, axis: str) -> list[float]:
+    document = _document(job, axis, mesh.world_size)
     meter = StepMeter()
     plan = complete(Plan().with_sections(**document), job.num_grains, job.grain_size)
     engine = build(job, plan, mesh, Options(observer=meter))
@@ -76,6 +89,10 @@ def _model(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
 
 
+def _blocks(layers: int) -> nn.Module:
+    return nn.Sequential(*(_model(_PAIR) for _ in range(layers // _PAIR)))
+
+
 def _loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     return model(batch[0]).sum(), len(batch[0])
 
@@ -86,7 +103,7 @@ def _job(layers: int) -> Job:
         model=functools.partial(_model, layers),
         loss=_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
-        train_data=torch.utils.data.TensorDataset(torch.zeros(64, _WIDTH)),
+        train_data=torch.utils.data.TensorDataset(torch.ones(64, _WIDTH)),
         global_batch=grains,
         grains=grains,
         length=Steps(10_000),

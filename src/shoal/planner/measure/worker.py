@@ -39,6 +39,7 @@ class MeasureTask:
     seconds: float  # of computing, in all
     quick: bool
     computes: bool = True  # else the exchanges alone
+    axis: str = ""  # an axis that divides a model: then nothing but steps on it
 
 
 class Budget:
@@ -74,8 +75,8 @@ def measure(task: MeasureTask, environment: Environment) -> None:
     prepare_process(exact=False, num_threads=None)
     torch.set_num_threads(task.threads)  # whatever OMP_NUM_THREADS says
     torch.manual_seed(environment.rank)
-    with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
-        found = _measured(task, mesh)
+    with open_mesh(environment, Layout(**{task.axis or "data": environment.world_size})) as mesh:
+        found = _divided(task, mesh) if task.axis else _measured(task, mesh)
     write_file(task.folder / f"rank-{environment.rank}.json", json.dumps(found))
 
 
@@ -89,6 +90,10 @@ def _measured(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
     if mesh.world_size == 1:
         rows += _storing(task)
     return {"facts": facts, "rows": rows}
+
+
+def _divided(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
+    return {"rows": list(steps(mesh, task.quick, task.axis)), "facts": _facts(mesh)}
 
 
 def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:

@@ -246,6 +246,23 @@ class Exchanged:
         quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
+    def copied(self, plan: Plan, computer: DeviceModel, ranks: Ranks) -> float:
+        """Seconds in which the cores copy what fully_shard gathers and scatters, beside the exchanges themselves.
+
+        A rank's part into what is sent and all parts into parameters; gradients into what is sent, and what comes back
+        into a rank's own.
+        """
+        held, times = ranks.busiest.held, 2 if plan.shard.level == "parameters" else 1
+        sharding, degree = self.accounts.sharding(plan, plan.layout, held), plan.layout.shard
+        late = plan.shard.reduce != "every_microbatch"
+        seconds = 0.0
+        for number in range(len(sharding.units)):
+            gathered, scattered = sharding.gather(number).num_bytes, sharding.scatter(number).num_bytes
+            one = times * sum(computer.moved(2 * size, 2 * size) for size in (gathered / degree, gathered))
+            back = sum(computer.moved(2 * size, 2 * size) for size in (scattered, scattered / degree))
+            seconds += one * ranks.microbatches + back * (1 if late else ranks.microbatches)
+        return seconds
+
     def _apart(self, plan: Plan, held: Held) -> float:
         """Seconds of a microbatch's gathers and scatters, one after the other, of each large parameter by itself.
 

@@ -18,7 +18,7 @@ from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 
 # What sums of bytes in another order may differ by, as a share of them.
-_ROUNDED = 1e-9
+ROUNDED = 1e-9
 
 # -------------------------------------------------------------------------------------------------------- degrees alone
 
@@ -151,17 +151,18 @@ def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memo
     each = [of.block + number * of.microbatch for number in in_flight]
     if min(each) <= 0:
         return of.once
-    even = of.once + num_blocks / sum(1 / one for one in each) * (1 - _ROUNDED)
+    even = of.once + num_blocks / sum(1 / one for one in each) * (1 - ROUNDED)
     if even <= memory:
-        left = max(0.0, memory - of.once) * (1 + _ROUNDED)
+        left = max(0.0, memory - of.once) * (1 + ROUNDED)
         if sum(int(left / one) for one in each) < num_blocks:
-            even = memory * (1 + _ROUNDED)
+            even = memory * (1 + ROUNDED)
     return even
 
 
 class Blocks(NamedTuple):
     """Blocks of a model that stages do not cut: how many, and of one microbatch on each the seconds and the bytes of
-    activations that it leaves for the backward. `longest`: seconds of the longest other unit; `last`: of the last one.
+    activations that it leaves for the backward. `longest`: seconds of the longest other unit; `last`: of the last one;
+    `through`: of all units, there and back, without the gradients of weights.
     """
 
     number: int = 0
@@ -169,6 +170,7 @@ class Blocks(NamedTuple):
     longest: float = 0.0
     last: float = 0.0
     activations: float = 0.0
+    through: float = 0.0
 
     def busiest(self, ranks: int) -> float:
         """Seconds of the busiest rank of a pipeline, however the blocks are divided.
@@ -189,7 +191,7 @@ def even_shares(pipeline: int, microbatches: int) -> float:
     Rank r has min(p - r, m) microbatches in flight under 1f1b, and no schedule has fewer. Where all ranks are as full,
     which is least for the fullest, rank r has blocks in inverse proportion to them.
     """
-    return sum(1 / min(pipeline - rank, microbatches) for rank in range(pipeline)) * (1 + _ROUNDED)
+    return sum(1 / min(pipeline - rank, microbatches) for rank in range(pipeline)) * (1 + ROUNDED)
 
 
 # ----------------------------------------------------------------------------------------------------------- a pipeline
@@ -204,10 +206,11 @@ class PipelineShape(NamedTuple):
     microbatches: int
 
 
-def filled(seconds: float, turns: PipelineShape, end: float = 0.0) -> float:
+def filled(seconds: float, turns: PipelineShape, end: float = 0.0, through: float = 0.0) -> float:
     """Seconds that no division into stages goes below; `seconds` of one microbatch on all of them together.
 
-    end: seconds of one microbatch on the last unit, which the last stage has.
+    end: seconds of one microbatch on the last unit, which the last stage has. through: of one there and back through
+    all of them, without the gradients of weights, which are all that zero_bubble puts off.
 
     Let T be the seconds of one microbatch on all stages, m the microbatches, p the ranks, x the last rank's part of T.
     The last rank begins when a microbatch has come down the others, and the step ends when the last gradient has gone
@@ -216,8 +219,10 @@ def filled(seconds: float, turns: PipelineShape, end: float = 0.0) -> float:
     """
     ranks, microbatches = turns.pipeline, turns.microbatches
     even = seconds * microbatches / ranks
-    if ranks == 1 or turns.schedule == "zero_bubble":  # which puts off gradients of weights: no microbatch waits for T
+    if ranks == 1:
         return even
+    if turns.schedule == "zero_bubble":  # no microbatch waits for all of T
+        return max(even, through)
     if turns.schedule == "gpipe":  # all wait for the slowest stage, which is no faster than the average one
         return max(even, seconds * (1.0 + (microbatches - 1) / (ranks * turns.stages)))
     if turns.stages > 1:  # the first microbatch passes all stages, there and back

@@ -45,6 +45,7 @@ class Sizes:
         self._program = program
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
         self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
+        self._saving: dict[Body, list[Operation]] = {}
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
     def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
@@ -84,8 +85,9 @@ class Sizes:
         return self._known[key]
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
-        saving = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
-        saved = sum(self._saved(body, o, share) for o in saving)
+        if body not in self._saving:
+            self._saving[body] = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
+        saved = sum(self._saved(body, o, share) for o in self._saving[body])
         working = _working(body.operations, share)
         if not body.repeated or recompute == "none":
             return saved, working
@@ -116,13 +118,15 @@ def _working(operations: Sequence[Operation], share: Share) -> float:
 
     That gradient is what the operator before it wrote.
     """
-    worst = before = 0.0
+    samples, worst, before = share.local_samples, 0.0, 0.0
     for operation in operations:
-        if operation.phase is Phase.FORWARD:
+        phase = operation.phase
+        if phase is Phase.FORWARD:
             continue
-        written = operation.written_bytes.at(share.local_samples) / _output_divided(operation, share)
-        worst = max(worst, written + before)
-        if operation.phase is Phase.BACKWARD_INPUT:
+        written = operation.written_bytes.at(samples) / _output_divided(operation, share)
+        if written + before > worst:
+            worst = written + before
+        if phase is Phase.BACKWARD_INPUT:
             before = written
     return worst
 
@@ -151,9 +155,12 @@ def _saved_divided(operation: Operation, share: Share, program: Program) -> floa
 
 
 def _output_divided(operation: Operation, share: Share) -> float:
-    if operation.cut in (TensorCut.M, TensorCut.N, TensorCut.ALL, TensorCut.BATCH):
-        return share.tensor
-    return share.tensor if share.sequence and operation.cut is TensorCut.SEQUENCE else 1
+    cut = operation.cut
+    if cut is TensorCut.NONE or share.tensor == 1:
+        return 1
+    if cut is TensorCut.SEQUENCE:
+        return share.tensor if share.sequence else 1
+    return 1 if cut is TensorCut.K else share.tensor
 
 
 _Bytes = dict[str, float]  # by category

@@ -246,13 +246,13 @@ class Staging:
     @cached_property
     def blocks(self) -> tuple[Body, int] | None:
         """The block that comes most often where stages can be cut, and how often; None where the model has none."""
-        found = Counter(unit.body for unit in self.parts if unit.body.repeated).most_common(1)
+        found = [(body, number) for body, number in self.bodies.most_common() if body.repeated]
         return found[0] if found else None
 
     @cached_property
-    def bodies(self) -> tuple[Body, ...]:
-        """The units that stages do not cut, each kind once."""
-        return tuple(dict.fromkeys(unit.body for unit in self.parts))
+    def bodies(self) -> Counter[Body]:
+        """The units that stages do not cut: each kind, and how many there are."""
+        return Counter(unit.body for unit in self.parts)
 
     def size(self, body: Body, plan: Plan) -> StageSize:
         """Of a rank with one such unit."""

@@ -128,7 +128,10 @@ class StageCosts:
         if same not in self._operations:
             self._operations[same] = self.computer.each(body, share)
         costs = self._operations[same]
-        phases = {p: total(c for o, c in zip(body.operations, costs, strict=True) if o.phase is p) for p in Phase}
+        of_phases: dict[Phase, list[Cost]] = {phase: [] for phase in Phase}
+        for operation, cost in zip(body.operations, costs, strict=True):
+            of_phases[operation.phase].append(cost)
+        phases = {phase: total(own) for phase, own in of_phases.items()}
         again = NO_COST
         if body.repeated and recompute != "none":
             full = recompute == "full"

@@ -6,7 +6,7 @@ from shoal.hardware.values import Cluster
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import BlockBytes, Blocks, least_peak
+from shoal.planner.predict.lower_bounds import ROUNDED, BlockBytes, Blocks, least_peak
 from shoal.planner.predict.memory import States
 from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE, Share
@@ -83,6 +83,8 @@ class Predictor:
         if spread.shards_model:
             slowed = 1.0 if device.kind == "cpu" else self.program.contention
             terms["parameters"] = self.exchanged.parameters(spread, ranks, slowed)
+            if device.kind == "cpu":
+                terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         if plan.layout.pipeline > 1:
             message = self.message(plan, share)
             if makespan is None:
@@ -97,7 +99,8 @@ class Predictor:
         # The host fetches while a GPU computes; a CPU does one after the other.
         terms["data"] = fetched if device.kind == "cpu" else max(0.0, fetched - busy)
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
-        terms["host"] = device.step_seconds + device.tensor_seconds * num_tensors
+        of_step, of_tensor, _ = device.beside(_divides(plan))
+        terms["host"] = of_step + of_tensor * num_tensors
         return terms
 
     def _spread(self, plan: Plan) -> Plan:
@@ -163,7 +166,7 @@ class Predictor:
             memory["allocator"] = self.program.heap_share * sum(memory.values())
         else:
             memory["allocator"] = self._fragmented(plan) * memory["activations"]
-        memory["reserved"] = float(device.reserved_bytes)
+        memory["reserved"] = device.beside(_divides(plan))[2]
         return memory
 
     def _fragmented(self, plan: Plan) -> float:
@@ -199,7 +202,11 @@ class Predictor:
         seconds = {b: costs.body(b, share, again, microbatches > 1).device_seconds for b in self.staging.bodies}
         longest = max((found for other, found in seconds.items() if other != body), default=0.0)
         last = seconds[self.staging.parts[-1].body]
-        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved)
+        # What the host starts for gradients of weights may hide what the device does before: then that counts less.
+        spared = {b: costs.body(b, share, again, microbatches > 1).weight_seconds for b in self.staging.bodies}
+        through = sum(number * (seconds[b] - spared[b]) for b, number in self.staging.bodies.items())
+        through = max(0.0, through) * (1 - ROUNDED)
+        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved, through)
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
@@ -215,3 +222,13 @@ class Predictor:
         if plan.collectives.all_reduce == "shared_memory":
             per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
         return rank.size.trainable * per_element + self.program.buffer_bytes
+
+
+def _divides(plan: Plan) -> str:
+    """The axis that divides the model, the one that the engine does most for where there are several; "" for none."""
+    layout = plan.layout
+    if layout.tensor > 1:
+        return "tensor"
+    if plan.shards_model:
+        return "shard"
+    return "pipeline" if layout.pipeline > 1 else ""

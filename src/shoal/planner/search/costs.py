@@ -125,7 +125,7 @@ class Costs:
 
     def filled(self, whole: Whole, shape: PipelineShape) -> float:
         """A bound of a schedule's seconds, from those of a microbatch on all stages."""
-        return filled(whole.seconds, shape, whole.blocks.last)
+        return filled(whole.seconds, shape, whole.blocks.last, whole.blocks.through)
 
     def least_seconds(self, plan: Plan) -> float:
         """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
@@ -250,7 +250,8 @@ class Costs:
         """The blocks of the model, with a lower bound of their seconds."""
         found = self._predictor.blocks(plan)
         of = self._least
-        return found._replace(seconds=found.seconds * of, longest=found.longest * of, last=found.last * of)
+        longest, last, through = found.longest * of, found.last * of, found.through * of
+        return found._replace(seconds=found.seconds * of, longest=longest, last=last, through=through)
 
     def uncut_bytes(self, plan: Plan) -> float:
         """A lower bound of `least_bytes` that needs no division into stages."""

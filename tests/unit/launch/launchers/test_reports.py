@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shoal.errors import RankLostError, ShoalError
+from shoal.distributed.worker_process import as_rank
+from shoal.errors import ExitCode, RankLostError, ShoalError
+from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
@@ -25,7 +28,7 @@ def verdict(folder: Path, *ends: dict[str, Any] | None) -> tuple[int, ShoalError
     for rank, end in enumerate(ends):
         if end is not None:
             (folder / f"rank-{rank}.json").write_text(json.dumps(end), encoding="utf-8")
-    return verdict_of(RankStart(submission(folder), 0, folder).ends("h0"), Signals(impatient=False))
+    return verdict_of(RankStart(submission(folder), 0, str(folder)).ends("h0"), Signals(impatient=False))
 
 
 def ended(code: int, kind: str | None = None) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def test_how_a_run_ended(ends: tuple[dict[str, Any] | None, ...], code: int, kin
 
 
 def test_every_rank_is_told_where_to_report_and_how_often_it_was_started(tmp_path: Path) -> None:
-    first, second = (RankStart(submission(tmp_path), number, tmp_path).variables() for number in (0, 1))
+    first, second = (RankStart(submission(tmp_path), number, str(tmp_path)).variables() for number in (0, 1))
     assert first == {"SHOAL_REPORT_FILE": f"{tmp_path}/rank-%r.json"}
     assert second["SHOAL_RESTARTS"] == "1"
 
@@ -73,3 +76,20 @@ def test_a_run_that_was_told_to_stop_is_not_started_again(tmp_path: Path) -> Non
     signals = Signals(impatient=False, received=[15])
     error = RankLostError(given="rank 1", conflict="gone", remedy="x")
     assert until_done(submission(tmp_path), signals, lambda attempt: (69, error)) == 69
+
+
+def test_ranks_report_to_the_address_that_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no folder here is of use to them."""
+    there = tmp_path / "there"
+
+    def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
+        monkeypatch.setenv(REPORT_FILE, attempt.variables()[REPORT_FILE])
+        for rank in range(2):
+            as_rank(Environment(rank=rank, world_size=2), lambda: ExitCode.PREEMPTED)
+        assert len(list(there.glob(".reports-*/rank-[01].json"))) == 2
+        assert not list(tmp_path.glob("here/.reports-*"))
+        return verdict_of(attempt.ends("h0"), Signals(impatient=False))
+
+    wanted = replace(submission(tmp_path / "here"), address=f"file://{there}")
+    assert until_done(wanted, Signals(impatient=False), once) == 75
+    assert not list(there.glob(".reports-*/*"))

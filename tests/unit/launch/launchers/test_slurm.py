@@ -36,6 +36,14 @@ def test_options_of_sbatch_follow_those_of_the_run() -> None:
         script("--partition gpu")
 
 
+def test_a_range_is_one_of_nodes() -> None:
+    found = directives(script("--ntasks-per-node=2", least_processes=2))
+    assert {"--nodes=1-2", "--ntasks-per-node=2"} <= set(found)
+    found = directives(script("--ntasks-per-node=1", least_processes=2))
+    assert "--nodes=2-4" in found
+    assert not [word for word in found if word.startswith("--ntasks")]  # Slurm would give two, however many are free
+
+
 def test_words_with_spaces_and_percents_are_whole() -> None:
     text = script("'--comment=two words'", arguments=(*SUBMISSION.arguments, "--set", "format=%a %d"))
     assert "#SBATCH '--comment=two words'" in text

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shoal.hardware import device as catalogued
 from shoal.hardware.values import Cluster, Device, Link
-from shoal.planner.measure.assemble import Measured, Quantiles, algorithms_of, device_of, link_of, table
+from shoal.planner.measure.assemble import Measured, Quantiles, algorithms_of, device_of, divided_of, link_of, table
 from shoal.planner.predict.collective_time import Network
 
 CPU = {"kind": "cpu", "threads": 1, "torch": "2", "resident_bytes": 200}
@@ -165,3 +166,17 @@ def test_a_process_group_has_a_link_of_its_own() -> None:
 def test_the_engines_own_time_leaves_out_what_is_counted_as_sums() -> None:
     rows = (*DEVICE_ROWS, row("algorithm.shared_memory", 1e3, 80e-6))
     assert math.isclose(device_of(measured(*rows, ranks=2), "core", 1000, "here").step_seconds, 400e-6)
+
+
+def test_the_engines_own_time_on_an_axis_leaves_out_what_is_counted_as_exchanges() -> None:
+    # An operator starts in 5 us, an exchange in 100 + 2 x 10 us in the host's link, 40 + 1 x 10 us in the group's.
+    steps = (row("step", 5.0, 1000e-6 + 5 * 5e-6, size=8), row("step", 101.0, 5000e-6 + 101 * 5e-6, size=48))
+    host, group = (Link("a link", 1e9, 10e-6, call) for call in (100e-6, 40e-6))
+    found = divided_of(measured(*steps, ranks=2), "shard", 5e-6, host, group)
+    # 100 us a parameter, of which each block of four has three exchanges; three small sums beside.
+    assert math.isclose(found["tensor_seconds"], 100e-6 - 0.75 * 50e-6)
+    assert found["step_seconds"] == 0.0  # 200 us of a step without parameters are less than those sums
+    pipeline = divided_of(measured(*steps, ranks=2), "pipeline", 5e-6, replace(host, call_seconds=0.0), group)
+    assert math.isclose(pipeline["tensor_seconds"], 100e-6)
+    assert math.isclose(pipeline["step_seconds"], 200e-6 - 3 * 20e-6 - 4 * 10e-6)
+    assert found["reserved_bytes"] == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoal.distributed.mesh import Mesh
-from shoal.planner.measure.steps import FEW, MANY, _loss, _model, operators, steps, tensors
+from shoal.planner.measure.steps import FEW, MANY, _blocks, _loss, _model, operators, steps, tensors
 from shoal.planner.profile.profiles import profile
 from shoal.plans.layout import Layout
 
@@ -22,3 +22,5 @@ def test_the_operators_are_those_of_a_profile() -> None:
     for layers in (FEW, MANY):
         traced = profile(_model(layers), _loss, lambda n: [torch.zeros(n, 8)], device="cpu")
         assert operators(layers) == sum(o.launches for unit in traced.units for o in unit.body.operations)
+    blocks = profile(_blocks(4), _loss, lambda n: [torch.zeros(n, 8)], device="cpu")
+    assert operators(4) == sum(o.launches for unit in blocks.units for o in unit.body.operations)

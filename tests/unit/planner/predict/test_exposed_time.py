@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.planner.made import DEVICE, LINK, cluster, work
 
-from shoal.hardware.values import Cluster, Curve, Link
+from shoal.hardware.values import DIVIDED, Cluster, Curve, Link
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.values import Weight
@@ -43,6 +43,31 @@ def test_gathers_and_scatters_on_cores_are_not_hidden_either() -> None:
     found = terms(work(), cluster(2, device=CORE), **sharded)
     # Parameters for the forward and the backward, and the gradients: half of each comes from the other rank.
     assert found["parameters"] == pytest.approx(3 * WEIGHTS / 2 / 1e10, rel=0.01)
+
+
+def test_what_is_gathered_and_scattered_is_copied_on_cores() -> None:
+    slow = replace(CORE, memory_bytes_per_second=1e9)
+    for level, gathers in (("parameters", 2), ("gradients", 1)):
+        sharded = {"layout": {"shard": 2}, "shard": {"level": level}}
+        quick, copied = (terms(work(), cluster(2, device=core), **sharded) for core in (CORE, slow))
+        # Half of them into what is sent and all into parameters; gradients into what is sent, and half of them back.
+        assert copied["parameters"] - quick["parameters"] == pytest.approx((gathers + 1) * 2 * 1.5 * WEIGHTS / 1e9)
+
+
+def test_the_engines_own_time_and_memory_are_those_of_the_axis_that_divides_the_model() -> None:
+    own = {axis: {"step_seconds": 3e-3, "tensor_seconds": 2e-3, "reserved_bytes": 7e8} for axis in DIVIDED}
+    core = replace(CORE, step_seconds=1e-3, tensor_seconds=1e-6, reserved_bytes=10**8, divided=own)
+    predictor = Predictor(work(), cluster(2, device=core), QUIET)
+    for axis in DIVIDED:
+        found = predictor.predict(Plan().with_sections(batch={"grains_per_microbatch": 1}, layout={axis: 2}))
+        num_tensors = 4 if axis == "pipeline" else 8
+        assert found.terms["host"] == pytest.approx(3e-3 + num_tensors * 2e-3)
+        assert found.memory["reserved"] == 7e8
+    whole = predictor.predict(Plan().with_sections(batch={"grains_per_microbatch": 1}, layout={"data": 2}))
+    assert whole.terms["host"] == pytest.approx(1e-3 + 8e-6)
+    assert whole.memory["reserved"] == 1e8
+    little = replace(core, divided={"shard": {"step_seconds": 1e-9}})
+    assert little.beside("shard") == (1e-3, 1e-6, 1e8)  # bounds of a search rest on these
 
 
 def test_small_buckets_are_gathered_and_added_on_cores() -> None:

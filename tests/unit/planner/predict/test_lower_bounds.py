@@ -126,11 +126,13 @@ def test_no_division_into_stages_goes_below(
         return kinds.get(action.kind, weights)
 
     makespan = simulate(actions(schedule, ranks, per, microbatches), of)[0]
-    bound = filled(sum(map(sum, stages)), PipelineShape(schedule, ranks, per, microbatches))
+    through = sum(forward + inputs for forward, inputs, _ in stages)
+    bound = filled(sum(map(sum, stages)), PipelineShape(schedule, ranks, per, microbatches), through=through)
     assert bound <= makespan * (1 + 1e-9)
 
 
 def test_equal_stages_wait_for_the_first_microbatch() -> None:
     assert filled(4.0, PipelineShape("1f1b", 1, 1, 3)) == 12.0
     assert filled(4.0, PipelineShape("1f1b", 4, 1, 1)) == 4.0  # one microbatch passes all stages alone
+    assert filled(4.0, PipelineShape("zero_bubble", 8, 1, 4), through=2.5) == 2.5
     assert 4.5 < filled(4.0, PipelineShape("1f1b", 4, 1, 4)) <= 7.0  # of which 7 are those of equal stages
