@@ -196,7 +196,7 @@ class _Request:
 
     @property
     def digested(self) -> tuple[int, list[int], tuple[Ids, ...]]:
-        """What its words are of, as `words_of_steps` takes it."""
+        """Content of its digest, as `words_of_steps` takes it."""
         return self.step, [grain.index for grain in self.grains], self.ids
 
 
