@@ -1,10 +1,10 @@
 """Claim: none: this runs what there is to run on GPUs, and each part's page says what it found.
 
-Repeat with `scripts/gpu` on a machine with a GPU or several: tests, measurements beside eager PyTorch and
-torch.compile, the machine's bench, and a prediction beside its run, within ten minutes. A part has a time limit of its
-own; its result is written when it ends, so that a later one that fails or hangs takes nothing along. Where torch sees
-no GPU the dry half runs: imports, arguments, and the measured programs themselves in tiny on the CPU, their kernels
-compiled too. Its figures are of nothing, and its results go to a folder of their own.
+Repeat with `scripts/gpu` on a machine with a GPU or several: tests, each layout of several GPUs, measurements beside
+eager PyTorch and torch.compile, the machine's bench, and a prediction beside its run, within ten minutes. A part has a
+time limit of its own; its result is written when it ends, so that a later one that fails or hangs takes nothing along.
+Where torch sees no GPU the dry half runs: imports, arguments, and the measured programs themselves in tiny on the CPU,
+their kernels compiled too. Its figures are of nothing, and its results go to a folder of their own.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ def predicted(job: Sequence[str], cluster: str, plan_only: bool) -> tuple[str, .
     return ("bash", "-ec", "\n".join(lines))
 
 
+LAYOUTS = (PYTHON, "-m", "benchmarks.gpu_layouts")
 GPT = ("examples/gpt.py", "--set", "batch=32", "--set", "layers=8", "--set", "width=512", "--set", "block=512")
 PARTS = (
-    Part("machine", 30, (PYTHON, "-m", "shoal", "doctor", "--json"), (PYTHON, "-m", "shoal", "doctor", "--json")),
+    Part("machine", 20, (PYTHON, "-m", "shoal", "doctor", "--json"), (PYTHON, "-m", "shoal", "doctor", "--json")),
     Part(
         "tests",
-        120,
+        100,
         (PYTHON, "-m", "pytest", "-q", "tests/gpu"),
         (PYTHON, "-m", "pytest", "-q", "--collect-only", "tests/gpu"),
     ),
+    Part("layouts", 90, (*LAYOUTS, "--out", "OUT.json"), (*LAYOUTS, "--out", "OUT.json", "--dry")),
     step("lenet", 70),
-    step("resnet18", 120),
-    step("gpt", 140),
+    step("resnet18", 90),
+    step("gpt", 120),
     Part(
         "bench",
-        60,
+        50,
         (PYTHON, "-m", "shoal", "bench", "--quick", "-o", "OUT.toml"),
         (PYTHON, "-m", "shoal", "bench", "--help"),
     ),

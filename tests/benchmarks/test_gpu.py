@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu import PARTS, Part, main, run_all
+from benchmarks.gpu_layouts import layouts
 from benchmarks.gpu_step import GPT2, JOBS, flops
 from tests.usual import SLOW
 
@@ -33,6 +34,16 @@ def test_a_part_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None
 
 def test_the_limits_are_ten_minutes_together() -> None:
     assert sum(part.seconds for part in PARTS) <= 600
+
+
+def test_layouts_are_those_that_so_many_devices_allow() -> None:
+    """One device has one; of several each uses all, and each is a plan of its own that nothing refuses."""
+    assert [name for name, _ in layouts(1)] == ["one"]
+    for count in (2, 4, 8):
+        found = list(layouts(count))
+        assert len({name for name, _ in found}) == len(found)
+        assert {plan.degrees.world_size for _, plan in found} == {1, count}
+    assert [len(list(layouts(count))) for count in (2, 3, 4)] == [8, 8, 26]
 
 
 def test_an_unknown_part_is_refused() -> None:

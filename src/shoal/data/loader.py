@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
 from shoal.data.quarantine import Fetched, Quarantine, with_replaced
-from shoal.data.sample_digest import Ids, grain_words
+from shoal.data.sample_digest import Ids, grain_words, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
@@ -194,10 +194,10 @@ class _Request:
     ids: tuple[Ids, ...]
     words: list[float] | None = None
 
-    def digested(self) -> _Request:
-        """With the digests of its grains."""
-        words = grain_words(self.step, [grain.index for grain in self.grains], self.ids)
-        return _Request(self.step, self.grains, self.ids, words)
+    @property
+    def digested(self) -> tuple[int, list[int], tuple[Ids, ...]]:
+        """Content of its digest, as `words_of_steps` takes it."""
+        return self.step, [grain.index for grain in self.grains], self.ids
 
 
 class _Fetcher(Dataset[Any]):
@@ -305,8 +305,13 @@ class MapLoader(Loader):
         """This rank's, of several steps at once: after a backward, whose data fill the caches, each call is dear."""
         if step not in self._known:
             count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
-            ahead = range(step, step + count)
-            self._known = {number: [request.digested() for request in self.requests(number)] for number in ahead}
+            ahead = {number: self.requests(number) for number in range(step, step + count)}
+            every = [request for requests in ahead.values() for request in requests]
+            words = iter(words_of_steps([request.digested for request in every]))
+            self._known = {
+                number: [_Request(r.step, r.grains, r.ids, next(words)) for r in requests]
+                for number, requests in ahead.items()
+            }
         return self._known.pop(step)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:

@@ -124,7 +124,7 @@ class Order:
             return []
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.global_batch + grains[0].start
-        stop = start + sum(g.size for g in grains)
+        stop = start + sum([g.size for g in grains])
         if self.shuffle:
             ids = _permuted(start, stop, self.num_samples, self.seed, epoch)
         else:

@@ -31,6 +31,27 @@ def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[fl
     return [float(word) for word in table.sum(axis=0, dtype=np.uint64)]
 
 
+def words_of_steps(parts: Sequence[tuple[int, Sequence[int], Sequence[Ids]]]) -> list[list[float]]:
+    """`grain_words` of each part (step, grains, ids), none of which is empty: from one table where all are as long."""
+    sizes = {len(own) for _, _, ids in parts for own in ids}
+    if len(sizes) != 1:
+        return [grain_words(*part) for part in parts]
+    counts = [len(grains) for _, grains, _ in parts]
+    table = np.empty((sum(counts), 2 + sizes.pop()), dtype="<i8")
+    table[:, 0] = np.repeat([step for step, _, _ in parts], counts)
+    table[:, 1] = np.concatenate([grains for _, grains, _ in parts])
+    table[:, 2:] = np.concatenate([own for _, _, ids in parts for own in ids]).reshape(len(table), -1)
+    words = np.frombuffer(b"".join(_hashed(table)), dtype="<u4").reshape(-1, DIGEST_WORDS).astype(np.uint64)
+    found: list[list[float]] = np.add.reduceat(words, np.cumsum([0, *counts[:-1]])).astype(np.float64).tolist()
+    return found
+
+
+def _hashed(table: npt.NDArray[np.int64]) -> list[bytes]:
+    """SHA-256 of each row."""
+    text, width = memoryview(table.tobytes()), table.itemsize * table.shape[1]
+    return [hashlib.sha256(text[at : at + width]).digest() for at in range(0, len(text), width)]
+
+
 def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes]:
     size = len(ids[0]) if ids else 0
     count = next((place for place, own in enumerate(ids) if len(own) != size), len(ids))  # the last may be short
@@ -41,9 +62,7 @@ def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes
         return [hashlib.sha256(text).digest() for text in texts]
     table = np.empty((count, 2 + size), dtype="<i8")
     table[:, 0], table[:, 1], table[:, 2:] = step, grains[:count], np.concatenate(ids[:count]).reshape(count, size)
-    text, width = memoryview(table.tobytes()), 8 * (2 + size)
-    digests = [hashlib.sha256(text[at : at + width]).digest() for at in range(0, len(text), width)]
-    return digests + _digests(step, grains[count:], ids[count:])
+    return _hashed(table) + _digests(step, grains[count:], ids[count:])
 
 
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:

@@ -15,7 +15,8 @@ from shoal.distributed.process_setup import is_hooked, is_torchs
 # parameters reads and writes half as much.
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _ON_CUDA = ("SGD", "Adam", "AdamW")
-_FUSED_DTYPES = (torch.float32, torch.float64)
+_CPU, _DEVICES = {"cpu"}, {"cpu", "cuda"}
+_FUSED_DTYPES = {torch.float32, torch.float64}
 _PLAIN = (nn.Parameter, Tensor)
 
 
@@ -71,15 +72,14 @@ def _can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tu
         return False
     if isinstance(group["lr"], Tensor):
         return False
-    fits = all(
-        type(tensor) in kinds
-        and (tensor.is_cpu or (tensor.is_cuda and type(optimizer).__name__ in _ON_CUDA))
-        and tensor.dtype in _FUSED_DTYPES
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        for p in group["params"]
-        for tensor in (p, p.grad)
-        if tensor is not None
+    tensors = [tensor for p in group["params"] for tensor in (p, p.grad) if tensor is not None]
+    # In each step, and so with few calls: a generator's every turn is one.
+    fits = (
+        {*map(type, tensors)}.issubset(kinds)
+        and {tensor.dtype for tensor in tensors} <= _FUSED_DTYPES
+        and {tensor.device.type for tensor in tensors} <= (_DEVICES if type(optimizer).__name__ in _ON_CUDA else _CPU)
+        and {tensor.layout for tensor in tensors} <= {torch.strided}
+        and False not in [tensor.is_contiguous() for tensor in tensors]
     )
     if not fits or _half_begun(group, optimizer):
         return False

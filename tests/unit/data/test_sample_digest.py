@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_words
+from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_words, words_of_steps
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
 
@@ -50,6 +50,18 @@ def test_many_grains_at_once_are_the_sum_of_each(size: int, count: int, uneven: 
     numbers = list(range(7, 7 + len(parts)))
     one_by_one = sum(np.array(grain_words(5, [n], [p])) for n, p in zip(numbers, parts, strict=True))
     assert np.array_equal(np.array(grain_words(5, numbers, parts)), one_by_one)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 3), st.booleans())
+def test_words_of_several_steps_are_those_of_each(counts: list[int], size: int, short: bool) -> None:
+    """From one table, or from several where the last grain of a pass over the data is short."""
+    parts = []
+    for step, count in enumerate(counts):
+        ids = [np.arange(size, dtype=np.int64) + 100 * grain + step for grain in range(count)]
+        if short and step == len(counts) - 1:
+            ids[-1] = np.arange(size + 1, dtype=np.int64)
+        parts.append((step + 3, list(range(7, 7 + count)), ids))
+    assert words_of_steps(parts) == [grain_words(*part) for part in parts]
 
 
 def test_words_are_whole_and_below_two_to_the_32() -> None:

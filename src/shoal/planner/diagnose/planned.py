@@ -157,7 +157,7 @@ def _varied(plan: Plan) -> dict[str, Any]:
 
 
 def base_of(plan: Plan) -> Plan:
-    """What a search does not vary of a run's plan."""
+    """Plan with the sections of a run's plan that a search does not vary."""
     return Plan(precision=plan.precision, execution=plan.execution, data=plan.data)
 
 

@@ -200,7 +200,7 @@ _EXCHANGES = {"shard": (3 / 4, 0), "tensor": (2 / 4, 0), "pipeline": (0.0, 4)}
 def divided_of(
     measured: Measured, axis: str, dispatch: float, host: Link | None, group: Link | None
 ) -> dict[str, float]:
-    """What the engine adds to a step on an axis that divides the model, and what its process holds.
+    """Costs that the engine adds to a step on an axis that divides the model, and memory that its process holds.
 
     `host`: the link of a step's own sums; `group`: that of the model's.
     """
