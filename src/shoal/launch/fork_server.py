@@ -1,4 +1,4 @@
-"""Fork server of a host's ranks: a process that has loaded torch, and of which each rank is a copy that takes 20 ms.
+"""Fork server of a host's ranks: a process that has loaded torch, and of which each rank is a copy.
 
 It loads no code of the job's, computes nothing and starts no thread, so that a copy is what a fresh interpreter would
 be. Where that is not so it says so, and ranks are fresh interpreters: where something that Python loads by itself
