@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conformance.cases import job as small
+from tests.conformance.cases import mlp
 from tests.launching import JOBS, Ended, Run, run, run_all
 from tests.sharing import Shared
 from tests.usual import parametrize
@@ -113,7 +114,7 @@ def in_ranks(job: Any, folder: Path, look: Any, ranks: int = 2, steps: int = 2) 
         wanted = judged(made, shoal.Plan().with_sections(layout={"data": ranks}, **ONE_COPY)).plan
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
         with open_mesh(environment, wanted.degrees) as mesh:
-            engine = build(made, wanted, mesh, Options(telemetry=False))
+            engine = build(made, wanted, mesh, Options(telemetry=False, callbacks=made.callbacks))
             try:
                 engine.trainer(None, steps, around, RecordWriter(None)).train()
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(look(engine)))
@@ -196,6 +197,33 @@ def test_an_optimizer_that_may_write_anywhere_is_refused(optimizer: Any, named: 
     with pytest.raises(JobError, match="each may write to its own part of them alone") as caught:
         in_ranks(partial(small, optimizer=optimizer), tmp_path / "ranks", owned)
     assert caught.value.given == f"{named}, with memory.shared = true"
+
+
+class Normalised(nn.Sequential):
+    """Normalises a weight in place before it is used."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self[0].weight.div_(self[0].weight.norm())
+        return super().forward(input)
+
+
+def normalised() -> nn.Module:
+    return Normalised(*mlp())
+
+
+@pytest.mark.parametrize(
+    ("changes", "given"),
+    [
+        ({"model": normalised}, "a model that writes to its own parameters in its forward, with memory.shared = true"),
+        ({"callbacks": [shoal.EMA(0.9)]}, "EMA with evaluate=True and memory.shared = true"),
+    ],
+    ids=["in the forward", "EMA"],
+)
+def test_who_else_writes_to_parameters_is_refused(changes: dict[str, Any], given: str, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as caught:
+        in_ranks(partial(small, **changes), tmp_path / "ranks", owned)
+    assert caught.value.given == given
 
 
 class Fails(torch.optim.SGD):

@@ -11,6 +11,7 @@ import pytest
 from tests import forks
 
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+GPU = "from pathlib import Path; from shoal.launch import fork_server; fork_server._GPUS = Path('/dev/null')"
 LOADED = """
 from types import SimpleNamespace
 from shoal.launch.fork_server import _loaded
@@ -28,8 +29,19 @@ print(_loaded(load))
         (THREAD, "import torch", False),
         ("", THREAD, False),
         ("", "import torch; torch.cuda._initialized = True", False),
+        (GPU, "import torch; torch.cuda._is_in_bad_fork = lambda: True", False),
+        (GPU, "import torch", True),
+        ("import os; del os.pidfd_open", "import torch", False),
     ],
-    ids=["as it is", "a thread from before", "a thread of what is loaded", "CUDA"],
+    ids=[
+        "as it is",
+        "a thread from before",
+        "a thread of what is loaded",
+        "CUDA",
+        "a GPU asked for",
+        "a GPU",
+        "no pidfd",
+    ],
 )
 def test_what_may_be_copied(before: str, then: str, may: bool) -> None:
     command = [sys.executable, "-c", LOADED.format(before=before, then=then)]

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -24,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
@@ -33,6 +35,7 @@ from shoal.launch.signals import stop_signals
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
 _LOOK_SECONDS = 0.02
+_GPUS = Path("/dev/nvidiactl")
 
 
 class ForkedProcess:
@@ -82,6 +85,7 @@ class ForkServer:
     def __init__(self, arguments: Sequence[str], num_threads: int) -> None:
         self._processes: dict[int, ForkedProcess] = {}
         self._newest: ForkedProcess | None = None
+        self._refused = False
         self._ready: bool | None = None if sys.platform == "linux" else False
         if self._ready is False:
             return
@@ -116,19 +120,28 @@ class ForkServer:
             socket.send_fds(self._requests, [json.dumps(asked).encode()], handed)
         except OSError:
             self._lose()
-        while self._ready and self._newest is None:
+        self._refused = False
+        while self._ready and self._newest is None and not self._refused:
             self.hear(None)
         return self._newest
 
     def hear(self, seconds: float | None = 0.0) -> None:
         """Takes note of what the server tells; waits so long for the first of it, None: without end."""
-        while self._ready is not False and select.select([self._requests], [], [], seconds)[0]:
-            text = self._requests.recv(_MOST_BYTES)
+        while self._ready is not False and self._has_told(seconds):
+            text = b""
+            with contextlib.suppress(OSError):  # it may have died with a request unread
+                text = self._requests.recv(_MOST_BYTES)
             if not text:
                 self._lose()
                 return
             self._take(json.loads(text))
             seconds = 0.0
+
+    def _has_told(self, seconds: float | None) -> bool:
+        """Whether there is something to hear within so long; with poll, since a user's process may have many files."""
+        look = select.poll()
+        look.register(self._requests, select.POLLIN)
+        return bool(look.poll(None if seconds is None else math.ceil(seconds * 1000)))
 
     def close(self) -> None:
         """Ends it, and its ranks."""
@@ -141,6 +154,8 @@ class ForkServer:
             self._ready = True
         elif "status" in told:
             self._processes.pop(told["pid"]).returncode = told["status"]
+        elif told["pid"] is None:
+            self._refused = True
         else:
             self._newest = self._processes[told["pid"]] = ForkedProcess(self, told["pid"])
 
@@ -217,15 +232,37 @@ def _loaded(load: Callable[[], object]) -> bool:
 
     numpy's own threads are no hindrance: OpenBLAS ends them before a fork, and starts them again where it needs them.
     """
-    alone = _num_threads() == 1 or "numpy" in sys.modules
+    alone = _num_threads() == 1 or "numpy" in sys.modules  # before this: nobody can tell its threads from others
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")
     threads = _num_threads()
     load()
     gc.collect()
     gc.freeze()  # or a collection in a rank would copy every page
-    torch = sys.modules["torch"]
-    return alone and _num_threads() == threads and threading.active_count() == 1 and not torch.cuda.is_initialized()
+    still = _num_threads() == threads and threading.active_count() == 1
+    return alone and still and _tells_of_ends() and not _has_used_a_gpu()
+
+
+def _tells_of_ends() -> bool:
+    """Whether the end of a process can be waited for here: old kernels and some containers have no pidfd_open."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _has_used_a_gpu() -> bool:
+    """Whether torch would refuse GPUs in a copy, as after torch.cuda.is_available(); only a copy can tell."""
+    cuda = sys.modules["torch"].cuda
+    if cuda.is_initialized():
+        return True
+    if not _GPUS.exists():
+        return False
+    pid = os.fork()
+    if not pid:
+        os._exit(cuda._is_in_bad_fork())
+    return os.waitpid(pid, 0)[1] != 0
 
 
 def _num_threads() -> int:
@@ -254,17 +291,25 @@ def _forked(requests: socket.socket) -> _Rank | None:
             sys.stderr.flush()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads: there are none but numpy's
-                pid = os.fork()
-            if not pid:
+                child = _fork()
+            if child == 0:
                 for descriptor in running:
                     os.close(descriptor)
                 output = descriptors.pop() if asked["output"] else None
                 inherited = dict(zip(asked["descriptors"], descriptors, strict=True))
                 return _Rank({**asked["variables"], LAUNCHER_PID: server}, inherited, output)
-            requests.send(json.dumps({"pid": pid}).encode())
-            running[os.pidfd_open(pid)] = pid
+            requests.send(json.dumps({"pid": child}).encode())
+            if child is not None:
+                running[os.pidfd_open(child)] = child
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _fork() -> int | None:
+    """As os.fork; None where the system has no more processes."""
+    with contextlib.suppress(OSError):
+        return os.fork()
+    return None
 
 
 def _take_on(rank: _Rank) -> None:

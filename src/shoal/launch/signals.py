@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from shoal.errors import ExitCode
+from shoal.launch.environment import LAUNCHER_PID
 
 # A scheduler tells the whole process group, and so does the launcher that it told: that is one request.
 SAME_SECONDS = 1.0
@@ -72,7 +73,8 @@ class Signals:
             yield
             return
         before = {n: signal.signal(n, self._handle) for n in stop_signals()}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)  # a rank of a fork server has them wait until here
+        if LAUNCHER_PID in os.environ:  # a rank of a fork server has them wait until here
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         try:
             yield
         finally:

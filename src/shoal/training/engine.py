@@ -171,7 +171,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
+    callbacks = together(mesh, lambda: _callbacks(options, mesh, shared=plan.shares_memory))
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
@@ -190,7 +190,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         order=order,
         evaluator=evaluations,
         keeper=_keeper(mesh, trained, options),
-        replicas=ReplicaCheck(mesh, sharded_model, updater, None if plan.shares_memory else options.check_replicas),
+        replicas=_replica_check(mesh, sharded_model, updater, plan, options),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
@@ -209,6 +209,25 @@ def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Itera
         yield f"--check-replicas {options.check_replicas}: no effect, since the ranks share one copy of the model"
     if options.check_replicas and mesh.layout.data == 1:
         yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
+
+
+def _replica_check(
+    mesh: Mesh, sharded_model: ShardedModel, updater: Updater, plan: Plan, options: Options
+) -> ReplicaCheck:
+    every = None if plan.shares_memory else options.check_replicas
+    repeats = plan.execution.exact or mesh.device.type == "cpu"
+    return ReplicaCheck(mesh, sharded_model, updater, every, repeats=repeats)
+
+
+def _callbacks(options: Options, mesh: Mesh, *, shared: bool) -> CallbackCalls:
+    calls = CallbackCalls(options.callbacks, mesh)
+    if shared and calls.average is not None:
+        raise JobError(
+            given="EMA with evaluate=True and memory.shared = true",
+            conflict="each rank would put the averaged weights where all of them have the trained ones",
+            remedy="write memory.shared = false, or EMA(..., evaluate=False)",
+        )
+    return calls
 
 
 def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, *, shared: bool) -> torch.optim.Optimizer:

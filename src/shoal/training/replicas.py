@@ -25,9 +25,11 @@ _MOST_IN_A_ROW = 2
 class ReplicaCheck:
     """Check, every so many steps and before each checkpoint, that ranks with the same part of a model have the same."""
 
-    def __init__(self, mesh: Mesh, model: ShardedModel, updater: Updater, every: int | None) -> None:
-        """`every`: steps; None for never."""
-        self._mesh, self._model, self._updater = mesh, model, updater
+    def __init__(
+        self, mesh: Mesh, model: ShardedModel, updater: Updater, every: int | None, *, repeats: bool = True
+    ) -> None:
+        """`every`: steps; None for never. `repeats`: whether steps that are trained again give what they gave."""
+        self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
         self.every = every if mesh.layout.data > 1 else None
         self._checked = -1
         self._before: int | None = None  # the step at which they differed last
@@ -54,7 +56,7 @@ class ReplicaCheck:
         self.flipped = []
         if not wrong:
             if self._differed == step:
-                self.flipped = self._farthest()
+                self.flipped = self._farthest() if self._repeats else []
                 self._differed, self._kept = None, {}
             return None
         self._differed, self._kept = step, self._differing_tensors()

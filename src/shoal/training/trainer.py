@@ -239,7 +239,7 @@ class Trainer:
     def _name_flipped(self, step: int, ranks: list[int]) -> None:
         """Tells which ranks' replicas had differed, once the same steps have been trained again without."""
         for rank in ranks:
-            what = f"it was rank {rank}: its state was the farthest from what the same steps gave again"
+            what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
             self._around.note(f"step {step}: {what}")
             about: dict[str, Any] = {"what": what, "noticed": "training the steps again", "done": "nothing more"}
             self._around.events.add("replicas", step=step, rank=rank, **about)

@@ -8,6 +8,7 @@ What dies in the midst of one leaves a memory that dies with its processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -23,7 +24,7 @@ from shoal.distributed.collectives.shared_memory.region import places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.errors import ShoalError
+from shoal.errors import JobError, ShoalError
 from shoal.parallel.shard.owners import DividedUpdate
 from shoal.plans.accounting.partition import shared_part
 
@@ -77,6 +78,8 @@ class OneCopyUpdate(DividedUpdate):
         """`trained`: all trainable parameters of the model, of which `parameters` may be one of several optimizers'."""
         super().__init__(parameters, trained, range(mesh.world_size), mesh.rank)
         self._mesh, self._collective, self._mark = mesh, collective, mark
+        self._trained = list(trained)
+        self._versions: list[int] = []  # torch's counts of writes to each, before a step's first forward
         self._is_read = False  # whether other ranks may still read what this one's next backward writes
 
     def updates(self, parameter: Tensor) -> bool:
@@ -91,17 +94,35 @@ class OneCopyUpdate(DividedUpdate):
         if self._is_read:
             self._collective.barrier()
         self._is_read = True
+        self._versions = [parameter._version for parameter in self._trained]
 
     def own_gradients(self) -> None:
         self._drop_others()
 
     def norm(self, own: float) -> float:
-        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of a number."""
-        squared = torch.tensor([own], dtype=torch.float64).square_()
+        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of two numbers.
+
+        Raises: JobError, on every rank, where the model has written to its parameters since `begin` on any.
+        """
+        error = self._written()
+        summed = torch.tensor([own * own, float(error is not None)], dtype=torch.float64)
         self._mark("exposed_communication")
-        self._collective.all_reduce(squared)
+        self._collective.all_reduce(summed)
+        if summed[1]:
+            raise_together(self._mesh, error)
         self._mark("optimizer")
-        return float(squared.sqrt_())
+        return math.sqrt(float(summed[0]))
+
+    def _written(self) -> JobError | None:
+        """An error where a parameter was written to that the other ranks read, and write to as well."""
+        if [parameter._version for parameter in self._trained] == self._versions:
+            return None
+        return JobError(
+            given="a model that writes to its own parameters in its forward, with memory.shared = true",
+            conflict="all ranks have the parameters in one memory, and each would write to them while others read",
+            remedy="write memory.shared = false, or leave the parameters to the optimizer (max_norm of an Embedding "
+            "and weights that are normalised in place are written in the forward)",
+        )
 
     @property
     def queues(self) -> bool:
