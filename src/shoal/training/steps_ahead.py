@@ -25,7 +25,7 @@ from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.optimizer_step import Update
 from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import StepRecords, TrainingParts
-from shoal.training.telemetry import Lap
+from shoal.training.telemetry import StepTime
 
 # A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
 # steps longer than this are worth an agreement of their own, and are not bound by reads.
@@ -39,7 +39,10 @@ _NUM_FAILURES = 3
 
 @dataclass(frozen=True)
 class _Queued:
-    """A step on its way: `measured` is the step whose measures its row has, `num_updates` counts its own."""
+    """Step whose kernels are queued and whose numbers are not read.
+
+    `measured` is the step whose measures its row has, `num_updates` counts its own.
+    """
 
     step: UnreadStep
     fetched: FetchedStep
@@ -48,20 +51,20 @@ class _Queued:
     num_updates: int
     masks_next: Tensor
     reading: device_reads.LateNumbers
-    lap: Lap
+    time_taken: StepTime
     report: Report
     measured: int | None
 
 
 @dataclass(frozen=True)
-class Hands:
+class TrainerHooks:
     """Functions of the trainer: its rank's report on the next step, and the way to the state after a good one.
 
     `advance` takes sums, update, time, the number of updates, and whether another step is queued already.
     """
 
     report: Callable[[FetchedStep | None, int], Report]
-    advance: Callable[[StepSums, Update, Lap, int, bool], bool]
+    advance: Callable[[StepSums, Update, StepTime, int, bool], bool]
 
 
 # What was read and agreed on of the step after the last one, as far as either is known.
@@ -72,9 +75,9 @@ class StepsAhead:
     """Runs of steps that are read one late. Whether a step belongs to one is the same on all ranks."""
 
     def __init__(
-        self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hands: Hands, num_steps: int
+        self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hooks: TrainerHooks, num_steps: int
     ) -> None:
-        self._parts, self._runner, self._records, self._hands = parts, runner, records, hands
+        self._parts, self._runner, self._records, self._hooks = parts, runner, records, hooks
         self._mesh, self._num_steps = parts.mesh, num_steps
         kinds = set(parts.sharded_model.dtypes)
         self._possible = (
@@ -149,7 +152,7 @@ class StepsAhead:
         parts, (scale, samples), reports = self._parts, known, list[Report]()
 
         def row(following: FetchedStep | None) -> list[float]:
-            reports.append(self._hands.report(following, fetched.step + 1))
+            reports.append(self._hooks.report(following, fetched.step + 1))
             return to_row(reports[0])
 
         measured = state.step if state.step > self._told else None
@@ -168,8 +171,8 @@ class StepsAhead:
             masks_next = masks_next | interrupts(sums.rows)
             numbers.append(sums.rows.flatten())
         reading = device_reads.LateNumbers(torch.cat([part.double() for part in numbers]))
-        known_updates, lap = parts.updater.num_begun, parts.clock.lap()
-        return _Queued(step, fetched, scale, rate, known_updates, masks_next, reading, lap, reports[0], measured)
+        num_updates, time_taken = parts.updater.num_begun, parts.clock.stop()
+        return _Queued(step, fetched, scale, rate, num_updates, masks_next, reading, time_taken, reports[0], measured)
 
     def _settle(self, state: RunState, unread: _Queued, followed: _Queued | None = None) -> After | None:
         """Reads a step, and goes on to the state after it; None where nothing comes before the next one.
@@ -218,7 +221,7 @@ class StepsAhead:
                 self._records.write(agreement)
         sums = StepSums(found, Flags())
         update = self._parts.updater.queued(sums.weight, unread.scale, norm, unread.rate)
-        self._hands.advance(sums, update, unread.lap, unread.num_updates, followed)
+        self._hooks.advance(sums, update, unread.time_taken, unread.num_updates, followed)
         if agreement is None:
             self._is_slow |= self._records.waiting[-1].seconds > LONG_STEP_SECONDS
             self._tell(0)
