@@ -9,6 +9,7 @@ step is read: decision 0053.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ LONG_STEP_SECONDS = 0.5
 _MOST_TRIES = 8
 # After a masked step so many more are read at once than after the one before it, at most.
 _LONGEST_PAUSE = 64
+# So far ahead callbacks are asked after which step they come at once: there the ranks agree on it again.
+_LOOK_AHEAD = 256
 _NUM_FAILURES = 3
 
 
@@ -88,7 +91,8 @@ class StepsAhead:
             and not kinds & {torch.float64, torch.complex128}
         )
         self._tries, self._pause, self._not_before = 0, 1, 0
-        self._told = -1  # the last step whose measures a row has had
+        self._told = -1  # the last step whose measures a row of this run has had
+        self._last = math.inf  # the step that is read, as agreed, before the next one is queued
         self._is_slow = False
 
     def applies(self, state: RunState, agreement: Agreement) -> bool:
@@ -96,14 +100,19 @@ class StepsAhead:
         step = state.step
         if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
             return False
-        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_boundary(step + 1):
+        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
+            return False
+        if self._parts.callbacks.always_at_once:
             return False
         self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
         if self._is_slow:
             return False
-        ready = bool(self._mesh.all_gather([float(self._parts.updater.queues)]).min())
+        # What a callback's at_once says, or that it raises, need not be the same on all ranks: any rank's counts.
+        own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
+        ready, num_late = self._mesh.all_gather(own).min(axis=0).tolist()
         self._tries = 0 if ready else self._tries + 1
-        return ready
+        self._last = step + 1 + num_late
+        return bool(ready and num_late)
 
     def run(self, state: RunState, fetched: FetchedStep) -> After:
         """From a step that is agreed on to one after which the host is needed; all that are good are in the state.
@@ -111,6 +120,7 @@ class StepsAhead:
         Raises: as StepRunner.run. Collective: all ranks.
         """
         parts, unread = self._parts, None
+        self._told = -1  # what an earlier run has told may be of steps that were rolled back
         scale, samples = state.loss_scale, state.samples
         while True:
             try:
@@ -118,8 +128,8 @@ class StepsAhead:
             except Exception:
                 with contextlib.suppress(Exception):  # what has been raised is the reason to end
                     parts.buffers.restore()
-                    if unread is not None:
-                        self._take(state, unread, followed=True)
+                    if unread is not None and isinstance(self._take(state, unread, followed=True), Flags):
+                        parts.updater.num_begun -= 1  # it was masked: of its update nothing is left
                 raise
             if unread is not None:
                 after = self._settle(state, unread, followed=queued)
@@ -133,18 +143,19 @@ class StepsAhead:
             fetched = queued.step.following or FetchedStep(fetched.step + 1)
             parts.clock.begin(fetched.step + 1)
 
-    def _is_boundary(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         """Whether something is due after so many steps that has to find the model of just then."""
         parts, every = self._parts, self._parts.keeper.every_steps
         due = self._records.evaluates_after(step) or parts.replicas.is_due(step, saves=False)
         saved = every is not None and step % every == 0
-        return step >= self._num_steps or due or saved or parts.callbacks.at_once(step)
+        return step >= self._num_steps or due or saved
 
     def _ends_with(self, queued: _Queued) -> bool:
         """Whether the step is to be read before the next one is queued."""
         report, alone = queued.report, self._mesh.world_size == 1
         asks = report.stop or report.checkpoint or report.error or bool(report.asked) or not report.has_data
-        return self._is_boundary(queued.fetched.step + 1) or self._is_slow or (alone and asks)
+        step = queued.fetched.step + 1
+        return self._is_due(step) or step >= self._last or self._is_slow or (alone and asks)
 
     def _queue(
         self, state: RunState, fetched: FetchedStep, known: tuple[LossScale, int], unread: _Queued | None
