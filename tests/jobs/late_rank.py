@@ -15,6 +15,8 @@ import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
 from shoal.plans.plan import LayoutSection, Plan, ShardSection
+from shoal.runs.records import StepRecord
+from shoal.training.callbacks.base import RunControl
 
 RANK = int(os.environ["RANK"])
 
@@ -46,6 +48,20 @@ class Raising:
         return shoal.cross_entropy(model(batch[0]), batch[1])
 
 
+class Unsure(shoal.Callback):
+    """Raises on rank 1 alone where it is asked whether it comes at once; the other rank says no."""
+
+    watches_only = True
+
+    def at_once(self, step: int) -> bool:
+        if RANK == 1 and step == 5:
+            raise ValueError("unsure")
+        return False
+
+    def on_step(self, run: RunControl, record: StepRecord) -> None:
+        """Nothing."""
+
+
 def cases() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Arguments of the job, and of its training, by name."""
     return {
@@ -55,6 +71,7 @@ def cases() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             {},
         ),
         "an error on one rank": ({"loss": Raising(7)}, {}),
+        "an at_once that raises on one rank": ({}, {"callbacks": [Unsure()]}),
         "a stop on one rank": ({}, {"stops": lambda recorded: RANK == 1 and recorded >= 2}),
     }
 
@@ -71,6 +88,7 @@ def main() -> None:
                     course = trained(job(**wanted), plan, mesh, **how)
                 found = {"weights": course.weights, "state": course.state, "error": course.error}
                 found |= {"records": course.records, "reads": dict(course.reads), "order": course.order}
+                found |= {"notes": course.notes}
                 print(json.dumps({"name": name, "late": late, **found}), flush=True)
 
 

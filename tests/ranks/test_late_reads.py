@@ -66,6 +66,9 @@ def test_two_ranks_read_late_what_they_would_have_read_at_once(axis: str) -> Non
         assert found["batch statistics, not finite", True]["state"]["skipped_steps"] == 2
         assert found["an error on one rank", True]["state"]["step"] == 6
         assert 2 <= found["a stop on one rank", True]["state"]["step"] < 8
+        assert found["an at_once that raises on one rank", True]["state"]["step"] == 8
+    notes = ranks[0]["an at_once that raises on one rank", True]["notes"]
+    assert any("Unsure raised in at_once" in note and "rank 1" in note for note in notes), notes
     assert "once" in ranks[1]["an error on one rank", True]["error"]
     assert "rank 1" in ranks[0]["an error on one rank", True]["error"]
     stopped = [found["a stop on one rank", True] for found in ranks]

@@ -33,7 +33,7 @@ from shoal.training.optimizer_step import Parameters, Update, Updater
 from shoal.training.rank_waits import RankWaits
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.stragglers import WINDOW, StragglerWatch
-from shoal.training.telemetry import Lap, RecordWriter
+from shoal.training.telemetry import RecordWriter, StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +116,15 @@ class StepRecords:
         sums: StepSums,
         update: Update,
         found: dict[str, Any] | None,
-        lap: Lap | None = None,
+        time_taken: StepTime | None = None,
         **own: Any,
     ) -> StepRecord:
         """The record of the step that `state` has counted last, with what is `own` to it.
 
-        `lap`: its time; without one the step's time ends.
+        `time_taken`: the step's; without one it ends here.
         """
         clock = self._parts.clock
-        seconds, spans = lap.read() if lap is not None else clock.end()
+        seconds, spans = time_taken.read() if time_taken is not None else clock.end()
         record = StepRecord(
             step=state.step,
             samples=state.samples,

@@ -9,6 +9,7 @@ step is read: decision 0053.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.optimizer_step import Update
 from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import StepRecords, TrainingParts
-from shoal.training.telemetry import Lap
+from shoal.training.telemetry import StepTime
 
 # A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
 # steps longer than this are worth an agreement of their own, and are not bound by reads.
@@ -34,12 +35,17 @@ LONG_STEP_SECONDS = 0.5
 _MOST_TRIES = 8
 # After a masked step so many more are read at once than after the one before it, at most.
 _LONGEST_PAUSE = 64
+# So far ahead callbacks are asked after which step they come at once: there the ranks agree on it again.
+_LOOK_AHEAD = 256
 _NUM_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """A step on its way: `measured` is the step whose measures its row has, `num_updates` counts its own."""
+    """Step whose kernels are queued and whose numbers are not read.
+
+    `measured` is the step whose measures its row has, `num_updates` counts its own.
+    """
 
     step: UnreadStep
     fetched: FetchedStep
@@ -48,20 +54,20 @@ class _Queued:
     num_updates: int
     masks_next: Tensor
     reading: device_reads.LateNumbers
-    lap: Lap
+    time_taken: StepTime
     report: Report
     measured: int | None
 
 
 @dataclass(frozen=True)
-class Hands:
+class TrainerHooks:
     """Functions of the trainer: its rank's report on the next step, and the way to the state after a good one.
 
     `advance` takes sums, update, time, the number of updates, and whether another step is queued already.
     """
 
     report: Callable[[FetchedStep | None, int], Report]
-    advance: Callable[[StepSums, Update, Lap, int, bool], bool]
+    advance: Callable[[StepSums, Update, StepTime, int, bool], bool]
 
 
 # What was read and agreed on of the step after the last one, as far as either is known.
@@ -72,9 +78,9 @@ class StepsAhead:
     """Runs of steps that are read one late. Whether a step belongs to one is the same on all ranks."""
 
     def __init__(
-        self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hands: Hands, num_steps: int
+        self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hooks: TrainerHooks, num_steps: int
     ) -> None:
-        self._parts, self._runner, self._records, self._hands = parts, runner, records, hands
+        self._parts, self._runner, self._records, self._hooks = parts, runner, records, hooks
         self._mesh, self._num_steps = parts.mesh, num_steps
         kinds = set(parts.sharded_model.dtypes)
         self._possible = (
@@ -85,7 +91,8 @@ class StepsAhead:
             and not kinds & {torch.float64, torch.complex128}
         )
         self._tries, self._pause, self._not_before = 0, 1, 0
-        self._told = -1  # the last step whose measures a row has had
+        self._told = -1  # the last step whose measures a row of this run has had
+        self._last = math.inf  # the step that is read, as agreed, before the next one is queued
         self._is_slow = False
 
     def applies(self, state: RunState, agreement: Agreement) -> bool:
@@ -93,14 +100,19 @@ class StepsAhead:
         step = state.step
         if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
             return False
-        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_boundary(step + 1):
+        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
+            return False
+        if self._parts.callbacks.always_at_once:
             return False
         self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
         if self._is_slow:
             return False
-        ready = bool(self._mesh.all_gather([float(self._parts.updater.queues)]).min())
+        # What a callback's at_once says, or that it raises, need not be the same on all ranks: any rank's counts.
+        own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
+        ready, num_late = self._mesh.all_gather(own).min(axis=0).tolist()
         self._tries = 0 if ready else self._tries + 1
-        return ready
+        self._last = step + 1 + num_late
+        return bool(ready and num_late)
 
     def run(self, state: RunState, fetched: FetchedStep) -> After:
         """From a step that is agreed on to one after which the host is needed; all that are good are in the state.
@@ -108,6 +120,7 @@ class StepsAhead:
         Raises: as StepRunner.run. Collective: all ranks.
         """
         parts, unread = self._parts, None
+        self._told = -1  # what an earlier run has told may be of steps that were rolled back
         scale, samples = state.loss_scale, state.samples
         while True:
             try:
@@ -115,8 +128,8 @@ class StepsAhead:
             except Exception:
                 with contextlib.suppress(Exception):  # what has been raised is the reason to end
                     parts.buffers.restore()
-                    if unread is not None:
-                        self._take(state, unread, followed=True)
+                    if unread is not None and isinstance(self._take(state, unread, followed=True), Flags):
+                        parts.updater.num_begun -= 1  # it was masked: of its update nothing is left
                 raise
             if unread is not None:
                 after = self._settle(state, unread, followed=queued)
@@ -130,18 +143,19 @@ class StepsAhead:
             fetched = queued.step.following or FetchedStep(fetched.step + 1)
             parts.clock.begin(fetched.step + 1)
 
-    def _is_boundary(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         """Whether something is due after so many steps that has to find the model of just then."""
         parts, every = self._parts, self._parts.keeper.every_steps
         due = self._records.evaluates_after(step) or parts.replicas.is_due(step, saves=False)
         saved = every is not None and step % every == 0
-        return step >= self._num_steps or due or saved or parts.callbacks.at_once(step)
+        return step >= self._num_steps or due or saved
 
     def _ends_with(self, queued: _Queued) -> bool:
         """Whether the step is to be read before the next one is queued."""
         report, alone = queued.report, self._mesh.world_size == 1
         asks = report.stop or report.checkpoint or report.error or bool(report.asked) or not report.has_data
-        return self._is_boundary(queued.fetched.step + 1) or self._is_slow or (alone and asks)
+        step = queued.fetched.step + 1
+        return self._is_due(step) or step >= self._last or self._is_slow or (alone and asks)
 
     def _queue(
         self, state: RunState, fetched: FetchedStep, known: tuple[LossScale, int], unread: _Queued | None
@@ -149,7 +163,7 @@ class StepsAhead:
         parts, (scale, samples), reports = self._parts, known, list[Report]()
 
         def row(following: FetchedStep | None) -> list[float]:
-            reports.append(self._hands.report(following, fetched.step + 1))
+            reports.append(self._hooks.report(following, fetched.step + 1))
             return to_row(reports[0])
 
         measured = state.step if state.step > self._told else None
@@ -168,8 +182,8 @@ class StepsAhead:
             masks_next = masks_next | interrupts(sums.rows)
             numbers.append(sums.rows.flatten())
         reading = device_reads.LateNumbers(torch.cat([part.double() for part in numbers]))
-        known_updates, lap = parts.updater.num_begun, parts.clock.lap()
-        return _Queued(step, fetched, scale, rate, known_updates, masks_next, reading, lap, reports[0], measured)
+        num_updates, time_taken = parts.updater.num_begun, parts.clock.stop()
+        return _Queued(step, fetched, scale, rate, num_updates, masks_next, reading, time_taken, reports[0], measured)
 
     def _settle(self, state: RunState, unread: _Queued, followed: _Queued | None = None) -> After | None:
         """Reads a step, and goes on to the state after it; None where nothing comes before the next one.
@@ -218,7 +232,7 @@ class StepsAhead:
                 self._records.write(agreement)
         sums = StepSums(found, Flags())
         update = self._parts.updater.queued(sums.weight, unread.scale, norm, unread.rate)
-        self._hands.advance(sums, update, unread.lap, unread.num_updates, followed)
+        self._hooks.advance(sums, update, unread.time_taken, unread.num_updates, followed)
         if agreement is None:
             self._is_slow |= self._records.waiting[-1].seconds > LONG_STEP_SECONDS
             self._tell(0)

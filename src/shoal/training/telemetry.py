@@ -57,7 +57,7 @@ _UNLABELLED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
-class Lap:
+class StepTime:
     """Time of a step that has ended on the host, maybe not yet on the device; `seconds` by span where no event says."""
 
     total: float
@@ -129,9 +129,9 @@ class StepClock:
 
     def end(self) -> tuple[float, dict[str, float]]:
         """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
-        return self.lap().read()
+        return self.stop().read()
 
-    def lap(self) -> Lap:
+    def stop(self) -> StepTime:
         """Ends the step on the host, without a wait for the device."""
         self.mark("other")
         self.heartbeat.enter("away")
@@ -139,7 +139,7 @@ class StepClock:
         total = (self._since if spans_end else time.perf_counter()) - self._began
         if self._listener is not None:
             self._listener.ended(self._began + total)
-        return Lap(total, self._seconds, self._events)
+        return StepTime(total, self._seconds, self._events)
 
     @property
     def is_listened_to(self) -> bool:

@@ -18,8 +18,8 @@ from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update
 from shoal.training.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.step_records import Outcome, StepRecords, Surroundings, TrainingParts
-from shoal.training.steps_ahead import LONG_STEP_SECONDS, Hands, StepsAhead
-from shoal.training.telemetry import Lap, RecordWriter
+from shoal.training.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
+from shoal.training.telemetry import RecordWriter, StepTime
 
 
 class Trainer:
@@ -34,7 +34,8 @@ class Trainer:
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._records = StepRecords(parts, around, writer)
-        self._ahead = StepsAhead(parts, self._runner, self._records, Hands(self._report, self._advance_late), num_steps)
+        hooks = TrainerHooks(self._report, self._advance_late)
+        self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale = state.loss_scale
@@ -267,9 +268,11 @@ class Trainer:
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
 
-    def _advance_late(self, sums: StepSums, update: Update, lap: Lap, num_updates: int, followed: bool) -> bool:
+    def _advance_late(
+        self, sums: StepSums, update: Update, time_taken: StepTime, num_updates: int, followed: bool
+    ) -> bool:
         """As `_advance`, of a step that was queued, after `num_updates`; `followed`: another one is queued already."""
-        return self._advance(sums, update, None, None, (lap, num_updates, followed))
+        return self._advance(sums, update, None, None, (time_taken, num_updates, followed))
 
     def _advance(
         self,
@@ -277,11 +280,11 @@ class Trainer:
         update: Update,
         found: dict[str, Any] | None,
         said: str | None,
-        late: tuple[Lap, int, bool] | None = None,
+        late: tuple[StepTime, int, bool] | None = None,
     ) -> bool:
         """To the next state; `said` where the guard of compressed sums has ended the compression. As `_apply`."""
         parts, state = self._parts, self.state
-        lap, num_updates, followed = late or (None, parts.updater.num_begun, False)
+        time_taken, num_updates, followed = late or (None, parts.updater.num_begun, False)
         parts.loader.commit()
         state.advance(sums, update.skipped)
         self._num_updates = num_updates
@@ -293,7 +296,7 @@ class Trainer:
             sums,
             update,
             found,
-            lap,
+            time_taken,
             epoch=parts.order.epoch(state.step - 1),
             ranks={},
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},

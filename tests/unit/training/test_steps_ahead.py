@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import shoal
 from shoal.plans.plan import Plan, PrecisionSection
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import Ending, RunControl
+from shoal.training.step import FetchedStep, Row, StepRunner, UnreadStep
 
 ROWS = DATA.tensors[0]
 
@@ -167,7 +169,7 @@ def test_a_stop_an_evaluation_and_checkpoints_come_after_the_same_step(tmp_path:
     assert late.records[: len(at_once.records)] == at_once.records[: len(late.records)]
     # A request is seen when the next step is queued: by then one step more than recorded is on its way.
     assert at_once.state["step"] <= late.state["step"] <= at_once.state["step"] + 1
-    assert (tmp_path / "True" / "step_00000005").exists() == (tmp_path / "False" / "step_00000005").exists()
+    assert (tmp_path / "True" / "step-00000005").exists() == (tmp_path / "False" / "step-00000005").exists()
 
 
 class Ends(shoal.Callback):
@@ -222,6 +224,44 @@ def test_a_callback_that_watches_gets_records_late_but_right() -> None:
     with waiting(late=True):
         wrong = trained(job(), callbacks=[Wrong()])
     assert "the model is not that of this step any more" in wrong.error, wrong.error
+
+
+class Unsure(Watches):
+    """Cannot say whether it comes at once after a later step."""
+
+    def at_once(self, step: int) -> bool:
+        if step == 5:
+            raise ValueError("unsure")
+        return False
+
+
+def test_a_callback_whose_at_once_raises_is_named_and_switched_off() -> None:
+    with waiting(late=True):
+        course = trained(job(), callbacks=[Unsure()])
+    assert course.error == ""
+    assert course.state["step"] == STEPS
+    assert [note for note in course.notes if "Unsure raised in at_once" in note and "switched off" in note], (
+        course.notes
+    )
+    assert is_late(course, 6)
+
+
+def test_an_error_behind_a_masked_step_leaves_the_state_to_be_saved(tmp_path: Path) -> None:
+    """Of a step that was masked and not read yet nothing is left: the error did not come in an update."""
+    queue, calls = StepRunner.queue, list[int]()
+
+    def raising(self: StepRunner, fetched: FetchedStep, factor: float, row: Row) -> UnreadStep:
+        calls.append(fetched.step)
+        if fetched.step == 3:
+            raise ValueError("once")
+        return queue(self, fetched, factor, row)
+
+    wanted = job(loss=spoilt(torch.inf, 35), on_nonfinite="skip", shuffle=False)
+    with waiting(late=True), mock.patch.object(StepRunner, "queue", raising):
+        course = trained(wanted, folder=tmp_path, checkpoint_every=100)
+    assert calls[-2:] == [2, 3]
+    assert course.state["step"] == 2
+    assert (tmp_path / "step-00000002").exists()
 
 
 OTHERS: dict[str, dict[str, Any]] = {

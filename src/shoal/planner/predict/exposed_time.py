@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.planner.predict.accounts import Accounts
@@ -20,7 +21,7 @@ from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import LARGE_PARAMETER, Program
 from shoal.planner.profile.values import Profile, Unit, Weight
-from shoal.plans.accounting.all_reduce import compressed
+from shoal.plans.accounting.all_reduce import compressed_buckets
 from shoal.plans.accounting.collectives import (
     REPLICAS,
     Gradients,
@@ -122,10 +123,10 @@ class Exchanged:
 
         def compute() -> Sums:
             buckets = list(self._buckets(plan, held, on_cpu=False))
-            whole = sum(one.num_bytes * one.count for one in buckets)
-            last = self.network.seconds(buckets[-1].kind, buckets[-1].num_bytes, group)
-            at_once = self.network.seconds(buckets[-1].kind, whole, group)
-            return Sums(sum(one.count for one in buckets), self._price(layout, buckets), last, at_once)
+            sent = list(chain.from_iterable(buckets))
+            last = sum(self.network.seconds(one.kind, one.num_bytes, group) for one in buckets[-1])
+            at_once = self.network.seconds(sent[-1].kind, sum(one.num_bytes * one.count for one in sent), group)
+            return Sums(sum(bucket[0].count for bucket in buckets), self._price(layout, sent), last, at_once)
 
         scatters = self.program.scatter_gradients and layout.shard > 1
         return self._once(
@@ -142,20 +143,25 @@ class Exchanged:
             compute,
         )
 
-    def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterable[SizedCollective]:
-        """The sums of a rank's gradients in the order in which they are sent: of other programs equal ones."""
+    def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterator[list[SizedCollective]]:
+        """Collectives of each bucket of a rank's gradients, in the order in which they are sent.
+
+        Of other programs equal ones. Beside a sum that is cast a bucket has small ones: its scale, what goes as it is.
+        """
         layout, program = plan.layout, self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
         if program.own_buckets and plan.collectives.compression in _CASTS:
             sections = {"collectives": plan.collectives.model_copy(update={"all_reduce": "native"})}
-            calls = compressed(gradients, plan.model_copy(update=sections), 0)
-            return [SizedCollective(REPLICAS, one.kind, one.num_bytes, one.count) for one in calls]
+            for calls in compressed_buckets(gradients, plan.model_copy(update=sections), 0):
+                yield [SizedCollective(REPLICAS, one.kind, one.num_bytes, one.count) for one in calls]
+            return
         if program.own_buckets:
-            return bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native")
+            yield from ([one] for one in bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native"))
+            return
         kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
         num_bytes = gradients.numel * gradients.reduce_itemsize
         count = max(1, -(-num_bytes // (GLOO_BUCKET_BYTES if on_cpu else NCCL_BUCKET_BYTES)))
-        return [SizedCollective(REPLICAS, kind, -(-num_bytes // count), count)]
+        yield [SizedCollective(REPLICAS, kind, -(-num_bytes // count), count)]
 
     def _on_cores(self, plan: Plan, computer: DeviceModel, rank: Rank) -> float:
         """Copied into their buckets as the backward makes them, which are then summed by those who compute."""
@@ -166,7 +172,7 @@ class Exchanged:
             return computer.moved(num_bytes, rank.size.touched, in_place=True)
 
         seconds = 0.0
-        for one in self._buckets(plan, rank.held, on_cpu=True):
+        for one in chain.from_iterable(self._buckets(plan, rank.held, on_cpu=True)):
             if one.kind == "all_gather":  # each rank adds up what it has of the others
                 bucket = one.num_bytes / ranks
                 summed = self.network.seconds(one.kind, one.num_bytes, group) + (ranks - 1) * moved(3 * bucket)

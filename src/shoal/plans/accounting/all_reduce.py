@@ -262,14 +262,23 @@ def _buckets(gradients: Gradients, plan: Plan) -> Iterator[tuple[list[tuple[int,
 
 def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = False) -> Iterator[SizedCollective]:
     """A step of data parallelism with the plan's compression; `sampled`: with the exact sums that a guard compares."""
+    for bucket in compressed_buckets(gradients, plan, rank, sampled):
+        yield from bucket
+    if sampled:
+        wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
+        yield from wire.broadcast(NUM_COMPARED * 8)
+
+
+def compressed_buckets(
+    gradients: Gradients, plan: Plan, rank: int, sampled: bool = False
+) -> Iterator[list[SizedCollective]]:
+    """Collectives of each bucket in turn, as `compressed` has them."""
     wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
     for shapes, numel, rest in _buckets(gradients, plan):
         exact = 1 + (plan.compression.feedback and plan.collectives.compression in FED_BACK) if sampled else 0
         beside = [CollectiveCall(rest, _FLOAT32)] if rest else []
-        for call in (*compressed_calls(plan, shapes), *beside, *[CollectiveCall(numel, _FLOAT32)] * exact):
-            yield from wire.call(call)
-    if sampled:
-        yield from wire.broadcast(NUM_COMPARED * 8)
+        calls = (*compressed_calls(plan, shapes), *beside, *[CollectiveCall(numel, _FLOAT32)] * exact)
+        yield [sent for call in calls for sent in wire.call(call)]
 
 
 @dataclass(frozen=True)

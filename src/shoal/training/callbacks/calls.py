@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,13 +120,33 @@ class CallbackCalls:
             if self._run is not None:
                 self._run.late = False
 
-    def at_once(self, step: int) -> bool:
-        """Whether a callback's `on_step` has to come after step `step`, counted from 1, and before the next begins."""
-        return any(
-            overrides(callback, "on_step") and (not type(callback).watches_only or callback.at_once(step))
-            for callback in self._callbacks
-            if callback.key not in self._off
-        )
+    @property
+    def always_at_once(self) -> bool:
+        """Whether an `on_step` comes before the next step begins, whichever it is: by class, the same on all ranks."""
+        return any(not (type(c).watches_only and overrides(c, "at_once")) for c in self._stepping)
+
+    def num_late(self, step: int, most: int) -> float:
+        """Steps from `step` on, counted from 1, after which no `on_step` has to come at once; infinity with no hook.
+
+        At most `most` are looked at. Of this rank alone: ranks may only go by it where they agree on the least.
+        """
+        stepping, looked_at = self._stepping, range(step, step + most)
+        if not stepping:
+            return math.inf
+        return next((n for n, at in enumerate(looked_at) if any(self._at_once(c, at) for c in stepping)), most)
+
+    @property
+    def _stepping(self) -> list[Callback]:
+        return [c for c in self._callbacks if c.key not in self._off and overrides(c, "on_step")]
+
+    def _at_once(self, callback: Callback, step: int) -> bool:
+        try:
+            return not type(callback).watches_only or bool(callback.at_once(step))
+        except (Exception, SystemExit) as error:
+            if is_lost_peer(error):
+                raise
+            self._fail(callback, "at_once", error)
+            return True
 
     def evaluated(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """After an evaluation."""

@@ -119,6 +119,22 @@ def test_what_a_tensor_axis_exchanges_is_as_fast_as_a_process_group_was_measured
     assert terms(work(), apart, **shared)["tensor"] == terms(work(), apart, layout={"tensor": 2})["tensor"] > 0
 
 
+@pytest.mark.parametrize("scheme", ["bfloat16", "float16"])
+def test_the_last_bucket_of_casts_shows_whole_and_small_sums_are_no_buckets(scheme: str) -> None:
+    """Behind a long backward all but the last bucket is hidden: a matrix of 4 MB as 2 MB, and what goes as it is."""
+    halved = {"layout": {"data": 2}, "collectives": {"compression": scheme}}
+    quick = replace(LINK, bytes_per_second=1e11)
+    found = terms(work(), cluster(2, link=quick), replace(QUIET, contention=0.0), **halved)
+    assert found["gradients"] == pytest.approx((2e6 + beside(8, 2)) / 1e11, rel=0.01)
+    asked = terms(
+        work(),
+        cluster(2, link=quick, device=replace(DEVICE, dispatch_seconds=1.0)),
+        Program(call_seconds=1.0),
+        **halved,
+    )
+    assert asked["gradients"] == pytest.approx(3.0, rel=1e-3)
+
+
 def test_the_first_bucket_on_a_gpu_is_small() -> None:
     called = replace(LINK, call_seconds=1.0)
     apart = replace(QUIET, contention=1.0)  # so that all of them show
