@@ -118,7 +118,7 @@ class RunAddress:
             ) from error
 
     def fetch_folder(self, below: str, folder: Path) -> None:
-        """Copies all files of a folder there to one here. Raises: OSError; RunDirectoryError of a path that leads out of it."""
+        """Copies all files of a folder there to one here. Raises: OSError; RunDirectoryError of one that leads out."""
         for path in self.paths(below):
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:  # keys are whatever was written
                 raise RunDirectoryError(
