@@ -44,7 +44,10 @@ def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
             began = time.process_time()
             try:
                 watched.look()
-            except (RunDirectoryError, OSError):
+            except (RunDirectoryError, OSError) as error:
+                if watched.files.address is not None and error.__cause__ is not None:  # the way there, not the run
+                    print(f"note: {error}; looking again", file=sys.stderr)
+                    continue
                 watched.gone = True
                 break
             _write(metrics, watched)

@@ -53,6 +53,10 @@ class RunAddress:
     def _known_in(self, folder: Path) -> dict[str, tuple[int, int]]:
         return self._known.setdefault((self.text, folder.resolve()), {})
 
+    def forget(self, folder: Path) -> None:
+        """Forgetting of what is known of a folder here."""
+        self._known.pop((self.text, folder.resolve()), None)
+
     @functools.cached_property
     def _reached(self) -> tuple[Any, str]:
         """The file system and the path in it. Raises: CommandError for an address that no installed package reaches."""
@@ -114,8 +118,14 @@ class RunAddress:
             ) from error
 
     def fetch_folder(self, below: str, folder: Path) -> None:
-        """Copies all files of a folder there to one here. Raises: OSError."""
+        """Copies all files of a folder there to one here. Raises: OSError; RunDirectoryError of one that leads out."""
         for path in self.paths(below):
+            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:  # keys are whatever was written
+                raise RunDirectoryError(
+                    given=f"{self.text}/{below}/{path}",
+                    conflict="its path leads out of the folder that it is copied to",
+                    remedy="remove it there: shoal writes no such file",
+                )
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with self.files() as files:
@@ -250,7 +260,9 @@ def copy_to_read(run: str) -> Iterator[Path]:
 
 def fetch_to_read(run: str, folder: Path) -> None:
     """Copies the own files of the run at an address here. Raises: as `copy_to_read`."""
-    RunAddress(run).fetch(folder)
+    address = RunAddress(run)
+    address.fetch(folder)
+    address.forget(folder)  # nothing of it is sent back
     if not RunDirectory(folder).job.exists():
         raise RunDirectoryError(
             given=run,

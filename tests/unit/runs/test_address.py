@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
-from shoal.runs.address import RunAddress, is_address, working_copy
+from shoal.runs.address import RunAddress, copy_to_read, is_address, working_copy
 
 
 def test_a_path_is_no_address() -> None:
@@ -70,3 +70,15 @@ def test_an_address_that_refuses_does_not_hide_what_was_raised(
     assert "the run's own files could not be written there: no way there" in capsys.readouterr().err
     with pytest.raises(StorageError, match="no way there"), working_copy(f"file://{tmp_path}/run"):
         pass
+
+
+def test_a_key_that_leads_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunAddress, "paths", lambda *_: ["../outside"])
+    with pytest.raises(RunDirectoryError, match="leads out of the folder"):
+        RunAddress("memory://keys/run").fetch_folder("model", tmp_path / "model")
+
+
+def test_a_copy_to_read_is_not_remembered(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    with copy_to_read(f"file://{tmp_path}"):
+        assert f"file://{tmp_path}" not in {text for text, _ in RunAddress._known}
