@@ -54,7 +54,7 @@ class RunAddress:
         return self._known.setdefault((self.text, folder.resolve()), {})
 
     def forget(self, folder: Path) -> None:
-        """Forgetting of what is known of a folder here."""
+        """Forgets what is known of a folder here."""
         self._known.pop((self.text, folder.resolve()), None)
 
     @functools.cached_property
@@ -261,9 +261,12 @@ def copy_to_read(run: str) -> Iterator[Path]:
 def fetch_to_read(run: str, folder: Path) -> None:
     """Copies the own files of the run at an address here. Raises: as `copy_to_read`."""
     address = RunAddress(run)
-    address.fetch(folder)
-    address.forget(folder)  # nothing of it is sent back
-    if not RunDirectory(folder).job.exists():
+    try:
+        address.fetch(folder)
+        there = set(address._known_in(folder))
+    finally:
+        address.forget(folder)  # nothing of it is sent back
+    if RunDirectory(folder).job.name not in there:  # an earlier copy may have it still
         raise RunDirectoryError(
             given=run,
             conflict="no run began there, or it has saved nothing yet (it has no job.json)",

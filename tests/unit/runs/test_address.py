@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
-from shoal.runs.address import RunAddress, copy_to_read, is_address, working_copy
+from shoal.runs.address import RunAddress, copy_to_read, fetch_to_read, is_address, working_copy
 
 
 def test_a_path_is_no_address() -> None:
@@ -82,3 +82,15 @@ def test_a_copy_to_read_is_not_remembered(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     with copy_to_read(f"file://{tmp_path}"):
         assert f"file://{tmp_path}" not in {text for text, _ in RunAddress._known}
+
+
+def test_a_copy_is_made_again_only_while_the_run_is_there(tmp_path: Path) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    for folder in (run, copy):
+        folder.mkdir()
+    (run / "job.json").write_text("{}")
+    fetch_to_read(f"file://{run}", copy)
+    (run / "job.json").unlink()
+    with pytest.raises(RunDirectoryError) as caught:
+        fetch_to_read(f"file://{run}", copy)
+    assert caught.value.__cause__ is None, "the way there is no cause"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import RankLostError, ShoalError
+from shoal.errors import RankLostError, ShoalError, StorageError
 from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
 from shoal.launch.recovery import Recovery
@@ -21,6 +21,7 @@ from shoal.launch.signals import Signals
 from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import RunDirectory, read_json
 
+_TRIES, _PAUSE_SECONDS = 3, 2.0
 _RANK = "%r"  # in the report's path: each rank puts its number there
 
 
@@ -40,11 +41,26 @@ class RankStart:
     def ends(self, host: str) -> list[ReportedRank]:
         """How the ranks ended, by their own reports. `host`: where those without one were lost, as far as is known."""
         size = self.submission.num_processes
-        at = RunAddress(self.reports) if is_address(self.reports) else None
-        names = [_name(str(rank)) for rank in range(size)]
-        reports = [at.read_json(name) if at is not None else read_json(Path(self.reports, name)) for name in names]
+        reports = [self._read(_name(str(rank))) for rank in range(size)]
         lost = tuple(rank for rank, report in enumerate(reports) if report is None)
         return [ReportedRank(report, lost, size, host) for report in reports]
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """A report; None where there is none. Raises: StorageError where an address does not answer, three times."""
+        if not is_address(self.reports):
+            return read_json(Path(self.reports, name))
+        for left in reversed(range(_TRIES)):
+            try:
+                return RunAddress(self.reports).read_json(name)
+            except OSError as error:
+                if not left:
+                    raise StorageError(
+                        given=f"{self.reports}/{name}",
+                        conflict=f"how the ranks ended cannot be read there: {error}",
+                        remedy="look at the run's records there; --resume goes on from its newest checkpoint",
+                    ) from error
+            time.sleep(_PAUSE_SECONDS)
+        raise AssertionError("the last try returns or raises")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import ExitCode, RankLostError, ShoalError
+from shoal.errors import ExitCode, RankLostError, ShoalError, StorageError
 from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
@@ -93,3 +93,26 @@ def test_ranks_report_to_the_address_that_the_run_has(tmp_path: Path, monkeypatc
     wanted = replace(submission(tmp_path / "here"), address=f"file://{there}")
     assert until_done(wanted, Signals(impatient=False), once) == 75
     assert not list(there.glob(".reports-*/*"))
+
+
+def test_an_address_that_does_not_answer_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [
+        OSError("reset"),
+        OSError("reset"),
+        ended(0),
+        OSError("gone"),
+        OSError("gone"),
+        OSError("gone"),
+    ]
+
+    def read_json(self: object, name: str) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("shoal.launch.launchers.reports.RunAddress.read_json", read_json)
+    monkeypatch.setattr("shoal.launch.launchers.reports._PAUSE_SECONDS", 0.0)
+    with pytest.raises(StorageError, match="gone"):
+        RankStart(submission(tmp_path), 0, "memory://reports").ends("h0")
+    assert not answers
