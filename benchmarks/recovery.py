@@ -243,6 +243,8 @@ def table() -> str:
         found = json.loads(path.read_text())
         for tool in ("shoal", "torchrun"):
             own = found[tool]
+            if "first" not in own:  # one restart is no spread
+                continue
             times = [
                 ", ".join(f"{own[name][key]:.2f}" for key in ("median", "p95", "most")) + " s" if name in own else ""
                 for name in ("noticed", "first", "new")
