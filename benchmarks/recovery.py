@@ -39,11 +39,15 @@ SETTINGS = {"layers": 2, "width": 64, "block": 64, "batch": 8}
 EVERY = 10
 SPACING_SECONDS = (0.5, 2.0)
 SAME = ("weights_sha256", "sample_digest")
-_SET = [word for name, value in SETTINGS.items() for word in ("--set", f"{name}={value}")]
-JOB = ["run", "examples/gpt.py", "--exact", "--evaluate-every", "1000000", *_SET]
 _LIMIT_SECONDS = 60.0
 # Of a step there, and of a run without kills.
 _TORCHRUN_STEPS, _COST_STEPS, _COST_TURNS = 2000, 300, 5
+
+
+def job(**changes: int) -> list[str]:
+    """Arguments of `shoal run` for the small GPT, with other settings."""
+    chosen = [word for name, value in {**SETTINGS, **changes}.items() for word in ("--set", f"{name}={value}")]
+    return ["run", "examples/gpt.py", "--exact", "--evaluate-every", "1000000", *chosen]
 
 
 def shoal(*arguments: str) -> list[str]:
@@ -88,7 +92,7 @@ class Tool:
 def shoals(devices: int, steps: int, folder: Path) -> Tool:
     """`shoal run`, with as many restarts as there are losses."""
     options = ["--steps", str(steps), "--out", str(folder / "run"), "--checkpoint-every", str(EVERY)]
-    return Tool("shoal", shoal(*JOB, "--devices", str(devices), "--max-restarts", "5", *options), folder / "run")
+    return Tool("shoal", shoal(*job(), "--devices", str(devices), "--max-restarts", "5", *options), folder / "run")
 
 
 def torchruns(devices: int, folder: Path) -> Tool:
@@ -218,7 +222,7 @@ def cost(devices: int) -> dict[str, Any]:
     for _ in range(_COST_TURNS):
         for name, seconds in found.items():
             with tempfile.TemporaryDirectory() as folder:
-                words = [*JOB, "--set", "width=256", "--steps", str(_COST_STEPS), "--out", f"{folder}/run"]
+                words = [*job(width=256), "--steps", str(_COST_STEPS), "--out", f"{folder}/run"]
                 if name == "watched":
                     command = shoal(*words, "--devices", str(devices))
                     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
