@@ -1,9 +1,6 @@
-"""Claim: shoal's launchers start a run as soon as MPICH's and Slurm's own: medians 0.2 and 0.4 s later, spreads wider.
+"""Claim: a run begins no later with shoal's launchers than with the engine's own, but for half a second on Slurm.
 
-Seconds to the first step, medians of 3, 2 cores: this host 5.0 (4.6 to 6.0), torchrun 6.4 (4.0 to 10.3);
-Open MPI 7.6 (7.5 to 10.6), mpirun 7.5 (2.1 to 9.1); MPICH 2.4 (2.1 to 4.1), mpirun 2.2 (1.7 to 2.3); Slurm 5.0 (4.3 to
-9.2), sbatch 4.6 (4.6 to 6.4). torch 2.13.0. Other work began and ended under the first two. Ray and Spark are not
-measured yet.
+Seconds to the first step, medians of 3 on 2 cores without other work, torch 2.13.0: docs/engines/time-to-first-step.md.
 
 Repeat on an idle machine with `scripts/engines slurm mpi ray spark`, then as root
 `python -m benchmarks.engine_start [NAME ...]`. The same run, two ranks of tests/jobs/tiny.py on this host, is started
@@ -183,7 +180,7 @@ def main(names: list[str]) -> None:
             rows.append(f"| {pair.name} | {said['shoal']} | {said['own']} | {pair.own_is} |")
             print(rows[-1], flush=True)
     if not names:
-        PAGE.write_text(f"{HEAD}{chr(10).join(rows)}\n", encoding="utf-8")
+        PAGE.write_text(f"{HEAD}{chr(10).join(rows)}\n{FOOT}", encoding="utf-8")
 
 
 HEAD = f"""\
@@ -195,6 +192,9 @@ of Slurm and Ray were up; Spark's session is made by either command. `python -m 
 
 | Engine | `shoal run --on ...` | its own launcher | which is |
 |---|---|---|---|
+"""
+FOOT = """
+`--on mpi` starts mpirun once more before the ranks where no option names a host, to learn where rank 0 will be.
 """
 
 if __name__ == "__main__":

@@ -15,22 +15,17 @@ import argparse
 import gc
 import json
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 import shoal
-from benchmarks.sharded_memory import WIDTH, job, train
-from shoal.distributed.mesh import Mesh, open_mesh
-from shoal.distributed.process_setup import prepare_process, return_freed_memory
-from shoal.launch.environment import Environment
+from benchmarks.sharded_memory import WIDTH, job, of_each_rank, train
+from shoal.distributed.mesh import Mesh
 from shoal.plans.plan import Plan
 from shoal.training.engine import Options, build
 from shoal.training.metering import Shares, StepMeter, describe, predicted
-from shoal.training.preflight import judged
-from shoal.verification.forked import forked
 
 HELD = ("parameters", "gradients", "optimizer")
 
@@ -70,22 +65,7 @@ def measure(ranks: int, *, shared: bool, layers: int, width: int = WIDTH) -> lis
     """Every rank of one plan, as `held`."""
     sections = {"layout": {"data": ranks}, "collectives": {"all_reduce": "shared_memory"}, "memory": {"shared": shared}}
     whole = shoal.Plan().with_sections(**sections)
-
-    def work(environment: Environment) -> None:
-        jobs = job(layers=1, width=64), job(layers=layers, width=width)
-        plans = [judged(made, whole).plan for made in jobs]
-        prepare_process(exact=False, num_threads=1)
-        return_freed_memory()
-        with open_mesh(environment, whole.degrees) as mesh:
-            held(jobs[0], plans[0], mesh)
-            told = held(jobs[1], plans[1], mesh)
-            (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told), encoding="utf-8")
-
-    with tempfile.TemporaryDirectory() as out:
-        folder = Path(out) / "ranks"
-        with forked(ranks, work, folder) as wait:
-            wait()
-        return [json.loads((folder / f"told-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return of_each_rank(whole, (job(layers=1, width=64), job(layers=layers, width=width)), held, lean=True)
 
 
 def main() -> None:

@@ -7,8 +7,10 @@ for 4, and `python -m benchmarks.recovery --cost --out benchmarks/results/recove
 with those of a run that nothing disturbed. There are as many runs as so many kills take. Seconds are from the signal:
 `noticed` to the event in events.jsonl, `first` to the first step of the new ranks, `new` to the first step that no rank
 had trained before. Runs of torchrun, whose ranks are a plain DDP loop with as many checkpoints (recovery_rank.py), take
-turns with those of shoal. `--cost`: steps of ranks that `shoal run` watches, and of ranks started by hand, by turns.
-`--table` prints the rows of the page from the results.
+turns with those of shoal. `--lost-hosts 5`: as often a cable is pulled between two hosts, which are network namespaces
+with sshd (as root, after `scripts/engines ssh hosts`), and the run goes on with the other host. `--cost`: steps of
+ranks that `shoal run` watches, and of ranks started by hand, by turns. `--table` prints the rows of the page from the
+results.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.engines import sshd
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,7 +64,7 @@ def ranks(launcher: int) -> list[int]:
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(launcher).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.name().startswith("shoal rank") or "benchmarks.recovery_rank" in process.cmdline()[-6:]:
+                if process.name().startswith("shoal-rank-") or "benchmarks.recovery_rank" in process.cmdline()[-6:]:
                     found.append(process.pid)
     return found
 
@@ -153,10 +156,37 @@ def killed(tool: Tool, kills: int, until_at: float, drawn: random.Random) -> dic
     return found
 
 
+def lost_host() -> dict[str, float]:
+    """Seconds from a pulled cable to the first step, and to the first new one, on the host that is left."""
+    with tempfile.TemporaryDirectory() as folder, sshd.started(Path(folder), "h1", "h2") as hosts:
+        out = Path(folder) / "run"
+        words = ["--devices", "1:2", "--on", f"hosts:h1,h2 -F {hosts.config}", "--checkpoint-every", str(EVERY)]
+        tool = Tool("shoal", shoal(*job(), *words, "--steps", "100000", "--out", str(out)), out)
+        with running(tool) as run:
+            if not until(lambda steps: bool(steps) and steps[-1][1] > 2 * EVERY, tool, run):
+                raise RuntimeError("the run did not begin")
+            mark, last = tool.steps()[-1]
+            at = time.monotonic()
+            hosts.hosts[1].cut()
+            found = {}
+            for name, is_so in (("first", lambda s: s[-1][0] != mark), ("new", lambda s: s[-1][1] > last)):
+                if not until(lambda steps, is_so=is_so: bool(steps) and is_so(steps), tool, run):  # type: ignore[misc]
+                    raise RuntimeError("the run did not go on")
+                found[name] = time.monotonic() - at
+            print("host", json.dumps(found), flush=True)
+            return found
+
+
+def lost_hosts(number: int) -> dict[str, Any]:
+    """Spreads of so many losses of a host."""
+    told = [lost_host() for _ in range(number)]
+    return {"cores": os.cpu_count()} | {name: spread([found[name] for found in told]) for name in ("first", "new")}
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
     """Count, median, 95th percentile and largest."""
     ordered = sorted(seconds)
-    percentile = statistics.quantiles(ordered, n=20, method="inclusive")[-1]
+    percentile = statistics.quantiles(ordered, n=20, method="inclusive")[-1] if len(ordered) > 1 else ordered[0]
     values = (("median", statistics.median(ordered)), ("p95", percentile), ("most", ordered[-1]))
     return {"n": len(ordered)} | {name: round(value, 3) for name, value in values}
 
@@ -183,7 +213,8 @@ def summary(devices: int, told: dict[str, list[dict[str, Any]]], alone: dict[str
     """Counts and spreads of the runs of each tool, and how many of shoal's ended as the undisturbed one."""
     results: dict[str, Any] = {"devices": devices, "cores": os.cpu_count(), "spacing_seconds": SPACING_SECONDS}
     for name, runs in told.items():
-        results[name] = {"runs": len(runs), "kills": sum(run["kills"] for run in runs)}
+        went_on = sum(len(run["first"]) for run in runs)
+        results[name] = {"runs": len(runs), "kills": sum(run["kills"] for run in runs), "went_on": went_on}
         results[name] |= {
             what: spread(times)
             for what in ("noticed", "first", "new")
@@ -241,20 +272,22 @@ def cost(devices: int) -> dict[str, Any]:
 
 def table() -> str:
     """Rows of the page, from the results that are there."""
-    columns = ["ranks", "started by", "kills", "noticed", "first step", "first new step", "same bits"]
+    columns = ["ranks", "started by", "kills", "went on in 60 s"]
+    columns += ["noticed", "first step", "first new step", "same bits"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for path in sorted(RESULTS.glob("recovery_[0-9].json")):
         found = json.loads(path.read_text())
         for tool in ("shoal", "torchrun"):
             own = found[tool]
-            if "first" not in own:  # one restart is no spread
+            if not own["kills"]:
                 continue
             times = [
                 ", ".join(f"{own[name][key]:.2f}" for key in ("median", "p95", "most")) + " s" if name in own else ""
                 for name in ("noticed", "first", "new")
             ]
             same = f"{own['same_bits']} of {own['runs']} runs" if "same_bits" in own else ""
-            lines.append(f"| {found['devices']} | {tool} | {own['kills']} | {' | '.join(times)} | {same} |")
+            cells = [str(found["devices"]), tool, str(own["kills"]), str(own["went_on"]), *times, same]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
@@ -268,13 +301,18 @@ def main() -> None:
     parser.add_argument("--of-shoal", type=int, default=18, help="kills of one of its runs at most")
     parser.add_argument("--of-torchrun", type=int, default=3, help="kills of one of its runs at most")
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--lost-hosts", type=int, metavar="N")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.table:
         print(table())
         return
-    for results in iter([cost(options.devices)]) if options.cost else measured(options):
+    if options.lost_hosts:
+        found = iter([lost_hosts(options.lost_hosts)])
+    else:
+        found = iter([cost(options.devices)]) if options.cost else measured(options)
+    for results in found:
         print(json.dumps(results, indent=2), flush=True)
         if options.out:
             options.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -17,8 +17,9 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.fsdp
@@ -88,6 +89,9 @@ def predicted_activations(ranks: int) -> int:
     return LAYERS * block + outside
 
 
+Look: TypeAlias = Callable[[shoal.Job, Plan, Mesh], dict[str, Any]]
+
+
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
@@ -139,18 +143,23 @@ def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
 def measure(level: str, ranks: int, lean: bool) -> list[dict[str, Any]]:
     """Every rank of one plan, as `measured`."""
     whole = shoal.Plan().with_sections(layout={"shard": ranks}, shard={"level": level})
+    return of_each_rank(whole, (job(layers=2, width=64), job()), measured, lean=lean)
+
+
+def of_each_rank(whole: Plan, jobs: Sequence[shoal.Job], look: Look, *, lean: bool) -> list[dict[str, Any]]:
+    """What `look` tells of the last job on each rank of a plan, one after the other. `lean`: freed memory goes back."""
 
     def work(environment: Environment) -> None:
-        jobs = job(layers=2, width=64), job()
         plans = [judged(made, whole).plan for made in jobs]
         prepare_process(exact=False, num_threads=1)
         if lean:
             return_freed_memory()
         with open_mesh(environment, whole.degrees) as mesh:
-            measured(jobs[0], plans[0], mesh)  # what it loads and keeps is no part of what the large one needs
-            told = measured(jobs[1], plans[1], mesh)
+            # What the small ones load and keep is no part of what the last one needs.
+            *_, told = [look(made, plan, mesh) for made, plan in zip(jobs, plans, strict=True)]
             (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told), encoding="utf-8")
 
+    ranks = whole.num_processes
     with tempfile.TemporaryDirectory() as out:
         folder = Path(out) / "ranks"
         with forked(ranks, work, folder) as wait:

@@ -36,7 +36,11 @@ AT_ONCE = 2
 _MARK = "SHOAL_TEST_MARK"
 # A file for the messages of failures, from which docs/faults.md has its table.
 TOLD = "SHOAL_TEST_TOLD"
-_ERROR = re.compile(r"^error(?: on rank (\d+)(?: \(([^)]+)\))?)?: (\w+)$", re.MULTILINE)
+_ERROR = re.compile(
+    r"^error(?: on rank (?P<rank>\d+)(?: \((?P<host>[^)]+)\))?| on (?P<alone>\S+))?: (?P<kind>\w+)"
+    r"(?P<short>: \S.*; to do: \S.*)?$",
+    re.MULTILINE,
+)
 _BEATS = ("  you gave:", "  conflicts with:", "  write instead:")
 # A command under test must not believe that it is one of an outer run's ranks.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -66,8 +70,9 @@ def unlaunched(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Message:
-    """Error of a command as it is told: where, and the first line of each beat."""
+    """Error of a command as it is told: its first line, where, and the first line of each beat."""
 
+    headline: str
     kind: str
     rank: str | None
     host: str | None
@@ -122,11 +127,12 @@ class Ended:
         beats = [line.removeprefix(beat).strip() for beat in _BEATS for line in lines if line.startswith(beat)]
         assert len(beats) == len(_BEATS), f"not three beats\n{self.stderr}"
         assert all(beats), f"an empty beat\n{self.stderr}"
-        rank, host, kind = found[0].groups()
-        assert (rank is None) == (host is None), f"a rank without its host\n{self.stderr}"
+        rank, host = found[0]["rank"], found[0]["host"] or found[0]["alone"]
+        assert rank is None or host, f"a rank without its host\n{self.stderr}"
+        assert bool(host) == bool(found[0]["short"]), f"a first line without cause and remedy\n{self.stderr}"
         # Of a rank that crashed the interpreter shows its stack, which in a fork begins with what has forked it.
         assert "Traceback (most recent call last)" not in self.output, self.output
-        return Message(kind, rank, host, *beats)
+        return Message(found[0][0], found[0]["kind"], rank, host, *beats)
 
 
 @dataclass
@@ -244,7 +250,7 @@ class Started:
 
     def workers(self) -> dict[int, int]:
         """Process ids of the ranks that have begun, by rank, as they are named; what they start is younger."""
-        names = {pid: _name(pid).rpartition("shoal rank ")[2] for pid in sorted(self.processes(), reverse=True)}
+        names = {pid: _name(pid).rpartition("shoal-rank-")[2] for pid in sorted(self.processes(), reverse=True)}
         return {int(rank): pid for pid, rank in names.items() if rank.isdecimal() and pid != self.pid}
 
     def send(self, number: int) -> None:

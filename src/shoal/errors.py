@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
+# Letters of a cause, and of what to do, in an error's first line.
+_SHORT = 120
+
 
 class ExitCode(IntEnum):
     """Exit codes of the `shoal` command; documented in docs/exit-codes.md."""
@@ -45,10 +48,20 @@ class ShoalError(Exception):
         return (_rebuild, (type(self), self.given, self.conflict, self.remedy))
 
     def render(self) -> str:
-        """The message as people meet it: where and what, then the three beats, one a line."""
-        where = "" if self.rank is None else f" on rank {self.rank}" + (f" ({self.host})" if self.host else "")
+        """The message as people meet it: where and what in one line, then the three beats, one a line.
+
+        A failure of a rank has its cause and what to do in the first line too, cut short: a log is often searched for
+        that line alone.
+        """
+        where, short = "", ""
+        if self.rank is not None:
+            where = f" on rank {self.rank}" + (f" ({self.host})" if self.host else "")
+        elif self.host:
+            where = f" on {self.host}"
+        if where:
+            short = f": {_short(self.conflict)}; to do: {_short(self.remedy)}"
         return (
-            f"error{where}: {type(self).__name__}\n"
+            f"error{where}: {type(self).__name__}{short}\n"
             f"  you gave:       {_indent(self.given)}\n"
             f"  conflicts with: {_indent(self.conflict)}\n"
             f"  write instead:  {_indent(self.remedy)}"
@@ -62,6 +75,11 @@ def _rebuild(kind: type[ShoalError], given: str, conflict: str, remedy: str) -> 
 
 def _indent(text: str) -> str:
     return text.strip().replace("\n", "\n" + " " * 18)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.strip().partition("\n")[0].partition("; ")[0].split())
+    return line if len(line) <= _SHORT else line[: _SHORT - 4].rstrip() + " ..."
 
 
 class CommandError(ShoalError, ValueError):

@@ -165,4 +165,4 @@ def test_a_range_is_refused(tmp_path: Path) -> None:
     with start_command(command, tmp_path / "run", VARIABLES) as started:
         said = started.wait(LIMIT_SECONDS).expect(2).stderr
     assert "mpi is asked for one number of processes, and gives it" in said
-    assert "a range is for local, torchrun, slurm, ray, spark" in said
+    assert "a range is for local, torchrun, hosts, slurm, ray, spark" in said

@@ -17,7 +17,7 @@ from tests.engines import sshd
 from tests.engines.choice import needs
 from tests.engines.same_run import assert_same, result
 from tests.engines.sshd import SshHosts
-from tests.launching import JOBS, Ended, Gate, Started, start_command
+from tests.launching import JOBS, Ended, Gate, start_command
 
 pytestmark = needs("ssh", sshd.unavailable)
 
@@ -32,16 +32,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
         yield found
 
 
-def run(hosts: SshHosts, out: Path, *words: str, gate: Gate | None = None, on: str = "h1,h2", devices: int = 2) -> Any:
+def run(
+    hosts: SshHosts, out: Path, *words: str, gate: Gate | None = None, on: str = "h1,h2", devices: int | str = 2
+) -> Any:
     """A context with the command on its way, as a `Started`."""
     shared = ("--exact", "--devices", str(devices), "--out", str(out), "--on", f"hosts:{on} -F {hosts.config}")
     variables = {"PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
     return start_command([sys.executable, "-m", "shoal", "run", JOB, *shared, *words], out, variables)
-
-
-def ranks_of(started: Started) -> dict[int, int]:
-    """Process ids by rank."""
-    return {int(v["RANK"]): pid for pid, v in started.processes().items() if "RANK" in v}
 
 
 def test_two_hosts(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
@@ -83,7 +80,7 @@ def test_a_lost_rank_starts_all_again(hosts: SshHosts, undisturbed: Ended, tmp_p
     out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
     with run(hosts, out, "--checkpoint-every", "2", gate=gate) as started:
         started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
-        os.kill(ranks_of(started)[1], signal.SIGKILL)
+        os.kill(started.workers()[1], signal.SIGKILL)
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(0)
     assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
@@ -98,6 +95,30 @@ def test_a_host_whose_cable_is_out_is_named(hosts: SshHosts, tmp_path: Path) -> 
         gate.open()
         ended = started.wait(LIMIT_SECONDS).expect(69)
     assert "h2" in ended.stderr.split("error")[-1]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_of_a_range_a_lost_host_is_left_out(lost: int, hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, "--checkpoint-every", "2", devices="1:2", gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        hosts.hosts[lost].cut()
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert f"note: h{lost + 1} does not answer: 1 of 2 processes" in ended.stderr
+    assert result(out)["world_size"] == 1
+    assert_same(out, undisturbed)
+
+
+def test_hosts_of_a_range_that_do_not_answer_at_the_start(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    hosts.hosts[0].cut()
+    with run(hosts, out, devices="1:2") as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert "note: h1 does not answer: 1 of 2 processes (" in ended.stderr
+    assert_same(out, undisturbed)
+    with run(hosts, tmp_path / "other", on="nowhere,h2", devices="1:2") as started:
+        assert "Could not resolve hostname nowhere" in started.wait(LIMIT_SECONDS).expect(2).stderr
 
 
 def test_the_command_is_killed_and_no_rank_is_left(hosts: SshHosts, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ _HEAD = """\
 # Wrong set-ups
 
 What each says, as the tests on real engines saw it, and the seconds from the command to its end with that message.
-Two hosts are network namespaces of one machine of two cores, which had other work. A test gives the whole command 60 s
+Two hosts are network namespaces of one machine of two cores. A test gives the whole command 60 s
 to end by itself. `scripts/test-engines` repeats all of them; paths, addresses and process ids are left out here.
 
 | Set-up | Message | Seconds |
@@ -41,13 +42,13 @@ def note(name: str, began: float, said: str) -> None:
 def _short(text: str) -> str:
     text = " ".join(text.split())
     for pattern, shown in (
-        (r"/tmp/\S*?([\w.-]+)(?=[\s,;:]|$)", r".../\1"),
+        (r"/tmp/\S*?([\w.-]+)(?=[\s,;:\"]|$)", r".../\1"),
         (r"\b10\.\d+\.\d+\.\d+", "ADDRESS"),
         (r"process \d+", "process N"),
         (r"\[pid \d+\]|pid \d+", "pid N"),
     ):
         text = re.sub(pattern, shown, text)
-    return text[:300].replace("|", "\\|")
+    return textwrap.shorten(text, 200, placeholder=" ...").replace("|", "\\|")
 
 
 def main(rows: str) -> None:

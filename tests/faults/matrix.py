@@ -396,11 +396,12 @@ ROWS = (
     Row(
         49,
         ENGINES,
-        "Ray, Spark, Slurm: a killed worker or driver, a requeue, a drained node",
+        "Ray, Spark, Slurm, ssh: a killed worker or driver, a requeue, a drained node, a lost host",
         "the run goes on, or ends with nothing left",
         soak=_in("engines/test_ray", "test_nothing_is_left_of_a_killed_driver")
         + _in("engines/test_spark", "test_a_lost_rank")
-        + _in("engines/test_slurm", "test_preempted_and_requeued", "test_a_drained_node_is_named_and_waited_for"),
+        + _in("engines/test_slurm", "test_preempted_and_requeued", "test_a_drained_node_is_named_and_waited_for")
+        + _in("engines/test_ssh", "test_of_a_range_a_lost_host_is_left_out"),
     ),
     Row(
         50,

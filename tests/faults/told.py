@@ -19,7 +19,7 @@ def shown(text: str) -> str:
     text = re.sub(r"(?:/[^\s/:,;'\"]+)+/", ".../", text.replace(socket.gethostname(), "HOST"))
     text = re.sub(r"\bprocess \d+", "process N", text).replace("|", "\\|")
     text = re.sub(r"\d+\.\d+\.\d+\.\d+(:\d+|\]:\d+)?", "ADDRESS", text)
-    return text if len(text) <= 160 else text[:157] + "..."
+    return text if len(text) <= 320 else text[:317] + "..."
 
 
 def of_row(row: Row, told: list[dict[str, str | None]]) -> dict[str, str | None] | None:
@@ -34,18 +34,11 @@ def of_row(row: Row, told: list[dict[str, str | None]]) -> dict[str, str | None]
 
 def table(told: list[dict[str, str | None]]) -> str:
     """A row for each fault whose test ends with an error."""
-    lines = ["| # | Where, and what kind | What conflicts | What to do |", "|---|---|---|---|"]
+    lines = ["| # | First line |", "|---|---|"]
     for row in ROWS:
         message = of_row(row, told)
-        if message is None:
-            continue
-        where = f"rank {message['rank']} (HOST): " if message["rank"] is not None else ""
-        cells = (
-            str(row.number),
-            where + str(message["kind"]),
-            *(shown(str(message[k])) for k in ("conflict", "remedy")),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        if message is not None:
+            lines.append(f"| {row.number} | {shown(str(message['headline']))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -100,3 +101,18 @@ def test_verified(tmp_path: Path) -> None:
         said = started.wait().expect(0).stdout
     assert f"written            {at}/certificate.json" in said
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["certificate.json"]
+
+
+def test_a_watch_that_is_asked_to_end_leaves_no_copy(ended: Ended, tmp_path: Path) -> None:
+    going, temporary = tmp_path / "run", tmp_path / "tmp"
+    shutil.copytree(ended.out, going)
+    (going / "result.json").unlink()
+    kept = going / "attempts.jsonl"
+    kept.write_text(kept.read_text(encoding="utf-8").splitlines(keepends=True)[0], encoding="utf-8")
+    temporary.mkdir()
+    command = [sys.executable, "-m", "shoal", "watch", f"file://{going}"]
+    with start_command(command, going, {"TMPDIR": str(temporary)}, fresh=True) as started:
+        started.until(lambda: any(temporary.rglob("job.json")), "a copy")
+        started.send(signal.SIGTERM)
+        started.wait(20.0).expect(128 + signal.SIGTERM)
+    assert not list(temporary.iterdir())

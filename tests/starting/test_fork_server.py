@@ -11,7 +11,7 @@ import pytest
 from tests import forks
 
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-GPU = "from pathlib import Path; from shoal.launch import fork_server; fork_server._GPUS = Path('/dev/null')"
+GPU = "from pathlib import Path; from shoal.launch import fork_server; fork_server.GPU_FOLDER = Path('/dev/null')"
 LOADED = """
 from types import SimpleNamespace
 from shoal.launch.fork_server import _loaded

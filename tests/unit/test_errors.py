@@ -67,7 +67,20 @@ def test_three_beats_one_a_line() -> None:
         "  write instead:  write one",
     ]
     error.rank, error.host = 3, "somewhere"
-    assert error.render().startswith("error on rank 3 (somewhere): PlanError\n")
+    headline, rest = error.render().split("\n", 1)
+    assert headline == "error on rank 3 (somewhere): PlanError: it is; to do: write one"
+    assert rest.splitlines()[0] == "  you gave:       a plan"
+
+
+def test_a_ranks_failure_is_told_in_one_line_however_long_it_is() -> None:
+    error = errors.RankLostError(given="g", conflict="words " * 100 + "; more", remedy="do this; or that")
+    error.rank, error.host = 1, "h"
+    headline = error.render().partition("\n")[0]
+    assert headline.startswith("error on rank 1 (h): RankLostError: words words")
+    assert headline.endswith(" ...; to do: do this")
+    assert len(headline) < 200
+    error.conflict = "/a/long/path" * 20
+    assert "RankLostError: /a/long/path" in error.render()
 
 
 def test_the_nearest_name() -> None:

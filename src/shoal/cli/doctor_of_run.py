@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.cli.options import DoctorOptions, setting_text
 from shoal.cli.report import account_of
-from shoal.errors import CommandError, ExitCode, HardwareError, PlanError, RunDirectoryError
+from shoal.errors import CommandError, ExitCode, HardwareError, PlanError, RunDirectoryError, UserCodeError
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep
 from shoal.planner.diagnose.causes import LostTime, Remedy, causes
@@ -109,7 +109,7 @@ def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[Lost
         asked = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
         found = with_planner(found, asked)
         return RunDiagnosis(times, found, asked.best(found))
-    except (PlanError, HardwareError) as error:
+    except (PlanError, HardwareError, UserCodeError) as error:
         return RunDiagnosis(times, found, unasked=f"{error.given}: {error.conflict}")
 
 

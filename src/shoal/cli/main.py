@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -34,6 +35,8 @@ from shoal.launch.environment import FORK_FD
 
 # Threads of pools end by themselves once Python asks them to.
 _THREADS_SECONDS = 5.0
+# They may have a copy of a run that lies at an address in a temporary folder.
+_READING = ("report", "watch", "doctor", "export")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,11 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shoal.launch.fork_server import become_rank
 
         become_rank(importlib.import_module("shoal.cli.run.prepare").load_rank, holds_signals=given[0] == "run")
+    if arguments is None and given[:1] and given[0] in _READING:
+        _end_tidily()
     with unfailing_output():
         code = _done(given)
     if arguments is None:
         _end_without_threads(code)
     return code
+
+
+def _end_tidily() -> None:
+    """From here on SIGTERM and the terminal's end remove temporary folders first; again they change nothing."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 def _end_without_threads(code: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _AFTER_SECONDS = 4.0
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 # The kernel asks on an idle connection after 2 s, and then each second; the watch is sooner to give it up.
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 9}
 # struct tcp_info of Linux: eight bytes of states and counts, then numbers of 32 bits.

@@ -46,7 +46,7 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
     """
     die_with_launcher()
     if environment.world_size > 1:
-        name_process(f"shoal rank {environment.rank}")
+        name_process(f"shoal-rank-{environment.rank}")
     error: ShoalError | None = None
     try:
         code = work() or ExitCode.DONE

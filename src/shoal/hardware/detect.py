@@ -15,6 +15,9 @@ from shoal.hardware.values import Cluster
 
 _NOT_MEASURED = "not measured: the catalogue's numbers for what is here; `shoal bench` measures this machine"
 
+# Of NVIDIA's driver: a folder for each GPU. To ask CUDA would make a process useless for a fork.
+GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+
 
 def here() -> Cluster:
     """This machine as measured, or else as detected with the catalogue's numbers and a note that says so."""
@@ -47,15 +50,14 @@ def memory_bytes() -> int:
 
 def gpus() -> list[str]:
     """The models of the GPUs that the driver shows."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    texts = [(gpu / "information").read_text() for gpu in sorted(folder.iterdir())] if folder.is_dir() else []
+    shown = sorted(GPU_FOLDER.iterdir()) if GPU_FOLDER.is_dir() else []
+    texts = [(gpu / "information").read_text() for gpu in shown]
     return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
 def visible_gpus() -> int:
     """Number of GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves; 0 where there are none."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    found = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))

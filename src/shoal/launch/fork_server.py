@@ -25,9 +25,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
+from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
 from shoal.launch.process_control import die_with_launcher, name_process
 from shoal.launch.signals import stop_signals
@@ -35,7 +35,6 @@ from shoal.launch.signals import stop_signals
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8
 _LOOK_SECONDS = 0.02
-_GPUS = Path("/dev/nvidiactl")
 
 
 class ForkedProcess:
@@ -115,12 +114,11 @@ class ForkServer:
             return None
         asked = {"variables": dict(variables), "descriptors": list(descriptors), "output": output is not None}
         handed = [*descriptors.values(), *([output] if output is not None else [])]
-        self._newest = None
+        self._newest, self._refused = None, False
         try:
             socket.send_fds(self._requests, [json.dumps(asked).encode()], handed)
         except OSError:
             self._lose()
-        self._refused = False
         while self._ready and self._newest is None and not self._refused:
             self.hear(None)
         return self._newest
@@ -139,7 +137,7 @@ class ForkServer:
 
     def _has_told(self, seconds: float | None) -> bool:
         """Whether there is something to hear within so long; with poll, since a user's process may have many files."""
-        look = select.poll()
+        look = select.poll()  # its own: a handler of Ctrl-Z may come here in the midst of another's
         look.register(self._requests, select.POLLIN)
         return bool(look.poll(None if seconds is None else math.ceil(seconds * 1000)))
 
@@ -209,7 +207,7 @@ def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
     handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
     die_with_launcher()
-    name_process("shoal forks")
+    name_process("shoal-forks")
     with socket.socket(fileno=descriptor) as requests:
         try:
             if not _loaded(load):
@@ -257,7 +255,7 @@ def _has_used_a_gpu() -> bool:
     cuda = sys.modules["torch"].cuda
     if cuda.is_initialized():
         return True
-    if not _GPUS.exists():
+    if not GPU_FOLDER.exists():
         return False
     pid = os.fork()
     if not pid:

@@ -8,11 +8,12 @@ import os
 import select
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from shoal.errors import ExitCode, LaunchError
+from shoal.errors import ExitCode, LaunchError, ShoalError
 from shoal.launch.signals import Signals, stop_signals
 
 _POLL_SECONDS = 0.02
@@ -31,6 +32,10 @@ def fork(work: Callable[[], None]) -> int:
     try:
         work()
         code = 0
+    except ShoalError:
+        pass  # the parent's look was for nothing, and what comes after it says why
+    except Exception:
+        traceback.print_exc()
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -25,6 +25,9 @@ def die_with_launcher() -> None:
 
 
 def name_process(name: str) -> None:
-    """Gives this process a name of at most 15 characters, which `ps -e`, `top` and `pgrep` show."""
+    """Gives this process a name of at most 15 characters, which `ps -e`, `top` and `pgrep` show.
+
+    Without blanks: Slurm's proctrack/linuxproc, among others, would not find the process's parent behind them.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

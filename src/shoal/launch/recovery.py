@@ -20,15 +20,15 @@ from shoal.runs.events import Events, instant
 # By default so often in a row, without a step that was never trained before.
 MOST = 5
 _LONGEST_PAUSE_SECONDS = 60.0
-_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP")
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "does not answer")
 _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise the same
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of a rank: which one, where anybody knows, and how; the last step of the records, and of a checkpoint."""
+    """Loss of a rank or host: which, where anybody knows, and how; the last step of records, and of a checkpoint."""
 
-    rank: int | None
+    rank: int | str | None
     how: str
     reached: int
     saved: int
@@ -94,11 +94,14 @@ class Recovery:
         if self.most == 0 or not isinstance(error, RankLostError | PeerError):
             return None
         reached, newest = last_step(self.directory.records), self._newest()
-        reason = self.budget.refusal(Loss(error.rank, error.conflict.split("\n")[0], reached, newest))
+        reason = self.budget.refusal(
+            Loss(error.rank if error.rank is not None else error.host, error.conflict.split("\n")[0], reached, newest)
+        )
         done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
         self.events.add("lost", error, at=instant(noticed_at), after_step=reached, done=done, noticed=_noticed(error))
         if reason is not None:
-            error.remedy = f"{reason}; {error.remedy}"
+            cause, newline, last_words = error.conflict.partition("\n")
+            error.conflict = f"{cause}; {reason}{newline}{last_words}"
             return None
         return self.budget.pause_seconds
 
@@ -127,6 +130,8 @@ class Recovery:
     def told(self, error: ShoalError, pause_seconds: float) -> str:
         """A line about the loss and the new start."""
         where = f"rank {error.rank} on {error.host}" if error.rank is not None else "a rank"
+        if error.rank is None and error.host:
+            where = f"host {error.host}"
         wait = f" in {pause_seconds:.0f} s" if pause_seconds else ""
         what = error.conflict.split("\n")[0]
         return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}"

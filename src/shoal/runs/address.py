@@ -53,10 +53,6 @@ class RunAddress:
     def _known_in(self, folder: Path) -> dict[str, tuple[int, int]]:
         return self._known.setdefault((self.text, folder.resolve()), {})
 
-    def forget(self, folder: Path) -> None:
-        """Forgets what is known of a folder here."""
-        self._known.pop((self.text, folder.resolve()), None)
-
     @functools.cached_property
     def _reached(self) -> tuple[Any, str]:
         """The file system and the path in it. Raises: CommandError for an address that no installed package reaches."""
@@ -97,8 +93,14 @@ class RunAddress:
         return [str(PurePosixPath(path).relative_to(folder)) for path in found]
 
     def fetch(self, folder: Path) -> None:
-        """Copies the directory's own files here. Raises: RunDirectoryError where the address does not answer."""
-        known = self._known_in(folder)
+        """Copies the directory's own files to a working copy. Raises: as `copy_files`."""
+        self.copy_files(folder, self._known_in(folder))
+
+    def copy_files(self, folder: Path, known: dict[str, tuple[int, int]]) -> None:
+        """Copies the directory's own files here, and notes each in `known`, by its name, as it is here.
+
+        Raises: RunDirectoryError where the address does not answer.
+        """
         try:
             with self.files() as files:
                 files.invalidate_cache()
@@ -260,12 +262,8 @@ def copy_to_read(run: str) -> Iterator[Path]:
 
 def fetch_to_read(run: str, folder: Path) -> None:
     """Copies the own files of the run at an address here. Raises: as `copy_to_read`."""
-    address = RunAddress(run)
-    try:
-        address.fetch(folder)
-        there = set(address._known_in(folder))
-    finally:
-        address.forget(folder)  # nothing of it is sent back
+    there: dict[str, tuple[int, int]] = {}  # for this look alone: nothing of it is sent back
+    RunAddress(run).copy_files(folder, there)
     if RunDirectory(folder).job.name not in there:  # an earlier copy may have it still
         raise RunDirectoryError(
             given=run,

@@ -131,11 +131,14 @@ class Fence:
         now = newest(self.folder)
         said = about(self.folder, now)
         by = f", by process {said['pid']} on {said['host']} ({said['reason']})" if "pid" in said else ""
-        return FencedError(
-            given=f"process {os.getpid()} on {socket.gethostname()}, of generation {self.generation} of {self.folder}",
+        host = socket.gethostname()
+        error = FencedError(
+            given=f"process {os.getpid()} on {host}, of generation {self.generation} of {self.folder}",
             conflict=f"generation {now} has begun{by}, while this process stood still or could not be reached",
             remedy="nothing: this process is fenced, has written nothing since, and ends; the run goes on without it",
         )
+        error.host = host
+        return error
 
     @contextlib.contextmanager
     def watched(self, *, says: bool, seldom: bool = False) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import LaunchError, RankLostError, from_json
+from shoal.hardware.detect import GPU_FOLDER
 from shoal.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment
 from shoal.launch.environments.detect import joined
@@ -27,8 +28,6 @@ from shoal.plans.resolve import CompletePlan
 from shoal.verification.traced_run import runs, trace_rank
 
 _POLL_SECONDS = 0.005
-# Where the driver shows GPUs; to ask CUDA would make a fork unusable for it.
-_GPUS = Path("/proc/driver/nvidia/gpus")
 # After one rank has failed the others learn of it in their next collective, or are ended.
 _GRACE_SECONDS = 5.0
 
@@ -50,7 +49,7 @@ def trace_forked(
             work = functools.partial(trace, ranks, folder / kind)
             group = forked(ranks.num_processes, work, folder / kind, aloud=kind == "parallel")
             waits.append(groups.enter_context(group))
-            if _GPUS.exists():  # one after the other: two models may be too much for a GPU
+            if GPU_FOLDER.exists():  # one after the other: two models may be too much for a GPU
                 waits.pop()()
         for wait in waits:
             wait()
@@ -100,7 +99,7 @@ def _work(
     try:
         os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
-        if _GPUS.exists() and torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
+        if GPU_FOLDER.exists() and torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
             raise _cuda_in_use()
         if environment.world_size > 1:
             os.environ.update(environment.variables())

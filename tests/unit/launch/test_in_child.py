@@ -43,6 +43,14 @@ def test_a_death_is_told() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_what_it_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match="ended with code 1"):
+        in_child(lambda: {"half": 1 / 0})
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert no_children()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_signal_ends_it(tmp_path: Path) -> None:
     def sleep() -> None:
         (tmp_path / "began").touch()

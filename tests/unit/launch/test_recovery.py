@@ -67,7 +67,7 @@ def test_the_budget_is_of_starts_in_vain(directory: RunDirectory) -> None:
     assert [recovery.pause(lost(number), 0.0) for number in range(2)] == [0.0, 1.0]
     error = lost(2)
     assert recovery.pause(error, 0.0) is None
-    assert error.remedy.startswith("2 starts in a row got no further than step 3; ")
+    assert "; 2 starts in a row got no further than step 3" in error.conflict
 
 
 def test_the_same_loss_twice_ends_the_run(directory: RunDirectory) -> None:
@@ -76,8 +76,18 @@ def test_the_same_loss_twice_ends_the_run(directory: RunDirectory) -> None:
     assert recovery.pause(lost(1, "it has been in forward for 5.2 s"), 0.0) == 0.0
     error = lost(1, "it has been in forward for 6.0 s")
     assert recovery.pause(error, 0.0) is None
-    assert "twice in the same way" in error.remedy
+    assert "; it was lost twice in the same way, both times after step" in error.conflict.partition("\n")[0]
     assert "the run ended" in directory.events.read_text().splitlines()[-1]
+
+
+def test_two_hosts_that_are_lost_at_one_step_are_two_losses(directory: RunDirectory) -> None:
+    recovery = Recovery(9, directory)
+    reach(directory, 3)
+    for host in ("h1", "h2"):
+        error = RankLostError(given=f"host {host}", conflict="it was lost: closed by remote host", remedy="--resume")
+        error.host = host
+        assert recovery.pause(error, 0.0) is not None
+    assert recovery.told(error, 0.0).startswith("host h2 was lost: ")
 
 
 def test_kills_from_outside_may_come_twice(directory: RunDirectory) -> None:

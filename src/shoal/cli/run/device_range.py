@@ -19,7 +19,7 @@ from shoal.runs.request import dumped, loaded
 
 _RANGE = re.compile(r"(\d+):(\d+)")
 # Engines whose launcher chooses, once it knows what they have.
-ELASTIC = ("slurm", "ray", "spark")
+ELASTIC = ("hosts", "slurm", "ray", "spark")
 
 
 @dataclass(frozen=True)

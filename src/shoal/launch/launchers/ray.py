@@ -144,7 +144,8 @@ def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchEr
     else:
         remedy = "check that ray start --head runs there (ray status), or leave the address and RAY_ADDRESS out"
     where = f"the Ray cluster at {address}" if address else "a new Ray cluster on this host"
-    return LaunchError(given=where, conflict=f"{type(error).__name__}: {said}", remedy=remedy)
+    what = "something answers there, and does not take this command's token, or is no such cluster: " if reached else ""
+    return LaunchError(given=where, conflict=f"{what}{type(error).__name__}: {said}", remedy=remedy)
 
 
 @dataclass

@@ -49,18 +49,19 @@ class RankStart:
         """A report; None where there is none. Raises: StorageError where an address does not answer, three times."""
         if not is_address(self.reports):
             return read_json(Path(self.reports, name))
-        for left in reversed(range(_TRIES)):
-            try:
-                return RunAddress(self.reports).read_json(name)
-            except OSError as error:
-                if not left:
-                    raise StorageError(
-                        given=f"{self.reports}/{name}",
-                        conflict=f"how the ranks ended cannot be read there: {error}",
-                        remedy="look at the run's records there; --resume goes on from its newest checkpoint",
-                    ) from error
+        at = RunAddress(self.reports)
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(OSError):
+                return at.read_json(name)
             time.sleep(_PAUSE_SECONDS)
-        raise AssertionError("the last try returns or raises")
+        try:
+            return at.read_json(name)
+        except OSError as error:
+            raise StorageError(
+                given=f"{self.reports}/{name}",
+                conflict=f"how the ranks ended cannot be read there: {error}",
+                remedy="look at the run's records there; --resume goes on from its newest checkpoint",
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,20 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from shoal.errors import CommandError, ExitCode, LaunchError, RankLostError, ShoalError, from_json
+from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
+from shoal.launch.launchers.ssh_hosts import SSH_FAILED, HostList, address_of
 from shoal.launch.signals import Signals
 from shoal.runs.version import __version__
 
@@ -27,9 +28,6 @@ _POLL_SECONDS = 0.05
 # Ranks on other hosts find out by themselves, where a connection was closed.
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
-# No password is asked for; a host that says nothing any more is given up after ten seconds.
-_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
-SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
 # Of this command's variables those that change how ranks train go along.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
@@ -37,55 +35,38 @@ _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_
 _OF_ADDRESSES = ("AWS_", "GOOGLE_", "FSSPEC_")
 # Of this host, whatever others have.
 _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_SSH_FAILED = 255
-
-
-@dataclass(frozen=True)
-class SshHost:
-    """A host as ssh is given it, and how many ranks it has; 0: its share."""
-
-    name: str
-    slots: int = 0
 
 
 def render(submission: Submission) -> Mapping[str, str]:
     """A line for each host: the command, and the ranks that its process starts."""
-    hosts, options = _given(submission)
-    counts = _counts(hosts, submission)
+    listed = HostList.of(submission)
     lines, first = [], 0
-    for host, count in zip(hosts, counts, strict=True):
-        lines.append(f"{shlex.join(_ssh(host.name, options))}  # ranks {first} to {first + count - 1}\n")
-        first += count
+    for host in listed.hosts:
+        lines.append(f"{shlex.join(listed.words(host.name))}  # ranks {first} to {first + host.slots - 1}\n")
+        first += host.slots
     return {"hosts": "".join(lines), "on each": shlex.join(submission.command) + "\n"}
 
 
 def start(submission: Submission, signals: Signals) -> int:
     """Starts a process on each host and waits for them, again where a rank was lost. Raises: LaunchError."""
-    hosts, options = _given(submission)
+    listed = HostList.of(submission)
     if shutil.which("ssh") is None:
         raise LaunchError(given="--on hosts", conflict="ssh is not on this host", remedy="install OpenSSH's client")
-    counts = _counts(hosts, submission)
-    address = address_of(hosts[0].name, options)
     for name in (name for name in _OWN if name in os.environ):
         print(f"note: {name} is of this host, and no other is told: set it where ssh logs in", file=sys.stderr)
 
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
-        processes = []
+        processes: list[HostProcess] = []
+        again = attempt.number > 0
+        asked_to_stop = ExitCode.PREEMPTED if again else ExitCode.INTERRUPTED
         try:
-            for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
-                place = Environment(
-                    rank=sum(counts[:number]),
-                    world_size=sum(counts),
-                    local_world_size=count,
-                    address=address,
-                    restarts=attempt.number,
-                    host=number,
-                    num_hosts=len(hosts),
-                    engine="hosts",
-                    job=submission.name,
-                )
-                processes.append(HostProcess.started(_ssh(host.name, options), host.name, _asked(submission, place)))
-            return _followed(processes, signals)
+            places = _places(listed, submission, attempt)
+            if signals.received:
+                return int(asked_to_stop), None
+            for host, place in places:
+                asked = _asked(submission, place)
+                processes.append(HostProcess.started(listed.words(host), host, asked, again=again))
+            return _followed(processes, listed, signals, asked_to_stop)
         finally:
             for process in processes:
                 process.end()
@@ -93,73 +74,32 @@ def start(submission: Submission, signals: Signals) -> int:
     return until_done(submission, signals, once)
 
 
-def _given(submission: Submission) -> tuple[list[SshHost], list[str]]:
-    """Hosts and ssh's own options, of what follows the colon. Raises: CommandError."""
-    words = submission.option_words()
-    if not words or words[0].startswith("-"):
-        raise CommandError(
-            given=f"--on hosts:{submission.options}",
-            conflict="it names no hosts",
-            remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
+def _places(listed: HostList, submission: Submission, attempt: RankStart) -> list[tuple[str, Environment]]:
+    """The hosts of a start by name, and the place of the first rank of each. Raises: LaunchError."""
+    hosts = listed.for_a_start()
+    counts = [host.slots for host in hosts]
+    if len(hosts) < len(listed.hosts):
+        of_all = f"{sum(counts)} of {sum(host.slots for host in listed.hosts)} processes"
+        for name, said in sorted(listed.lost.items()):
+            print(f"note: {name} does not answer: {of_all} ({said})", file=sys.stderr)
+    address = address_of(hosts[0].name, listed.options)
+    return [
+        (
+            host.name,
+            Environment(
+                rank=sum(counts[:number]),
+                world_size=sum(counts),
+                local_world_size=host.slots,
+                address=address,
+                restarts=attempt.number,
+                host=number,
+                num_hosts=len(hosts),
+                engine="hosts",
+                job=submission.name,
+            ),
         )
-    path = Path(words[0])
-    if path.is_file():
-        texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    else:
-        texts = words[0].split(",")
-    hosts = [_host(text, words[0]) for text in texts if text.strip()]
-    twice = {host.name for host in hosts if [h.name for h in hosts].count(host.name) > 1}
-    if not hosts or twice:
-        raise CommandError(
-            given=f"--on hosts:{words[0]}",
-            conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
-            remedy="name each host once; HOST:2 is two ranks there",
-        )
-    return hosts, words[1:]
-
-
-def _host(text: str, given: str) -> SshHost:
-    """A host of "name", "name:2", "name 2" or "name slots=2"."""
-    name, _, slots = text.strip().replace(" slots=", ":").replace(" ", ":").partition(":")
-    slots = slots.strip(": ")
-    if not name or name.startswith("-") or (slots and not slots.isdecimal()):
-        raise CommandError(
-            given=f"--on hosts:{given}",
-            conflict=f"{text.strip()!r} is no host",
-            remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
-        )
-    return SshHost(name, int(slots or 0))
-
-
-def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
-    """Ranks of each host. Raises: CommandError where they are not those of --devices."""
-    wanted, known = submission.num_processes, sum(host.slots for host in hosts)
-    open_hosts = [host for host in hosts if not host.slots]
-    left = wanted - known
-    if left < len(open_hosts) or (not open_hosts and left):
-        raise CommandError(
-            given=f"{wanted} processes on {len(hosts)} hosts",
-            conflict=f"the hosts have {known} places" if not open_hosts else "each host has at least one",
-            remedy=f"write --devices {max(known + len(open_hosts), 1)}, say, or other numbers behind the hosts",
-        )
-    shares = [left // len(open_hosts) + (n < left % len(open_hosts)) for n in range(len(open_hosts))]
-    return [host.slots or shares.pop(0) for host in hosts]
-
-
-def _ssh(host: str, options: Sequence[str]) -> list[str]:
-    """The words that start a host's process; none of them is a secret, or the job's."""
-    remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.host_process"
-    return ["ssh", *SSH_OPTIONS, *options, "--", host, remote]
-
-
-def address_of(host: str, options: Sequence[str]) -> str:
-    """The address that ssh's configuration has for a host. Raises: LaunchError."""
-    words = ["ssh", "-G", *options, "--", host]
-    ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if ended.returncode:
-        raise LaunchError(given=shlex.join(words), conflict=ended.stderr.strip(), remedy="mend ssh's configuration")
-    pairs = dict(line.partition(" ")[::2] for line in ended.stdout.splitlines())
-    return pairs.get("hostname", host)
+        for number, host in enumerate(hosts)
+    ]
 
 
 def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
@@ -189,14 +129,16 @@ class HostProcess:
     port: int | None = None
     ended: dict[str, Any] | None = None
     said: list[str] = field(default_factory=list)  # its last lines on stderr
+    again: bool = False  # whether it is of a later start, for which a host may be gone
+    silent: str = ""  # how it was seen that its host did not answer, once another had failed
     _threads: list[threading.Thread] = field(default_factory=list)
 
     @classmethod
-    def started(cls, words: Sequence[str], name: str, asked: Mapping[str, Any]) -> HostProcess:
+    def started(cls, words: Sequence[str], name: str, asked: Mapping[str, Any], *, again: bool = False) -> HostProcess:
         """A process on its way, which is told what to start."""
         pipe = subprocess.PIPE
         ssh = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        found = cls(name, ssh)
+        found = cls(name, ssh, again=again)
         for work in (found._answers, found._complaints):
             thread = threading.Thread(target=work, name=f"shoal-{name}", daemon=True)
             thread.start()
@@ -215,6 +157,15 @@ class HostProcess:
         """Whether nothing comes from there any more."""
         return self.ssh.poll() is not None and not any(thread.is_alive() for thread in self._threads)
 
+    def give_up(self, why: str) -> None:
+        """Ends ssh to a host that does not answer."""
+        self.silent = why
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.ssh.pid, signal.SIGKILL)
+        self.ssh.wait()
+        for thread in self._threads:
+            thread.join(1.0)
+
     def end(self) -> None:
         """Lets the host end what still runs there, and ends ssh."""
         assert self.ssh.stdin is not None, "it is a pipe"
@@ -225,21 +176,25 @@ class HostProcess:
         except subprocess.TimeoutExpired:
             self.ssh.kill()
             self.ssh.wait()
-        for thread in self._threads:
+        for thread, pipe in zip(self._threads, (self.ssh.stdout, self.ssh.stderr), strict=True):
             thread.join(1.0)
+            if pipe is not None and not thread.is_alive():
+                pipe.close()
 
     def error(self) -> ShoalError | None:
         """The error that the host's process told, or what ssh's end says without one."""
         if self.ended is not None:
             return from_json(self.ended["error"]) if self.ended["error"] else None
+        if self.silent:
+            return self._lost(f"it does not answer any more ({self.silent})")
         said = "\n".join(self.said[-5:]).strip()
-        if self.ssh.returncode == _SSH_FAILED or (self.said and self.port is None):
+        if self.ssh.returncode == SSH_FAILED or (self.said and self.port is None):
             error: ShoalError = LaunchError(
                 given=f"host {self.name}",
                 conflict=said or "ssh ended without a word",
                 remedy=f"let `ssh {self.name} {shlex.quote(sys.executable)} --version` work without a password first",
             )
-            if self.port is not None or not said or "closed by" in said or "not responding" in said:
+            if self.again or self.port is not None or not said or "closed by" in said or "not responding" in said:
                 error = self._lost(said)
             return error
         return self._lost(said)
@@ -278,9 +233,12 @@ class HostProcess:
             print(f"[{self.name}] {line.rstrip()}", file=sys.stderr, flush=True)
 
 
-def _followed(processes: list[HostProcess], signals: Signals) -> tuple[int, ShoalError | None]:
+def _followed(
+    processes: list[HostProcess], listed: HostList, signals: Signals, asked_to_stop: ExitCode
+) -> tuple[int, ShoalError | None]:
     """Waits for all hosts; the exit code, and the error at the root. Once one has failed, the others end too."""
     told_port, handed_on, failed_at = False, 0, None
+    asking = threading.Thread(target=_give_up_silent, args=(processes, listed), daemon=True)
     while not all(process.is_over() for process in processes):
         if not told_port and processes[0].port is not None:
             told_port = True
@@ -292,21 +250,36 @@ def _followed(processes: list[HostProcess], signals: Signals) -> tuple[int, Shoa
                     process.tell(number)
             handed_on = len(signals.received)
         if not told_port and signals.received:
-            return int(ExitCode.INTERRUPTED), None
+            return int(asked_to_stop), None
         gone = [p for p in processes if p.is_over() and (p.ended is None or p.ended["error"] is not None)]
         if gone and failed_at is None:
             failed_at = time.monotonic()
+            if told_port:
+                asking.start()
         compared = all(process.fit or process.is_over() for process in processes)
         if failed_at is not None and ((not told_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
+    if asking.ident is not None:
+        asking.join()
+    listed.silent = {p.name: p.silent for p in processes if p.silent}
     code, error = _verdict(processes)
     lost = signals.twice and isinstance(error, RankLostError)
     return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # as on one host
 
 
+def _give_up_silent(processes: Sequence[HostProcess], listed: HostList) -> None:
+    """Gives up the hosts that do not answer: their ssh would take longer to notice, and others can go on without."""
+    left = [process for process in processes if not process.is_over()]
+    silent = listed.silent_among([process.name for process in left])
+    for process in left:
+        if process.name in silent and not process.is_over():
+            process.give_up(silent[process.name])
+
+
 def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
-    errors = [error for p in processes if p.is_over() and (error := p.error()) is not None]
+    by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may be taken for silence
+    errors = [error for p in by_word if p.is_over() and (error := p.error()) is not None]
     order = {"PeerError": 2, "RankLostError": 1}  # what others only suffered from last
     if errors:
         error = min(errors, key=lambda found: order.get(type(found).__name__, 0))

@@ -22,10 +22,9 @@ from shoal.distributed.collectives.choose import not_on
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
-from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.errors import JobError, ShoalError
-from shoal.parallel.shard.owners import DividedUpdate
+from shoal.errors import JobError
+from shoal.parallel.shard.owners import DividedUpdate, error_of
 from shoal.plans.accounting.partition import shared_part
 
 
@@ -133,11 +132,7 @@ class OneCopyUpdate(DividedUpdate):
 
         Collective: all ranks, one all-reduce of a number. Raises: on every rank, where `step` raised on any.
         """
-        error: ShoalError | None = None
-        try:
-            step()
-        except Exception as caught:
-            error = as_shoal_error(caught)
+        error = error_of(step)
         self._mark("exposed_communication")
         failed = torch.tensor([float(error is not None)])
         self._collective.all_reduce(failed)

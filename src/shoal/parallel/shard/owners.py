@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from shoal.distributed.failures import as_shoal_error
+from shoal.errors import ShoalError
 from shoal.plans.accounting.partition import divide
 
 
@@ -60,3 +62,12 @@ class DividedUpdate(ABC):
         for parameter in self._parameters:
             if parameter.grad is not None and not self.updates(parameter):
                 parameter.grad = None
+
+
+def error_of(step: Callable[[], None]) -> ShoalError | None:
+    """Error of an optimizer's `step` on this rank, for the others to be told; None where it has stepped."""
+    try:
+        step()
+    except Exception as caught:
+        return as_shoal_error(caught)
+    return None

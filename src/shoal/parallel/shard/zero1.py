@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.agreement import raise_together
-from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
-from shoal.errors import ShoalError
 from shoal.numerics.flat import views_of
-from shoal.parallel.shard.owners import DividedUpdate
+from shoal.parallel.shard.owners import DividedUpdate, error_of
 from shoal.plans.accounting.partition import PIECE_BYTES, pack
 
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
@@ -60,11 +58,7 @@ class ShardedOptimizer(DividedUpdate):
         """
         updated = [p for p in self._parameters if p.grad is not None]
         self._drop_others()
-        error: ShoalError | None = None
-        try:
-            step()
-        except Exception as caught:
-            error = as_shoal_error(caught)
+        error = error_of(step)
         self._mark("exposed_communication")
         if not queued:
             raise_together(self._mesh, error)

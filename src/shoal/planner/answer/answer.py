@@ -98,7 +98,7 @@ class Question:
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
     """Planner's input for a job; `base` has the settings that the search does not vary.
 
-    Raises: HardwareError of an unknown cluster; what the job's model, loss or data raise.
+    Raises: HardwareError of an unknown cluster; UserCodeError of a job that cannot be traced.
     """
     cluster = find_cluster(cluster_name)
     model = outline(job)

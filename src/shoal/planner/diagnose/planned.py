@@ -110,30 +110,20 @@ class PlannedRun:
         return max(0.0, 1.0 - then / now) if now else 0.0
 
     def memory(self) -> LostTime | None:
-        """Memory bandwidth that ranks share as a cause, with plans whose operators find more in their caches."""
+        """Memory bandwidth that ranks share as a cause.
+
+        Smaller microbatches are no remedy of it: trials of what was predicted of their caches brought nothing.
+        """
         lost = self.times.computing * self.memory_share
         if lost < WORTH * self.times.total:
             return None
-        remedies = [found for found in (self._smaller(), self._alone()) if found is not None]
+        alone = self._alone()
         seen = (
             f"{self.plan.layout.world_size} ranks move memory at a time: by this machine's measurements "
             f"{self.memory_share:.0%} of forward and backward, which one rank beside idle ones would not take"
         )
-        share = lost / self.times.total
-        return LostTime("memory", "memory bandwidth shared by ranks", lost, share, seen, tuple(remedies), share)
-
-    def _smaller(self) -> Remedy | None:
-        """The best smaller microbatch, whose tensors stay in a core's own caches."""
-        held = self.plan.batch.grains_per_microbatch
-        found = []
-        for grains in range(1, held):
-            sections = {"batch": {"grains_per_microbatch": grains}}
-            many = -(-self.times.microbatches * held // grains)
-            words = f"{many} smaller microbatches a step, whose tensors stay in a core's own caches"
-            remedy = Remedy("smaller-microbatches", words, 0.0, sections)
-            if (gain := self.gain(remedy)) is not None and gain > 0.0:
-                found.append(replace(remedy, gain=gain, planned=gain))
-        return max(found, key=lambda remedy: remedy.gain, default=None)
+        share, remedies = lost / self.times.total, () if alone is None else (alone,)
+        return LostTime("memory", "memory bandwidth shared by ranks", lost, share, seen, remedies, share)
 
     def _alone(self) -> Remedy | None:
         """One device, where that is worth its price."""

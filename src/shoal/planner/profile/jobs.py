@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, small_batch
+from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Job
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
@@ -24,9 +25,23 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
     """The profile of a job in the precision of a plan, on devices of a type.
 
     Reads one grain of the training data; every batch is as long as that one's longest sample.
-    Raises: what the job's model, loss or data raise.
+    Raises: UserCodeError where the job's model, loss or data raise, and where they cannot be traced.
     """
     plan = plan if plan is not None else Plan()
+    try:
+        return _profile(job, plan, device, tensor)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            given="one grain of the job's samples, for a trace of its model and loss",
+            conflict=f"{type(error).__name__}: {str(error).strip()}",
+            remedy="train a step with `shoal run JOB --steps 1`; where that works, model or loss may compute other "
+            "operators for other samples, which cannot be planned, or shoal's trace is at fault: please report it",
+        ) from error
+
+
+def _profile(job: Job, plan: Plan, device: str, tensor: Tensors | None) -> Profile:
     batch = Batches(with_grains(job))
 
     def made(model: Any) -> Profile:

@@ -21,8 +21,9 @@ from shoal.planner.profile.events import (
     StorageRef,
 )
 
-# Of a fake tensor even this is an operator.
-_DEVICE = torch.ops.prim.device.default
+# Of a fake tensor even its device is one.
+# What reads a tensor and computes nothing; a loop over samples that logs numbers has as many as there are samples.
+_NO_OPERATORS = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default)
 # AccumulateGrad's: it belongs to no call.
 _NO_CALL = 2**63
 
@@ -102,7 +103,7 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func is not _DEVICE and not self._paused:
+        if func not in _NO_OPERATORS and not self._paused:
             self._record(func, args, kwargs, found)
         return found
 

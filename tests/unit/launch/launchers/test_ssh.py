@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import CommandError, LaunchError
+from shoal.errors import CommandError, LaunchError, RankLostError
 from shoal.launch.environment import Environment
 from shoal.launch.launchers import ssh
 from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.ssh_hosts import HostList, SshHost
 
 SUBMISSION = Submission(("run", "job.py"), "job", Path("/runs/job"), Path("/home"), 4)
 
 
 def counts(options: str, devices: int = 4) -> list[int]:
     submission = replace(SUBMISSION, options=options, num_processes=devices)
-    return ssh._counts(ssh._given(submission)[0], submission)
+    return [host.slots for host in HostList.of(submission).hosts]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_what_is_refused(options: str, devices: int, said: str) -> None:
 
 
 def test_a_name_is_never_taken_for_an_option() -> None:
-    words = ssh._ssh("gpu1", ["-p", "2222"])
+    words = HostList([], ["-p", "2222"]).words("gpu1")
     assert words[words.index("--") + 1] == "gpu1"
     with pytest.raises(CommandError, match="is no host"):
         counts("a,-oProxyCommand=x")
@@ -80,3 +81,51 @@ def test_what_is_of_this_host_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) 
     assert {n for n in handed_on if n.startswith(("CUDA", "GLOO", "AWS"))} == {"CUDA_LAUNCH_BLOCKING"}
     at_address = replace(SUBMISSION, address="s3://bucket/run")
     assert "AWS_PROFILE" in ssh._asked(at_address, Environment())["variables"]
+
+
+# As ssh ends: where nobody is there, where a key is refused, and where nothing comes at all.
+FAKE = """#!/bin/sh
+case "$*" in
+*" gone true") echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255;;
+*" shut true") echo "me@shut: Permission denied (publickey)." >&2; exit 255;;
+*" mute true") exec sleep 60;;
+esac
+"""
+
+
+def test_who_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(FAKE, encoding="utf-8")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("shoal.launch.launchers.ssh_hosts._ASK_SECONDS", 1.0)
+    found = HostList([], []).silent_among(["there", "gone", "shut", "mute"])
+    assert found == {"gone": "ssh: connect to host gone port 22: No route to host", "mute": "no answer within 1 s"}
+
+
+def test_hosts_that_do_not_answer_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"a", "b", "c"}
+    monkeypatch.setattr(HostList, "silent_among", lambda self, names: dict.fromkeys(set(names) - there, "no route"))
+    listed = HostList([SshHost(name, 2) for name in "abc"], [], least=4)
+
+    def names() -> str:
+        return "".join(host.name for host in listed.for_a_start())
+
+    assert names() == "abc"
+    listed.silent = {"b": "no route"}
+    assert names() == "ac", "it is not asked again at once"
+    assert names() == "abc", "it is back"
+    there.remove("a")
+    assert names() == "bc"
+    there.remove("c")
+    assert names() == "abc", "fewer than will do: all are tried"
+    assert set(listed.lost) == {"a", "c"}
+    of_all = HostList(listed.hosts, [], None)
+    assert of_all.for_a_start() == listed.hosts
+
+
+def test_a_host_that_is_gone_at_a_later_start_is_waited_for(tmp_path: Path) -> None:
+    words = ["sh", "-c", "echo 'ssh: connect to host h: No route to host' >&2; exit 255"]
+    for again, kind in ((False, LaunchError), (True, RankLostError)):
+        process = ssh.HostProcess.started(words, "h", {}, again=again)
+        process.end()
+        assert type(process.error()) is kind

@@ -39,6 +39,18 @@ def test_evaluations_and_checkpoints_are_apart_from_steps(tmp_path: Path) -> Non
     assert {first.cause, second.cause} == {"evaluation", "checkpoints"}
 
 
+def test_the_first_evaluation_is_no_measure_of_the_others(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", prediction=False)
+    run.begins()
+    for number in range(5):
+        run.steps(10)
+        run.evaluates(0.5 if number else 3.0)
+    run.ends()
+    times = read(run)
+    assert times is not None
+    assert times.evaluation.each == pytest.approx(0.5)
+
+
 def test_steps_beside_an_event_are_longer_by_it(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", prediction=False)
     run.begins()

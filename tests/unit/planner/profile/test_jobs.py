@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from tests.conformance.cases import CASES, job, tokens
 from tests.usual import parametrize
 from torch import nn
 
 import shoal
+from shoal.errors import UserCodeError
 from shoal.planner.profile.jobs import profile_job
 from shoal.plans.plan import Plan
 
@@ -98,3 +102,20 @@ def test_what_is_cut_of_a_model_that_looks_at_numbers() -> None:
     dims = {weight.name: weight.tensor_dim for unit in found.units for weight in unit.body.weights}
     assert dims["up.weight"] == dims["up.bias"] == 0
     assert not [note for note in found.notes if "not known" in note]
+
+
+def test_a_loss_that_reads_each_sample_back() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        inputs, labels = batch
+        assert [row.item() for row in inputs.sum(1)]
+        return shoal.cross_entropy(model(inputs), labels)
+
+    assert profile_job(job(loss=loss)).num_parameters == profile_job(job()).num_parameters
+
+
+def test_a_job_that_raises_is_told_so() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        raise KeyError("no such column")
+
+    with pytest.raises(UserCodeError, match="KeyError: 'no such column'"):
+        profile_job(job(loss=loss))

@@ -1,0 +1,172 @@
+"""Hosts that `--on hosts` names, ssh's words for them, and which of them answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shoal.errors import CommandError, LaunchError
+from shoal.launch.launchers.base import Submission
+
+# What ssh itself failed with, not the remote command.
+SSH_FAILED = 255
+# No password is asked for; of a host that says nothing any more ssh finds that out after ten seconds.
+_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
+SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
+# To ask whether a host answers: over a new connection, since one that is there may be dead.
+_ASK_SECONDS = 4.0
+_ASK = (
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ControlPath=none",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "ConnectTimeout=2",
+)
+# ssh's words where nobody is there; a host that refuses a key, say, answers.
+_NOBODY = re.compile("No route to host|timed out|is unreachable|Host is down|Connection refused", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """A host as ssh is given it, and how many ranks it has; 0: its share."""
+
+    name: str
+    slots: int = 0
+
+
+@dataclass
+class HostList:
+    """Hosts of a run with their numbers of ranks, and ssh's own options.
+
+    `least`: of how few ranks the run may be where hosts are lost; None: of all.
+    """
+
+    hosts: list[SshHost]
+    options: list[str]
+    least: int | None = None
+    silent: dict[str, str] = field(default_factory=dict)  # that did not answer a moment ago, and how that was seen
+    lost: dict[str, str] = field(default_factory=dict)  # that the newest start does without, and why
+
+    @classmethod
+    def of(cls, submission: Submission) -> HostList:
+        """The hosts that follow the colon. Raises: CommandError."""
+        hosts, options = _given(submission)
+        counts = _counts(hosts, submission)
+        filled = [replace(host, slots=count) for host, count in zip(hosts, counts, strict=True)]
+        return cls(filled, options, submission.least_processes)
+
+    def for_a_start(self) -> list[SshHost]:
+        """The hosts of the next start: all, or those that answer where these have ranks enough."""
+        if self.least is None:
+            return self.hosts
+        asked = [host.name for host in self.hosts if host.name not in self.silent]
+        self.lost = self.silent | self.silent_among(asked)
+        self.silent = {}  # another time they are asked again
+        left = [host for host in self.hosts if host.name not in self.lost]
+        return left if sum(host.slots for host in left) >= self.least else self.hosts
+
+    def silent_among(self, names: Collection[str]) -> dict[str, str]:
+        """Those of the hosts at which nobody answers ssh within some seconds, with its words."""
+        found: dict[str, str] = {}
+
+        def ask(name: str) -> None:
+            words = ["ssh", *_ASK, *self.options, "--", name, "true"]
+            quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+            process = subprocess.Popen(
+                words, stdin=quiet, stdout=quiet, stderr=pipe, text=True, errors="replace", start_new_session=True
+            )
+            try:
+                said = process.communicate(timeout=_ASK_SECONDS)[1]
+                if process.returncode == SSH_FAILED and _NOBODY.search(said):
+                    found[name] = said.strip().splitlines()[-1]
+            except subprocess.TimeoutExpired:
+                found[name] = f"no answer within {_ASK_SECONDS:.0f} s"
+                os.killpg(process.pid, signal.SIGKILL)  # also what it has started to get there
+                process.communicate()
+
+        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def words(self, name: str) -> list[str]:
+        """The words that start a host's process; none of them is a secret, or the job's."""
+        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.host_process"
+        return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
+
+
+def _given(submission: Submission) -> tuple[list[SshHost], list[str]]:
+    """Hosts and ssh's own options, of what follows the colon. Raises: CommandError."""
+    words = submission.option_words()
+    if not words or words[0].startswith("-"):
+        raise CommandError(
+            given=f"--on hosts:{submission.options}",
+            conflict="it names no hosts",
+            remedy="write --on hosts:first,second or --on hosts:FILE, and options of ssh after them",
+        )
+    path = Path(words[0])
+    if path.is_file():
+        texts = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    else:
+        texts = words[0].split(",")
+    hosts = [_host(text, words[0]) for text in texts if text.strip()]
+    twice = {host.name for host in hosts if [h.name for h in hosts].count(host.name) > 1}
+    if not hosts or twice:
+        raise CommandError(
+            given=f"--on hosts:{words[0]}",
+            conflict=f"{', '.join(sorted(twice))} is named twice" if twice else "it names no hosts",
+            remedy="name each host once; HOST:2 is two ranks there",
+        )
+    return hosts, words[1:]
+
+
+def _host(text: str, given: str) -> SshHost:
+    """A host of "name", "name:2", "name 2" or "name slots=2"."""
+    name, _, slots = text.strip().replace(" slots=", ":").replace(" ", ":").partition(":")
+    slots = slots.strip(": ")
+    if not name or name.startswith("-") or (slots and not slots.isdecimal()):
+        raise CommandError(
+            given=f"--on hosts:{given}",
+            conflict=f"{text.strip()!r} is no host",
+            remedy="write a name as ssh takes it, and how many ranks it has: first:2,second:2",
+        )
+    return SshHost(name, int(slots or 0))
+
+
+def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
+    """Ranks of each host. Raises: CommandError where they are not those of --devices."""
+    wanted, known = submission.num_processes, sum(host.slots for host in hosts)
+    open_hosts = [host for host in hosts if not host.slots]
+    left = wanted - known
+    if left < len(open_hosts) or (not open_hosts and left):
+        raise CommandError(
+            given=f"{wanted} processes on {len(hosts)} hosts",
+            conflict=f"the hosts have {known} places" if not open_hosts else "each host has at least one",
+            remedy=f"write --devices {max(known + len(open_hosts), 1)}, say, or other numbers behind the hosts",
+        )
+    shares = [left // len(open_hosts) + (n < left % len(open_hosts)) for n in range(len(open_hosts))]
+    return [host.slots or shares.pop(0) for host in hosts]
+
+
+def address_of(host: str, options: Sequence[str]) -> str:
+    """The address that ssh's configuration has for a host. Raises: LaunchError."""
+    words = ["ssh", "-G", *options, "--", host]
+    ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ended.returncode:
+        raise LaunchError(given=shlex.join(words), conflict=ended.stderr.strip(), remedy="mend ssh's configuration")
+    pairs = dict(line.partition(" ")[::2] for line in ended.stdout.splitlines())
+    return pairs.get("hostname", host)
