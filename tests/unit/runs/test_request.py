@@ -256,7 +256,7 @@ def test_devices_are_the_gpus_that_are_visible(
 ) -> None:
     folder = SimpleNamespace(iterdir=lambda: iter(range(gpus)), is_dir=lambda: gpus > 0)
     with monkeypatch.context() as patched:
-        patched.setattr(shoal.hardware.detect, "Path", lambda text: folder)
+        patched.setattr(shoal.hardware.detect, "GPU_FOLDER", folder)
         patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             patched.setenv("CUDA_VISIBLE_DEVICES", visible)

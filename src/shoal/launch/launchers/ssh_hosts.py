@@ -78,7 +78,7 @@ class HostList:
         return left if sum(host.slots for host in left) >= self.least else self.hosts
 
     def silent_among(self, names: Collection[str]) -> dict[str, str]:
-        """Those of the hosts at which nobody answers ssh within some seconds, with its words."""
+        """Hosts of these at which nobody answers ssh within some seconds, with what ssh says of each."""
         found: dict[str, str] = {}
 
         def ask(name: str) -> None:
