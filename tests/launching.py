@@ -348,6 +348,10 @@ class Gate:
         """Whether so many ranks wait there."""
         return len(list(self.folder.glob("reached-*"))) >= num_ranks
 
+    def seconds(self) -> float:
+        """How long the last of them has waited there."""
+        return time.time() - max(path.stat().st_mtime for path in self.folder.glob("reached-*"))
+
     def open(self) -> None:
         """Lets them go on."""
         (self.folder / "open").touch()

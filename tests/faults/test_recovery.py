@@ -84,7 +84,7 @@ def test_killed_again_and_again(undisturbed: Ended, tmp_path: Path) -> None:
 @parametrize("how", ["stopped", "waits", "holds the GIL"], usual=["stopped"])
 def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate", random_step(how), "all" if how == "stopped" else "1")
-    more = {"TEST_GIL": "1"} if how == "holds the GIL" else {}
+    more = {"stopped": {}, "waits": {"TEST_HANG": "1"}, "holds the GIL": {"TEST_GIL": "1"}}[how]
     with start(gated(tmp_path / "run", gate, 2, **more)) as started:
         if how == "stopped":
             started.until(lambda: gate.reached(2), "the gate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.usual import parametrize
 
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.generation import about, newest
-from shoal.runs.resize import wish
+from shoal.runs.resize import _LOOK_SECONDS, wish
 
 pytestmark = pytest.mark.faults
 
@@ -43,6 +44,7 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
                 assert_refused(out, before)
             with start_command(resize(out, after), tmp_path / "resize") as asked:
                 asked.until(lambda: read_json(out / "resize.json"), "the wish")
+                asked.until(lambda gate=gate: gate.seconds() > 2 * _LOOK_SECONDS, "rank 0's next look at it")
                 gate.open()
                 told = asked.wait().expect(0)
             assert f"goes on with {after} process" in told.stdout
@@ -56,6 +58,21 @@ def test_the_bits_are_those_of_a_run_that_was_left_alone(
     assert not (out / "resize.json").exists()
     with start_command(resize(out, 1), tmp_path / "resize") as asked:
         assert "no run trains there now" in asked.wait().fails(2).stderr
+
+
+def test_a_wish_that_came_before_a_loss_is_heeded_after_it(undisturbed: Ended, tmp_path: Path) -> None:
+    gate, out = Gate(tmp_path / "gate", 5), tmp_path / "run"
+    with start(Run(JOB, out, 2, True, environment=gate.environment, restarts=5)) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        with start_command(resize(out, 1), tmp_path / "resize") as asked:
+            asked.until(lambda: read_json(out / "resize.json"), "the wish")
+            os.kill(started.workers()[1], signal.SIGKILL)
+            started.until(lambda: "was lost" in started.output, "the loss")
+            gate.open()
+            assert "goes on with 1 process" in asked.wait().expect(0).stdout
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    assert (ended.result["world_size"], ended.result["restarts"]) == (1, 1)
 
 
 def assert_refused(out: Path, devices: int) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.launch import heartbeat
+
 
 def rank() -> str:
     """The number of this rank, as text; asked each time, since a fork may become another."""
@@ -34,7 +36,8 @@ def trained(ids: Tensor) -> None:
 def wait_at_gate(step: int) -> None:
     """Waits where $TEST_GATE=FOLDER:STEP:RANK says so ('all' for every rank), until FOLDER/open is there.
 
-    Several are divided by semicolons. With $TEST_GIL it waits for ever, and holds the interpreter's lock.
+    Several are divided by semicolons. Who waits shows the launcher signs of life, however long it takes until the test
+    opens the gate; with $TEST_HANG it does not, and with $TEST_GIL it waits for ever and holds the interpreter's lock.
     """
     for text in filter(None, os.environ.get("TEST_GATE", "").split(";")):
         folder, at, ranks = text.rsplit(":", 2)
@@ -45,6 +48,18 @@ def wait_at_gate(step: int) -> None:
             ctypes.PyDLL(None).sleep(600)  # a call of C that keeps every other thread of Python from running
         while not Path(folder, "open").exists():
             time.sleep(0.005)
+            if not os.environ.get("TEST_HANG"):
+                show_life()
+
+
+def show_life() -> None:
+    """Begins this rank's phase anew in the file that its launcher reads."""
+    path = os.environ.get(heartbeat.HEARTBEAT_FILE)
+    if path:
+        with open(path, "r+b") as file:
+            steps, phase, _ = heartbeat._NOW.unpack(file.read(heartbeat._NOW.size))
+            file.seek(0)
+            file.write(heartbeat._NOW.pack(steps, phase, time.perf_counter()))
 
 
 class Gated:

@@ -81,7 +81,8 @@ def trained(
         nonlocal request
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
-        granted(RunDirectory(request.out))
+        if not lost_at:
+            granted(RunDirectory(request.out))  # after a loss a wish that nobody has heeded yet stays
         recovery.events.fence = request.fence
         run = LocalRun(
             arguments,
