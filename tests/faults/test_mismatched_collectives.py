@@ -48,6 +48,6 @@ def test_both_ranks_and_their_calls_are_named(kind: str, told: tuple[str, ...], 
     job = tmp_path / "mismatched.py"
     job.write_text(JOB.format(folder=str(JOBS)), encoding="utf-8")
     ended = run(Run(job, tmp_path / "run", 2, settings={"kind": kind})).fails(69)
-    assert "the job's own collectives do not match" in ended.stderr
+    assert "RankLostError: the job's own collectives do not match" in ended.stderr
     for text in told:
         assert text.format(job=job) in ended.stderr

@@ -18,7 +18,7 @@ def shown(text: str) -> str:
     """A line without what is this machine's: folders, process ids, the host's name."""
     text = re.sub(r"(?:/[^\s/:,;'\"]+)+/", ".../", text.replace(socket.gethostname(), "HOST"))
     text = re.sub(r"\bprocess \d+", "process N", text).replace("|", "\\|")
-    text = re.sub(r"\d+\.\d+\.\d+\.\d+(:\d+|\]:\d+)?", "ADDRESS", text)
+    text = re.sub(r"\[?\d+\.\d+\.\d+\.\d+(:\d+|\](:\d+)?)?", "ADDRESS", text)
     return text if len(text) <= 320 else text[:317] + "..."
 
 

@@ -79,13 +79,14 @@ class RankProcess:
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
         """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
-        how, shown = how_it_ended(self.process.wait()), ""
+        how, shown = self.stuck or f"it {how_it_ended(self.process.wait())}", ""
         if self.stuck is None:
             shown = heartbeat.last_stacks(self.heartbeat)
-            how = f"{how} without a word{different_calls({self.rank: shown, **others})}{self.last_words()}"
+            calls = different_calls({self.rank: shown, **others})
+            how = "; ".join(filter(None, (calls, f"{how} without a word{self.last_words()}")))
         error = RankLostError(
             given=f"rank {self.rank} (process {self.process.pid})",
-            conflict=f"it {self.stuck or how}" + (f"\nIt was in\n{shown}" if shown else ""),
+            conflict=how + (f"\nIt was in\n{shown}" if shown else ""),
             remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
         )
         error.rank, error.host = self.rank, socket.gethostname()

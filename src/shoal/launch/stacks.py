@@ -36,9 +36,9 @@ def _threads(stacks: str) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def different_calls(stacks: Mapping[int, str]) -> str:
-    """The clause that names the collective of each rank, where the job's own code is in one and not all are alike."""
+    """Clause that names the collective of each rank, where the job's own code is in one and not all are alike."""
     calls = {rank: own_call(text) for rank, text in sorted(stacks.items()) if text}
     if len(calls) < 2 or len({(call or "").partition(" ")[0] for call in calls.values()} - {""}) == 0:
         return ""
     told = (f"rank {rank} in {call or 'none of its own, or in one of shoal'}" for rank, call in calls.items())
-    return f"; the job's own collectives do not match: {', '.join(told)}"
+    return f"the job's own collectives do not match: {', '.join(told)}"
