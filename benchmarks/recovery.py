@@ -44,7 +44,7 @@ SPACING_SECONDS = (0.5, 2.0)
 SAME = ("weights_sha256", "sample_digest")
 _LIMIT_SECONDS = 60.0
 # Of a step there, and of a run without kills.
-_TORCHRUN_STEPS, _COST_STEPS, _COST_TURNS = 2000, 300, 5
+_TORCHRUN_STEPS, _COST_STEPS, _COST_TURNS = 2000, 120, 24
 
 
 def job(**changes: int) -> list[str]:
