@@ -66,7 +66,7 @@ def test_nothing_is_left_of_a_killed_driver(undisturbed: Ended, tmp_path: Path) 
         started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
         started.send(signal.SIGKILL)
         started.process.wait()
-        # An agent of Ray's that finds its head gone asks for it for 60 s (gcs_rpc_server_reconnect_timeout_s), and ends.
+        # An agent of Ray's asks for a head that is gone for 60 s (gcs_rpc_server_reconnect_timeout_s), and ends.
         deadline = time.monotonic() + 120
         while started.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
