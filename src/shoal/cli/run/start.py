@@ -124,5 +124,6 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
         return replace(request, resume=True, lost_at=ended_at)
     step = int((read_json(directory.saved) or {}).get("step", 0))
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
-    print(f"note: the run goes on with {devices} processes in place of {before}, from step {step}", file=sys.stderr)
+    now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
+    print(f"note: the run goes on with {now}, from step {step}", file=sys.stderr)
     return found
