@@ -64,6 +64,14 @@ class UnitExchanges(NamedTuple):
     scatters: list[float]
 
 
+class _UnitSeconds(NamedTuple):
+    """Seconds in which a unit is gathered and scattered over the shard axis, and bytes of its part of the sum."""
+
+    gather: float
+    scatter: float
+    part: int
+
+
 @dataclass(frozen=True)
 class Exchanged:
     """Seconds of a model's gradient sums, parameter gathers and updates."""
@@ -290,19 +298,28 @@ class Exchanged:
 
         What is outside of the blocks is gathered before all others, and its gradients are scattered last.
         """
-        algorithm = plan.collectives.all_reduce
-        groups = self.network.axis(layout, "shard"), self.network.axis(layout, "data")
+        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
+        shard = self.network.axis(layout, "shard")
+        widths = plan.precision.parameters, plan.precision.reduce
+        of_shard = held, widths, layout.tensor, shard, algorithm
 
-        def compute() -> UnitExchanges:
+        def on_shard() -> tuple[list[_UnitSeconds], set[int]]:
             sharding = self.accounts.sharding(plan, layout, held)
-            price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
+            price: dict[int, _UnitSeconds] = {}  # equal blocks share their arrays
             for n, unit in enumerate(sharding.units):
                 if id(unit) not in price:
-                    after = self._price(layout, (sharding.scatter(n), sharding.replica_sum(n)), algorithm)
-                    price[id(unit)] = self._price(layout, (sharding.gather(n),), algorithm), after
+                    gather, scatter = (
+                        self._price(layout, [one(n)], algorithm) for one in (sharding.gather, sharding.scatter)
+                    )
+                    price[id(unit)] = _UnitSeconds(gather, scatter, sharding.replica_sum(n).num_bytes)
+            return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
+
+        def compute() -> UnitExchanges:
             if not held.units:
                 return UnitExchanges([], [], [])
-            *blocks, (first, last) = (price[id(unit)] for unit in sharding.units)
+            units, parts = self._once(("unit exchanges", *of_shard), on_shard)
+            summed = {part: self.network.asked(algorithm, "all_reduce", part, data) for part in parts}
+            *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
             left = iter(blocks)
             each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
             gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
@@ -312,8 +329,7 @@ class Exchanged:
                 [last + scatters[0], *scatters[1:]],
             )
 
-        widths = plan.precision.parameters, plan.precision.reduce
-        return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)
+        return self._once(("exchanges", *of_shard, data), compute)
 
     # ----------------------------------------------------------------------------------------------------- the update
 

@@ -107,7 +107,8 @@ class Array:
 
     def padded_numel(self, parts: int) -> int:
         """Elements where dim 0 is rounded up to a multiple of `parts`, as fully_shard cuts it."""
-        return -(-self.shape[0] // parts) * parts * prod(self.shape[1:])
+        rows = self.shape[0]
+        return self.numel if rows % parts == 0 else -(-rows // parts) * parts * prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
