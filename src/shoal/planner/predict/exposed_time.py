@@ -8,8 +8,8 @@ collective too, so that nothing of it is hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +24,9 @@ from shoal.planner.profile.values import Profile, Unit, Weight
 from shoal.plans.accounting.all_reduce import compressed_buckets
 from shoal.plans.accounting.collectives import (
     REPLICAS,
+    Array,
     Gradients,
+    Sharding,
     SizedCollective,
     agreement,
     bucket_sums,
@@ -305,19 +307,16 @@ class Exchanged:
 
         def on_shard() -> tuple[list[_UnitSeconds], set[int]]:
             sharding = self.accounts.sharding(plan, layout, held)
-            price: dict[int, _UnitSeconds] = {}  # equal blocks share their arrays
-            for n, unit in enumerate(sharding.units):
-                if id(unit) not in price:
-                    gather, scatter = (
-                        self._price(layout, [one(n)], algorithm) for one in (sharding.gather, sharding.scatter)
-                    )
-                    price[id(unit)] = _UnitSeconds(gather, scatter, sharding.replica_sum(n).num_bytes)
+            price = {}
+            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
+                key = "unit exchanges", id(unit), widths, shard, algorithm
+                price[id(unit)] = self._once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
             return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
 
         def compute() -> UnitExchanges:
             if not held.units:
                 return UnitExchanges([], [], [])
-            units, parts = self._once(("unit exchanges", *of_shard), on_shard)
+            units, parts = self._once(("shard exchanges", *of_shard), on_shard)
             summed = {part: self.network.asked(algorithm, "all_reduce", part, data) for part in parts}
             *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
             left = iter(blocks)
@@ -330,6 +329,13 @@ class Exchanged:
             )
 
         return self._once(("exchanges", *of_shard, data), compute)
+
+    def _of_unit(
+        self, layout: LayoutSection, sharding: Sharding, unit: tuple[Array, ...], algorithm: str
+    ) -> _UnitSeconds:
+        one = replace(sharding, units=(unit,), kept=frozenset())
+        gather, scatter = (self._price(layout, [sent], algorithm) for sent in (one.gather(0), one.scatter(0)))
+        return _UnitSeconds(gather, scatter, one.replica_sum(0).num_bytes)
 
     # ----------------------------------------------------------------------------------------------------- the update
 
