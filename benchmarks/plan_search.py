@@ -1,8 +1,8 @@
 """Claim: results/plan_search.json. What `shoal plan` takes for a GPT of 8 billion parameters on 8 to 16,384 H100.
 
 Seconds of processor time on one core, by part: the profile of the job, the choice (with the next best layouts and the
-reasons of the others), the scaling curve. The aims are 5 s on 512 devices and 30 s on 16,384. Choice and curve take
-3.8 s on 512 (5.6 with the profile), 21 s on 16,384, and 37 s where these have 2,048 grains, which misses the aim.
+reasons of the others), the scaling curve. The aims are 5 s on 512 devices and 30 s on 16,384. All three take 3.2 to
+3.5 s on 512, 14 s on 16,384, and 27 to 38 s where these have 2,048 grains, which misses the aim at times.
 `grains` is how many parts the batch has: with fewer than devices every plan divides the model.
 
 Repeat with `python -m benchmarks.plan_search --trials 2`; each row is the median of its trials, with the least and the
