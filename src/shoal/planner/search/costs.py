@@ -211,16 +211,12 @@ class Costs:
         if least == 0.0:
             return 0.0
         key = held, replicas, layout.context, layout.tensor, plan.precision.parameters, plan.precision.reduce
-        known = self._sharded.setdefault(key, [])
-        for n, shard in enumerate(divisors(replicas)[1:]):
-            if n == len(known):
-                one = layout.model_copy(update={"shard": shard, "data": replicas // shard})
-                every = self._exchanged.exchanges(plan, one, held)
-                known.append((sum(every.gathers), sum(every.scatters)))
-            gathers, scatters = known[n]
+        if key not in self._sharded:
+            degrees = ({"shard": shard, "data": replicas // shard} for shard in divisors(replicas)[1:])
+            every = [self._exchanged.exchanges(plan, layout.model_copy(update=one), held) for one in degrees]
+            self._sharded[key] = [(sum(one.gathers), sum(one.scatters)) for one in every]
+        for gathers, scatters in self._sharded[key]:
             least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
-            if least == 0.0:
-                break
         return least
 
     def nearly(self, plan: Plan) -> float:
