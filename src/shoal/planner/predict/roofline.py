@@ -6,7 +6,7 @@ here; the catalogue says only how fast a large matmul is. See docs/planner.md fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, log2
@@ -211,8 +211,7 @@ class DeviceModel:
         phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
         if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
             m, n, k, batch = sizes
-            made = operation.window[0 if phase else 1]
-            rate = device.flops[dtype] * windows[nearest(tuple(windows), operation.window)] * _filled(made)
+            rate = device.flops[dtype] * _window_rate(windows, operation.window)
             return 2.0 * m * n * k * batch / rate
         if operation.kind is OperationKind.CONVOLUTION and device.convolution:
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
@@ -291,6 +290,23 @@ class DeviceModel:
         return operation
 
 
+def _window_rate(known: Mapping[str, float], window: tuple[int, ...]) -> float:
+    """The fraction of the peak of a convolution in two dims, from that of the nearest one that was measured."""
+    *shape, padding = window
+    key = nearest(tuple(known), tuple(shape))
+    *_, taps, width, stride = map(int, key.split("-"))
+    inside = _inside(taps, width, stride, taps // 2) / _inside(*shape[2:], padding)
+    return known[key] * _filled(shape[0]) * _filled(shape[1]) * min(1.0, inside)
+
+
+def _inside(taps: int, width: int, stride: int, padding: int) -> float:
+    """The share of a convolution's products that are not with the zeros around an image, which kernels leave out."""
+    image = (width - 1) * stride + taps - 2 * padding
+    firsts = [place * stride - padding for place in range(width)]
+    within = sum(max(0, min(first + taps, image) - max(first, 0)) for first in firsts)
+    return (max(1, within) / (taps * width)) ** 2
+
+
 @lru_cache(maxsize=4096)
 def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
     """Which of these windows is nearest: by the ratios of its five numbers, the stride's counting most.
@@ -306,7 +322,7 @@ def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
 
 
 def _filled(channels: int) -> float:
-    """The share of a vector's lanes that so many channels fill; images of a few channels have kernels of their own."""
+    """The share of a block's lanes that so many channels fill; images of a few channels have kernels of their own."""
     return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
 
 

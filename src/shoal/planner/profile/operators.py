@@ -184,7 +184,8 @@ def _window(event: OperatorEvent, weight: StorageRef, output: StorageRef) -> tup
     """Of a plain convolution in two dims; none for others."""
     if len(weight.shape) != 4 or event.arguments["transposed"] or event.arguments["groups"] > 1:
         return ()
-    return weight.shape[1], weight.shape[0], weight.shape[3], output.shape[3], event.arguments["stride"][-1]
+    stride, padding, dilation = (event.arguments[name][-1] for name in ("stride", "padding", "dilation"))
+    return weight.shape[1], weight.shape[0], weight.shape[3], output.shape[3], stride, padding // dilation
 
 
 def _convolution(event: OperatorEvent) -> list[KernelCost]:

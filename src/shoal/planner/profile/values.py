@@ -82,7 +82,7 @@ class Operation:
     launches: int = 1
     dtype: str = "float32"  # of the multiplication, or of the result
     cut: TensorCut = TensorCut.NONE
-    # Of a convolution: channels in and out, taps a side, width of what the forward gives out, stride.
+    # Of a convolution: channels in and out, taps a side, width of what the forward gives out, stride, padding.
     window: tuple[int, ...] = ()
     winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels do with 2.25 times fewer products
 

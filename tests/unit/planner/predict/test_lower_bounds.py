@@ -84,7 +84,7 @@ def test_no_operation_is_faster_than_its_ideal(device: Device, share: Share) -> 
     computer = DeviceModel(device)
     operations = [o for unit in transformer(positions=1024, width=512).units for o in unit.body.operations]
     product = operations[3]
-    convolution = replace(product, kind=OperationKind.CONVOLUTION, window=(16, 16, 3, 8, 1), winograd=True)
+    convolution = replace(product, kind=OperationKind.CONVOLUTION, window=(16, 16, 3, 8, 1, 0), winograd=True)
     operations += [convolution, replace(convolution, phase=Phase.BACKWARD_INPUT), replace(convolution, window=())]
     operations += [replace(o, dtype="float32") for o in operations]
     operations += [replace(product, m=Amount(7.0, 3.0), n=Amount(100.0), k=Amount(30.0), flops=Amount(0, 18000.0))]

@@ -165,9 +165,24 @@ def test_attention_by_its_length():
 def test_a_convolution_is_as_fast_as_the_nearest_that_was_measured():
     windows = {"64-64-3-28-1": 0.5, "64-64-3-28-2": 0.1, "512-512-3-4-1": 0.25}
     core = replace(DEVICE, kind="cpu", windows={"float32": windows})
-    made = replace(matmul("x", 1000, 1000, 1000), kind=OperationKind.CONVOLUTION, window=(128, 128, 3, 14, 1))
+    made = replace(matmul("x", 1000, 1000, 1000), kind=OperationKind.CONVOLUTION, window=(128, 128, 3, 14, 1, 1))
     assert seconds(made, Share(1), core) == pytest.approx(2e-3 / 0.5)
-    assert seconds(replace(made, window=(256, 512, 3, 4, 1)), Share(1), core) == pytest.approx(2e-3 / 0.25)
-    assert seconds(replace(made, window=(512, 512, 3, 4, 2)), Share(1), core) == pytest.approx(2e-3 / 0.1)
-    # Twenty channels leave twelve of 32 lanes empty.
-    assert seconds(replace(made, window=(64, 20, 3, 28, 1)), Share(1), core) == pytest.approx(2e-3 / 0.5 * 32 / 20)
+    assert seconds(replace(made, window=(256, 512, 3, 4, 1, 1)), Share(1), core) == pytest.approx(2e-3 / 0.25)
+    assert seconds(replace(made, window=(512, 512, 3, 4, 2, 1)), Share(1), core) == pytest.approx(2e-3 / 0.1)
+    # Twenty channels, in or out, leave twelve of 32 lanes empty.
+    assert seconds(replace(made, window=(64, 20, 3, 28, 1, 1)), Share(1), core) == pytest.approx(2e-3 / 0.5 * 32 / 20)
+    both = replace(made, window=(20, 20, 3, 28, 1, 1))
+    assert seconds(both, Share(1), core) == pytest.approx(2e-3 / 0.5 * (32 / 20) ** 2)
+
+
+def test_products_with_the_zeros_around_an_image_take_no_time():
+    core = replace(DEVICE, kind="cpu", windows={"float32": {"64-64-3-4-1": 0.5, "64-64-3-8-2": 0.5}})
+    made = replace(matmul("x", 1000, 1000, 1000), kind=OperationKind.CONVOLUTION, window=(64, 64, 3, 4, 1, 0))
+    # Around four pixels a side, the first and the last place have two taps of three within: 10 of 12, either way.
+    assert seconds(made, Share(1), core) == pytest.approx(2e-3 / 0.5 * (12 / 10) ** 2)
+    # At stride 2 the image of 17 pixels less two has one tap without at either end.
+    assert seconds(replace(made, window=(64, 64, 3, 8, 2, 0)), Share(1), core) == pytest.approx(
+        2e-3 / 0.5 * (24 / 22) ** 2
+    )
+    # More zeros than that of the nearest: not faster than that.
+    assert seconds(replace(made, window=(64, 64, 3, 4, 1, 2)), Share(1), core) == pytest.approx(2e-3 / 0.5)
