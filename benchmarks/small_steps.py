@@ -123,14 +123,14 @@ def _children() -> float:
 
 # Seconds of samples of each of the two, and which they are.
 _PACE_SECONDS = 0.4
-_PACE_PROBES = (("matmul.float32", 2.0 * 1024**3), ("stream", float(1 << 25)))
+_PACE_PROBES = (("matmul.float32", 2.0 * 1024**3), ("stream", float(1 << 27)))
 
 
 def pace_of_a_core() -> float:
     """Calls a second of a product and of a stream of memory on one thread, their geometric mean."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    asked = [probe for probe in probes(device, quick=False) if (probe.name, probe.work) in _PACE_PROBES]
+    asked = [probe for probe in probes(device, quick=False) if (probe.name, probe.place) in _PACE_PROBES]
     assert len(asked) == len(_PACE_PROBES)
     rates = [1.0 / statistics.median(sample(probe, device, _PACE_SECONDS)[0]) for probe in asked]
     return statistics.geometric_mean(rates)

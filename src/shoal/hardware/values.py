@@ -186,6 +186,8 @@ class Link:
 
 # Names among a cluster's algorithms: sums in slots that ranks share, and a process group that copies in and out.
 SHARED_MEMORY, PROCESS_GROUP = "shared_memory", "process_group"
+# From here on a CPU's caches do not matter; beyond it the curve of a CPU's memory is of page faults.
+STREAM_BYTES = float(1 << 27)
 
 
 # Of a device's memory, left free by plans: with it none of the published runs that ended out of memory is planned

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Curve, Device, Link
+from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, STREAM_BYTES, Curve, Device, Link
 
 # A call's own cost is taken off a sample, but never more than this part of it: the rest would be noise.
 _MOST_OVERHEAD = 0.7
 # A product whose tiles fill a GPU many times over.
 _LARGE_FLOPS = 1e11
-# Read and written by a stream that is out of a core's own caches.
-_STREAM_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     convolutions = _rates(measured, "convolution.", product if is_cpu else 0.0)
     stream = measured.rates("stream", bare if is_cpu else 0.0)
     # On a CPU larger results than glibc keeps meet page faults every time: they are on the curve, not its unit.
-    memory = stream[max(work for work in stream if not is_cpu or work <= _STREAM_BYTES or work == min(stream))]
+    memory = stream[max(work for work in stream if not is_cpu or work <= STREAM_BYTES or work == min(stream))]
     copy = measured.one("host_copy")
     alone = measured.rates("alone", bare)
     found: dict[str, Any] = {

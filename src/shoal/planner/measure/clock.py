@@ -14,8 +14,6 @@ from shoal.planner.measure.probes import Call, Probe
 # A sample covers at least this much, so that reading the clock does not count.
 _SAMPLE_SECONDS = 1e-4
 _GRAPH_CALLS = 20
-# More than a core's own caches hold, less than a host's last one: what a step of a small model goes through.
-_OPERAND_BYTES = 1 << 23
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 400
 # The fewest samples are taken while they fit into so many slices.
 _PATIENCE = 2
@@ -78,7 +76,7 @@ def _prepared(probe: Probe, device: torch.device) -> tuple[Call, int]:
 
 def _in_turn(probe: Probe) -> Call:
     """A call of one of many that are alike, of which each has operands and keeps a result of its own."""
-    calls = [probe.make() for _ in range(max(1, int(_OPERAND_BYTES / probe.operand_bytes)))]
+    calls = [probe.make() for _ in range(max(1, int(probe.turn_bytes / probe.operand_bytes)))]
     results: list[Any] = [call() for call in calls]
     places = itertools.cycle(range(len(calls)))
 

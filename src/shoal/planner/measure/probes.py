@@ -17,7 +17,7 @@ from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.shared_memory.process_group import open_group
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.hardware.fastest_all_reduce import shares_memory
-from shoal.hardware.values import SHARED_MEMORY, intensity
+from shoal.hardware.values import SHARED_MEMORY, STREAM_BYTES, intensity
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
@@ -56,11 +56,13 @@ _WINDOWS = (
     (256, 512, 1, 4, 2),
     (64, 256, 1, 14, 1),
 )
-# Bytes of a stream.
+# Bytes of a stream. On a CPU those in the middle are many tensors' that take turns, as in a step, which no cache holds
+# in the end; of a single tensor so large the system gives out the pages anew, as the last one shows.
 _STREAMS = {
-    "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
+    "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 27, 28)),
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
+_TURN_BYTES = 1 << 22
 _IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
 # A chain of layers that compute next to nothing shows what starting an operator takes, views and bookkeeping included:
 # of each a profile counts a product, and three operators in its backward.
@@ -79,7 +81,8 @@ class Probe:
     """One benchmark: `make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
 
     `size` is where on a curve it stands. Probes of one `name` come in growing size. `operand_bytes` of a call are not
-    in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns.
+    in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns, so many that
+    they go through `turn_bytes`.
     """
 
     name: str
@@ -89,6 +92,8 @@ class Probe:
     graph: bool = True  # whether a GPU may replay many calls without the host
     ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
     operand_bytes: float = 0.0  # 0: the same operands every time
+    # More than a core's own caches hold, less than a host's last one: what a step of a small model goes through.
+    turn_bytes: float = float(1 << 23)
 
     @property
     def place(self) -> float:
@@ -202,11 +207,16 @@ def _windows(device: torch.device) -> Iterator[Probe]:
 
 def _streams(device: torch.device) -> Iterator[Probe]:
     def probe(num_bytes: int) -> Probe:
+        take_turns = device.type == "cpu" and _TURN_BYTES < num_bytes <= STREAM_BYTES
+        each = _TURN_BYTES if take_turns else num_bytes
+
         def make() -> Call:
-            x = _tensor(num_bytes // 8, device=device)
+            x = _tensor(each // 8, device=device)
             return lambda: torch.relu(x)
 
-        return Probe("stream", float(num_bytes), make)
+        if not take_turns:
+            return Probe("stream", float(num_bytes), make)
+        return Probe("stream", float(each), make, size=num_bytes, operand_bytes=each, turn_bytes=num_bytes)
 
     return (probe(num_bytes) for num_bytes in _STREAMS[device.type])
 

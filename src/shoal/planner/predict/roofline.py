@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Final, NamedTuple
 
-from shoal.hardware.values import Curve, Device, intensity
+from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.fusion import fused
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
@@ -201,8 +201,8 @@ class DeviceModel:
         device = self.device
         place = num_bytes
         if device.kind == "cpu":  # its operands were last touched long ago, or are new
-            place = max(num_bytes, min(held, _STREAM_BYTES))
-            place = min(place, _STREAM_BYTES) if in_place else place
+            place = max(num_bytes, min(held, STREAM_BYTES))
+            place = min(place, STREAM_BYTES) if in_place else place
         fraction = device.memory.at(place)
         return num_bytes / (device.memory_bytes_per_second * min(fraction, device.operators.get(name, fraction)))
 
@@ -343,6 +343,4 @@ _LANES: Final = 16
 _FEW_CHANNELS: Final = 4
 # Of channels in and out, taps, width and stride.
 _WINDOW_WEIGHTS: Final = (1.0, 1.0, 2.0, 1.0, 16.0)
-# From here on caches do not matter; beyond it the curve of a CPU is of the page faults of single large tensors.
-_STREAM_BYTES: Final = float(1 << 25)
 _NARROW_HEADS: Final = 0.25
