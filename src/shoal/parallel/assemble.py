@@ -59,7 +59,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
     memory, new groups and all-gathers of a few numbers.
     """
-    mesh = _mapped(plan, mesh)
+    mesh = mapped(plan, mesh)
     model, values = deferred(made.make, made.key)
     precision.apply(model)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
@@ -84,13 +84,14 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
 
 
-def _mapped(plan: Plan, mesh: Mesh) -> Mesh:
-    """The mesh, where the plan sums through shared memory with groups that do for what shares a model.
+def mapped(plan: Plan, mesh: Mesh) -> Mesh:
+    """The mesh; where the plan sums through shared memory, with groups that do for what divides a model or its update.
 
     Collective: all ranks, a new group for each group of such an axis, an all-gather of three numbers, and what
     `SharedGroup.open` needs. Raises: PlanError on a GPU.
     """
-    axes = [axis for axis in ("data", "shard") if plan.shards_model and axis in mesh.groups]
+    divided = () if plan.shares_memory else ("data", "shard") if plan.shards_model else ("shard",)
+    axes = [axis for axis in divided if axis in mesh.groups]
     axes += ["tensor"] if plan.layout.tensor > 1 else []
     if plan.collectives.all_reduce != "shared_memory" or not axes:
         return mesh

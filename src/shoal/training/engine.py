@@ -35,7 +35,7 @@ from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
-from shoal.parallel.assemble import ModelSource, assemble, divide
+from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.adapters import adapted
@@ -285,6 +285,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
+    mesh = mapped(plan, mesh)
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)

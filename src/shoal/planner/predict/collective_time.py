@@ -128,11 +128,13 @@ class Network:
         return link.sum_seconds(num_bytes, n)
 
     def asked(self, algorithm: str, kind: str, num_bytes: float, group: RankGroup) -> float:
-        """Seconds of a collective that model layers or fully_shard call under a plan with that all_reduce."""
-        shares = algorithm == SHARED_MEMORY and group.hosts == 1 and self._in_shared_memory is not None
-        network = self._in_shared_memory if shares else self
-        assert network is not None
-        return network.seconds(kind, num_bytes, group)
+        """Seconds of a collective among ranks that divide a model or its update, under a plan with that all_reduce."""
+        return self.serving(algorithm, group).seconds(kind, num_bytes, group)
+
+    def serving(self, algorithm: str, group: RankGroup) -> Network:
+        """This network as such ranks have it: a process group in shared memory where the plan and a host allow one."""
+        shares = algorithm == SHARED_MEMORY and group.hosts == 1
+        return (self._in_shared_memory if shares else None) or self
 
     @cached_property
     def _in_shared_memory(self) -> Network | None:

@@ -368,22 +368,25 @@ class Exchanged:
 
         At least one message an owner, and no less than all bytes in one.
         """
-        layout, held = plan.layout, rank.held
+        layout, held, algorithm = plan.layout, rank.held, plan.collectives.all_reduce
         group = self.network.axis(layout, "shard")
+        network = self.network.serving(algorithm, group)
         if not self.program.own_buckets:
             return self.network.seconds("all_gather", rank.size.parameter_bytes, group)
+        agreed = self._price(layout, agreement(layout.world_size))
         if bound:
             num_owners = min(layout.shard, held.num_tensors)
-            start = self.network.call(group) + (group.size - 1) * self.network.latency(group)
+            start = network.call(group) + (group.size - 1) * network.latency(group)
             all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
-            at_once = self.network.seconds("broadcast", all_bytes, group)
-            return self._price(layout, agreement(layout.world_size)) + max(0, num_owners - 1) * start + at_once
+            at_once = network.seconds("broadcast", all_bytes, group)
+            return agreed + max(0, num_owners - 1) * start + at_once
 
         def compute() -> float:
             gradients = self.accounts.gradients(plan, held, on_cpu=False)
-            return self._price(layout, sharded_optimizer(gradients, plan.degrees))
+            sent = (one for one in sharded_optimizer(gradients, plan.degrees) if one.group == "shard")
+            return self._price(layout, sent, algorithm)
 
-        return self._once(("handed out", held, layout.tensor, group, layout.world_size), compute)
+        return agreed + self._once(("handed out", held, layout.tensor, group, layout.world_size, algorithm), compute)
 
 
 def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:

@@ -25,6 +25,7 @@ from shoal.job import Epochs, Job, Length
 from shoal.launch.environment import Environment
 from shoal.launch.environments.detect import joined
 from shoal.numerics.precision import Precision
+from shoal.parallel.assemble import mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
@@ -133,12 +134,15 @@ class Session:
         self._steps: weakref.ReferenceType[Generator[SessionStep]] | None = None
 
     def _judge(self, job: Job) -> CompletePlan:
-        """The plan judged for a job whose number of grains is known. Collective: all ranks. Raises: PlanError."""
+        """The plan judged for a job whose number of grains is known, and the mesh with the groups that it asks for.
+
+        Collective: all ranks. Raises: PlanError.
+        """
         asked, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # no layout that divides the model
         if self.mesh.rank == 0 and not self.replay:
             warn_of(unheeded(asked, job.num_grains, None if job.fuse else "fuse=False"))
         found = decided_by_rank_0(self.mesh, Judged, lambda: judge(asked, facts)).plan
-        self.plan, self._job = found, job
+        self.plan, self._job, self.mesh = found, job, mapped(found, self.mesh)
         return found
 
     def _judge_default(self, data: Opened) -> CompletePlan:
