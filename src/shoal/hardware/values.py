@@ -69,6 +69,12 @@ Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Points = Annotated[Curve, BeforeValidator(_curve), PlainSerializer(lambda curve: [list(p) for p in curve.points])]
 
 
+def weight_bytes(window: str) -> float:
+    """Bytes of the float32 weights of a convolution, by its window's name."""
+    channels, filters, taps, *_ = map(int, window.split("-"))
+    return 4.0 * channels * filters * taps * taps
+
+
 def intensity(m: float, n: float, k: float) -> float:
     """Half the FLOPs for each element that a product of m x k by k x n reads or writes."""
     return 1.0 / (1.0 / m + 1.0 / n + 1.0 / k)
@@ -98,6 +104,9 @@ class Device:
     # In its place on CPUs: {the same name: {window: fraction}}. A window is "channels in-out-taps-width-stride" of a
     # convolution that was measured; others are as fast as the nearest.
     windows: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
+    # By the same names, the fraction of `memory_bytes_per_second` at which such a convolution takes in or gives out its
+    # weights, however few the images. Where it is here, `windows` are without it.
+    window_weights: Mapping[str, Number] = field(default_factory=dict)
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
     attention: Mapping[str, Number] = field(default_factory=dict)
     # In its place where measured by length, as on CPUs: over the positions that a row attends to.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, STREAM_BYTES, Curve, Device, Link
+from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, STREAM_BYTES, Curve, Device, Link, weight_bytes
 
 # A call's own cost is taken off a sample, but never more than this part of it: the rest would be noise.
 _MOST_OVERHEAD = 0.7
@@ -68,10 +68,15 @@ class Measured:
 
     def rates(self, name: str, overhead: float) -> dict[float, float]:
         """Work a second by size, after a call's own cost."""
-        return {
-            size: self.works[name, size] / max(seconds - overhead, (1 - _MOST_OVERHEAD) * seconds)
+        works = self.timed(name, overhead)
+        return {size: work / seconds for size, (work, seconds) in zip(self.of_name(name), works, strict=True)}
+
+    def timed(self, name: str, overhead: float) -> list[tuple[float, float]]:
+        """Work and seconds in order of size, after a call's own cost."""
+        return [
+            (self.works[name, size], max(seconds - overhead, (1 - _MOST_OVERHEAD) * seconds))
             for size, seconds in self.of_name(name).items()
-        }
+        ]
 
 
 def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, known: Device | None = None) -> Device:
@@ -85,6 +90,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     stream = measured.rates("stream", bare if is_cpu else 0.0)
     # On a CPU larger results than glibc keeps meet page faults every time: they are on the curve, not its unit.
     memory = stream[max(work for work in stream if not is_cpu or work <= STREAM_BYTES or work == min(stream))]
+    weights = _weights(measured, product)
     copy = measured.one("host_copy")
     alone = measured.rates("alone", bare)
     found: dict[str, Any] = {
@@ -100,7 +106,8 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
             for kind, rates in convolutions.items()
             if (dtype := kind.partition("_")[0]) in flops
         },
-        "windows": _windows(measured, product if is_cpu else 0.0, flops),
+        "windows": _windows(measured, product if is_cpu else 0.0, flops, weights),
+        "window_weights": {kind: round(1 / each / memory, 4) for kind, each in weights.items() if each},
         "memory": _curve(stream, memory),
         # Alone no rank is slower: where it seems so the system gave out the pages of large results anew.
         "memory_alone": _curve({size: max(rate, stream.get(size, 0.0)) for size, rate in alone.items()}, memory)
@@ -138,12 +145,27 @@ def _curve(rates: Mapping[float, float], peak: float) -> Curve:
     return Curve(tuple((round(size, 3), round(rate / peak, 4)) for size, rate in rates.items()))
 
 
-def _windows(measured: Measured, overhead: float, flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _windows(
+    measured: Measured, overhead: float, flops: Mapping[str, float], weights: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """Fractions of the peak, by kind and window, without what the `weights` take, in seconds a byte."""
     found: dict[str, dict[str, float]] = {}
     for name in measured.names("window."):
         kind, _, window = name.partition(":")
-        (rate,) = measured.rates(f"window.{name}", overhead).values()
-        found.setdefault(kind, {})[window] = round(rate / flops[kind.partition("_")[0]], 4)
+        ((work, seconds),) = measured.timed(f"window.{name}", overhead)
+        seconds = max(seconds - weights.get(kind, 0.0) * weight_bytes(window), (1 - _MOST_OVERHEAD) * seconds)
+        found.setdefault(kind, {})[window] = round(work / seconds / flops[kind.partition("_")[0]], 4)
+    return found
+
+
+def _weights(measured: Measured, overhead: float) -> dict[str, float]:
+    """Seconds a byte of a convolution's weights by kind, from the line through many images and few."""
+    found: dict[str, float] = {}
+    for name in measured.names("weights."):
+        kind, _, window = name.partition(":")
+        ((few, quick),) = measured.timed(f"weights.{name}", overhead)
+        ((many, slow),) = measured.timed(f"window.{name}", overhead)
+        found[kind] = max(0.0, (quick * many - slow * few) / (many - few)) / weight_bytes(window)
     return found
 
 

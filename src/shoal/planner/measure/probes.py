@@ -64,6 +64,8 @@ _STREAMS = {
 }
 _TURN_BYTES = 1 << 22
 _IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
+# Of the same with two images the weights, of 9 MB, take most of the time.
+_WEIGHTS, _FEWEST_IMAGES = (512, 512, 3, 4, 1), 2
 # A chain of layers that compute next to nothing shows what starting an operator takes, views and bookkeeping included:
 # of each a profile counts a product, and three operators in its backward.
 LAYER_OPERATORS, _CHAIN, _CHAIN_WIDTH = 4, 8, 8
@@ -198,11 +200,12 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _windows(device: torch.device) -> Iterator[Probe]:
-    def probe(phase: str, window: Window) -> Probe:
-        work, made = _convolution(phase, window, _FEW_IMAGES, partial(_tensor, device=device))
-        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, made)
+    def probe(name: str, phase: str, window: Window, images: int) -> Probe:
+        work, made = _convolution(phase, window, images, partial(_tensor, device=device))
+        return Probe(f"{name}.float32{phase}:{'-'.join(map(str, window))}", work, made)
 
-    return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
+    yield from (probe("window", phase, window, _FEW_IMAGES) for phase in _PHASES for window in _WINDOWS)
+    yield from (probe("weights", phase, _WEIGHTS, _FEWEST_IMAGES) for phase in _PHASES)
 
 
 def _streams(device: torch.device) -> Iterator[Probe]:

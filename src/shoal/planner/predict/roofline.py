@@ -212,7 +212,10 @@ class DeviceModel:
         if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
             m, n, k, batch = sizes
             rate = device.flops[dtype] * _window_rate(windows, operation.window)
-            return 2.0 * m * n * k * batch / rate
+            pixels = k if operation.phase is Phase.BACKWARD_WEIGHT else m
+            taken = device.window_weights.get(f"{dtype}{phase}", 0.0) * device.memory_bytes_per_second
+            weights = ITEMSIZE[dtype] * m * n * k * batch / pixels / taken if taken else 0.0
+            return 2.0 * m * n * k * batch / rate + weights
         if operation.kind is OperationKind.CONVOLUTION and device.convolution:
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
             if curve is not None:  # as measured: a library's convolutions depend on what they reuse
