@@ -269,13 +269,14 @@ class Exchanged:
         into a rank's own.
         """
         held, times = ranks.busiest.held, 2 if plan.shard.level == "parameters" else 1
+        touched = ranks.busiest.size.touched
         sharding, degree = self.accounts.sharding(plan, plan.layout, held), plan.layout.shard
         late = plan.shard.reduce != "every_microbatch"
         seconds = 0.0
         for number in range(len(sharding.units)):
             gathered, scattered = sharding.gather(number).num_bytes, sharding.scatter(number).num_bytes
-            one = times * sum(computer.moved(2 * size, 2 * size) for size in (gathered / degree, gathered))
-            back = sum(computer.moved(2 * size, 2 * size) for size in (scattered, scattered / degree))
+            one = times * sum(computer.moved(2 * size, touched) for size in (gathered / degree, gathered))
+            back = sum(computer.moved(2 * size, touched) for size in (scattered, scattered / degree))
             seconds += one * ranks.microbatches + back * (1 if late else ranks.microbatches)
         return seconds
 

@@ -184,8 +184,11 @@ class StageCosts:
         if share.tensor == 1:
             return 0.0
         group, total = self.tensor_group(share), 0.0
+        computer, samples = self.computer, share.local_samples
         for exchange in (one for one in body.exchanges if one.phase is phase):
-            num_bytes = exchange.bytes.at(share.local_samples)
+            num_bytes = exchange.bytes.at(samples)
+            if computer.device.kind == "cpu":  # a sum is of a copy, slices are put together by one
+                total += computer.moved(2 * num_bytes, computer.held.at(samples))
             for kind in exchange.kinds(share.sequence):
                 total += self._network.asked(share.all_reduce, kind, num_bytes, group)
         return self._shown(total, share.tensor)
