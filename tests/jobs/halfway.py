@@ -38,7 +38,7 @@ def update(self: OneCopyUpdate, step: Callable[[], None], *, queued: bool = Fals
     whole_update(self, between)
 
 
-def gpt() -> shoal.Job:
+def gpt(steps: int = 16) -> shoal.Job:
     if "TEST_HALFWAY" in os.environ:
         OneCopyUpdate.update = update  # type: ignore[method-assign]
-    return tiny.gpt()
+    return tiny.gpt(steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,20 +85,29 @@ def test_resumed_under_another_layout(
 
 
 @pytest.mark.timeout(900)
-@parametrize("kills", [2, 20], usual=["2"])
-def test_killed_in_the_midst_of_an_update(kills: int, alone: Ended, tmp_path: Path) -> None:
-    """Whatever part of the parameters is updated then, what goes on is a state between two updates."""
+@parametrize(
+    ("kills", "settings", "updates"), [(2, {}, (1, 1, 2)), (20, {"steps": 44}, (3, 4))], ids=["2", "20"], usual=["2"]
+)
+def test_killed_in_the_midst_of_an_update(
+    kills: int, settings: dict[str, int], updates: tuple[int, ...], shared: Shared, tmp_path: Path
+) -> None:
+    """Whatever part of the parameters is updated then, what goes on is a state between two updates.
+
+    Many kills are each after a new checkpoint: where a start brings no new step, the next one waits twice as long.
+    """
     folder, draw = tmp_path / "halfway", random.Random(kills)
     folder.mkdir()
     for number in range(kills):
         when = draw.choice(("before", "after"))
-        (folder / f"{number:02}-{draw.randrange(2)}-{when}-{draw.choice((1, 1, 2))}").touch()
+        (folder / f"{number:02}-{draw.randrange(2)}-{when}-{draw.choice(updates)}").touch()
     arguments = (*plan(tmp_path, 2), "--checkpoint-every", "2")
     before = set(Path("/dev/shm").iterdir())
     environment = {"TEST_HALFWAY": str(folder)}
-    wanted = Run(JOB, tmp_path / "run", None, arguments=arguments, environment=environment, restarts=kills)
+    alone = Run(JOB, Path(), 1, exact=True, settings=settings)
+    wanted = Run(JOB, tmp_path / "run", None, settings=settings, arguments=arguments, environment=environment)
+    wanted = replace(wanted, restarts=kills)
     ended = run(wanted, 600.0) if kills > 2 else run(wanted)
-    assert_same(ended, alone)
+    assert_same(ended, shared.run(alone))
     assert not list(folder.iterdir())
     assert ended.result["restarts"] == kills
     assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "shoal" in path.name}

@@ -295,11 +295,11 @@ class DeviceModel:
 
 def _window_rate(known: Mapping[str, float], window: tuple[int, ...]) -> float:
     """The fraction of the peak of a convolution in two dims, from that of the nearest one that was measured."""
-    *shape, padding = window
-    key = nearest(tuple(known), tuple(shape))
-    *_, taps, width, stride = map(int, key.split("-"))
-    inside = _inside(taps, width, stride, taps // 2) / _inside(*shape[2:], padding)
-    return known[key] * _filled(shape[0]) * _filled(shape[1]) * min(1.0, inside)
+    channels, filters, taps, width, stride, padding = window
+    key = nearest(tuple(known), (channels, filters, taps, width, stride))
+    *_, near_taps, near_width, near_stride = map(int, key.split("-"))
+    inside = _inside(near_taps, near_width, near_stride, near_taps // 2) / _inside(taps, width, stride, padding)
+    return known[key] * _filled(channels) * _filled(filters) * min(1.0, inside)
 
 
 def _inside(taps: int, width: int, stride: int, padding: int) -> float:
