@@ -263,7 +263,8 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         close = sum(one <= _CLOSE for one in lost)
         found.append(
             f"Of {len(lost)} jobs with rows of {_MANY_LAYOUTS} layouts or more, the layout that was predicted to be "
-            f"the fastest took at most {_CLOSE:.0%} longer than the fastest one in {close}, and {max(lost):.1%} at most."
+            f"the fastest took at most {_CLOSE:.0%} longer than the fastest one in {close}, "
+            f"and {max(lost):.1%} at most."
         )
     return found
 
