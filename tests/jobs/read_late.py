@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +20,15 @@ from torch.utils.data import TensorDataset
 
 import shoal
 from shoal.checkpoint import weights_sha256
+from shoal.checkpoint.state import optimizer_state
 from shoal.distributed.mesh import Mesh, alone
 from shoal.errors import ShoalError
-from shoal.parallel.base import Strategy
-from shoal.parallel.data.replicated import DataParallel
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
 from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
+from shoal.training.steps_ahead import StepsAhead
 from shoal.training.telemetry import RecordWriter
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
@@ -81,8 +82,10 @@ def waiting(late: bool) -> Iterator[None]:
     """A context in which tensors of the CPU count as those of a device; `late`: steps are queued there."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("shoal.numerics.device_reads.waits", return_value=True))
+        # On a busy machine any step may be a long one, which is read at once.
+        stack.enter_context(mock.patch("shoal.training.steps_ahead.LONG_STEP_SECONDS", math.inf))
         if not late:
-            stack.enter_context(mock.patch.object(DataParallel, "queues", Strategy.queues))
+            stack.enter_context(mock.patch.object(StepsAhead, "applies", return_value=False))
         yield
 
 
@@ -102,7 +105,7 @@ def job(**changes: Any) -> shoal.Job:
 class Course:
     """What came of a training: all that has to be the same whenever steps are read, and what may differ."""
 
-    weights: str = ""
+    weights: str = ""  # and what the optimizer keeps, of this rank
     state: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -155,6 +158,8 @@ def trained(
         except ShoalError as error:
             course.error = f"{type(error).__name__}: {error.given}; {error.conflict}"
         course.state = {key: value for key, value in trainer.state.to_json().items() if key != "best"}
-        course.weights = weights_sha256(dict(made.model.state_dict()))
+        held = {name: tensor for name, (_, tensor) in made.sharded_model.state_dict().items()}
+        kept, _ = optimizer_state(made.updater.optimizer, made.model, copy=False)
+        course.weights = weights_sha256({**held, **{f"optimizer/{path}": tensor for path, tensor in kept.items()}})
     course.records = [{k: v for k, v in vars(record).items() if k not in _OF_TIME} for record in seen]
     return course

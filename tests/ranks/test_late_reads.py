@@ -1,4 +1,4 @@
-"""Steps that two processes queue before they read the one before: no read of a device in a steady step, and one course.
+"""Steps that ranks queue before they read the one before: no read of a device in a steady step, and one course.
 
 CPU tensors stand for those of a device.
 """
@@ -6,6 +6,7 @@ CPU tensors stand for those of a device.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -14,30 +15,40 @@ from typing import Any
 
 import pytest
 from tests.forks import Popen
+from tests.jobs.read_late import STEADY, STEPS
 from tests.launching import ROOT
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
+
+# What every rank prints of a case: by its name and whether steps are read late.
+Courses = dict[tuple[str, bool], dict[str, Any]]
+
+UNREADABLE, BRANCHES = "a sample that one rank cannot read", "gradients that come and go"
+UNSURE, STOPPED = "an at_once that raises on one rank", "a stop on one rank"
+STEADY_CASES = ("clipped", "not finite")
 
 
-def courses(axis: str) -> list[dict[tuple[str, bool], dict[str, Any]]]:
-    """What each of two ranks has printed, by case and whether it reads late."""
+def courses(layout: dict[str, Any], level: str, names: tuple[str, ...]) -> list[Courses]:
+    """What each rank has printed of these cases."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    num_ranks = str(math.prod(degree for degree in layout.values() if isinstance(degree, int)))
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
         Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.jobs.late_rank", axis],
+            [sys.executable, "-W", "ignore", "-m", "tests.jobs.late_rank", json.dumps(layout), level, *names],
             cwd=ROOT,
-            env={**os.environ, **common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **common, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=PIPE,
             stderr=PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(int(num_ranks))
     ]
     try:
-        told = [process.communicate(timeout=100) for process in processes]
+        told = [process.communicate(timeout=160) for process in processes]
         for process, (_, stderr) in zip(processes, told, strict=True):
             assert process.returncode == 0, stderr[-3000:]
     finally:
@@ -48,29 +59,83 @@ def courses(axis: str) -> list[dict[tuple[str, bool], dict[str, Any]]]:
     return [{(one["name"], one["late"]): one for one in own} for own in found]
 
 
-@pytest.mark.parametrize("axis", ["data", "shard"])
-def test_two_ranks_read_late_what_they_would_have_read_at_once(axis: str) -> None:
-    """Data parallelism, and ZeRO-1: good steps, one that is not finite, an error and a stop on one rank alone."""
-    ranks = courses(axis)
+def compare(found: Courses, reads_at_once: int) -> None:
+    """Both ways of one rank are one course; the steady steps read so often, and not at all."""
+    for name in {name for name, _ in found}:
+        at_once, late = found[name, False], found[name, True]
+        if name != STOPPED:  # which is seen by when it comes
+            same = ("weights", "state", "error", "records") + (() if name == UNSURE else ("notes",))
+            assert [late[key] for key in same] == [at_once[key] for key in same], name
+    steady = found["clipped", True]
+    assert steady["reads"] == {}
+    # Where sums and rows travel together, a record comes with the next step's: one read less is behind the first ones.
+    assert math.ceil(sum(found["clipped", False]["reads"].values()) / (STEPS - STEADY)) == reads_at_once
+    assert is_late(steady, 3)
+    assert found["not finite", True]["state"]["skipped_steps"] == 2
+    assert is_late(found["not finite", True], 3)
+
+
+def is_late(course: dict[str, Any], step: int) -> bool:
+    """Whether the step after `step` had begun before that was recorded."""
+    return course["order"].index(["forward", step + 1]) < course["order"].index(["record", step])
+
+
+WHOLE = (*STEADY_CASES, "an error on one rank", UNSURE, STOPPED)
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2}, {"data": 2, "reduce": "bfloat16"}], ids=str)
+def test_ranks_with_the_whole_model_read_late_what_they_would_have_read_at_once(layout: dict[str, Any]) -> None:
+    """Data parallelism, and ZeRO-1: good steps, one that is not finite, an error and a stop on one rank alone.
+
+    Sums in bfloat16 are apart from the gradients, and so are read apart as well.
+    """
+    ranks = courses(layout, "optimizer", WHOLE)
     for found in ranks:
-        for name in {name for name, _ in found}:
-            at_once, late = found[name, False], found[name, True]
-            if name != "a stop on one rank":  # which is seen by when it comes
-                same = ("weights", "state", "error", "records")
-                assert [late[key] for key in same] == [at_once[key] for key in same], name
-        steady = found["clipped", True]
-        assert steady["reads"] == {}
-        assert sum(found["clipped", False]["reads"].values()) >= 5
-        order = [tuple(one) for one in steady["order"]]
-        assert order.index(("forward", 4)) < order.index(("record", 3))
-        assert found["batch statistics, not finite", True]["state"]["skipped_steps"] == 2
+        compare(found, reads_at_once=3 if "reduce" in layout else 2)
         assert found["an error on one rank", True]["state"]["step"] == 6
-        assert 2 <= found["a stop on one rank", True]["state"]["step"] < 8
-        assert found["an at_once that raises on one rank", True]["state"]["step"] == 8
-    notes = ranks[0]["an at_once that raises on one rank", True]["notes"]
-    assert any("Unsure raised in at_once" in note and "rank 1" in note for note in notes), notes
     assert "once" in ranks[1]["an error on one rank", True]["error"]
     assert "rank 1" in ranks[0]["an error on one rank", True]["error"]
-    stopped = [found["a stop on one rank", True] for found in ranks]
-    assert stopped[0]["state"] == stopped[1]["state"]
-    assert stopped[0]["weights"] == stopped[1]["weights"]
+    check_callbacks(ranks)
+
+
+def check_callbacks(ranks: list[Courses]) -> None:
+    """All ranks stop after the same step, and all know of a callback that raised on one."""
+    assert all(found[UNSURE, True]["state"]["step"] == STEPS for found in ranks)
+    notes = ranks[0][UNSURE, True]["notes"]
+    assert any("Unsure raised in at_once" in note and "rank 1" in note for note in notes), notes
+    stopped = [found[STOPPED, True] for found in ranks]
+    assert 2 <= stopped[0]["state"]["step"] < STEPS
+    assert all(one["state"] == stopped[0]["state"] for one in stopped)
+
+
+# Layout and level of sharding; reads of each rank in a steady step that is read at once; what is trained besides.
+PARTS: dict[str, tuple[dict[str, int], str, list[int], tuple[str, ...]]] = {
+    "ZeRO-2": ({"shard": 2}, "gradients", [2, 2], (BRANCHES,)),
+    "ZeRO-3": ({"shard": 2}, "parameters", [2, 2], (UNREADABLE, UNSURE, STOPPED, BRANCHES)),
+    "tensor": ({"tensor": 2}, "optimizer", [2, 2], (UNREADABLE, STOPPED)),
+    # The second rank's gradients are the first one's: it has nothing to count in the norm.
+    "context": ({"context": 2}, "optimizer", [3, 2], (UNREADABLE,)),
+    "three stages": ({"pipeline": 3}, "optimizer", [3, 3, 3], (UNREADABLE, "an error in a stage")),
+    "data and ZeRO-3": ({"data": 2, "shard": 2}, "parameters", [2, 2, 1, 1], ()),
+    "pipeline and ZeRO-3": ({"pipeline": 2, "shard": 2}, "parameters", [3, 3, 3, 3], ()),
+    "data and tensor": ({"data": 2, "tensor": 2}, "optimizer", [3, 3, 2, 2], ()),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_ranks_with_parts_of_a_model_read_late_what_they_would_have_read_at_once(name: str) -> None:
+    layout, level, reads, others = PARTS[name]
+    ranks = courses(layout, level, (*STEADY_CASES, *others))
+    for found, reads_at_once in zip(ranks, reads, strict=True):
+        compare(found, reads_at_once)
+        if UNREADABLE in others:  # known before the step, which nobody begins
+            assert found[UNREADABLE, True]["state"]["step"] == 3
+            assert "unreadable" in found[UNREADABLE, True]["error"]
+            assert ["forward", 4] not in found[UNREADABLE, True]["order"]
+            assert is_late(found[UNREADABLE, True], 2)
+        if "an error in a stage" in others:
+            assert found["an error in a stage", True]["state"]["step"] == 2
+            assert "once" in found["an error in a stage", True]["error"]
+            assert is_late(found["an error in a stage", True], 2)
+    if UNSURE in others:
+        check_callbacks(ranks)

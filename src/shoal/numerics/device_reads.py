@@ -15,7 +15,9 @@ def waits(device: torch.device) -> bool:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """The host's numbers on a device; from pinned memory, since any other copy waits for what is queued there."""
+    """Numbers on a device: the host's from pinned memory, since any other copy waits for what is queued there."""
+    if not values.is_cpu:
+        return values
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.data.loader import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS
 from shoal.numerics import device_reads
-from shoal.numerics.gradient_norm import rounded
+from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.numerics.losses import refuse_weight
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.sharded_model import ShardedModel, local
@@ -83,13 +83,11 @@ class StepSums:
 class QueuedSums:
     """Sums of a step that lie on the device, and that nobody has read yet, over all ranks as in StepSums.
 
-    `sums` float64; `norm` as in StepSums, float64 []; `failures` float32 [3]: the flags, and how many ranks have
-    gradients of other parameters than in the last step that was read at once; `rows` float32 [world_size, n], or None
-    for one rank.
+    `sums` float64; `failures` [3]: the flags, and how many gradients are there of other parameters than in the
+    last step that was read at once; `rows` float32 [world_size, n], or None where they did not travel with the sums.
     """
 
     sums: Tensor
-    norm: Tensor
     failures: Tensor
     rows: Tensor | None
 
@@ -112,12 +110,18 @@ def buffer_sums(buffers: Tensor) -> Tensor:
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
-def add_partial(model: ShardedModel) -> None:
+# For each axis in turn its group, and the parameters whose gradients are summed over it.
+PartialSums = list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]
+
+
+def add_partial(model: ShardedModel) -> PartialSums:
     """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
 
-    Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
+    Gives those that were there. Collective: for each axis, in its group, an all-reduce of flags and one for each such
+    gradient.
     """
     mesh, partial = model.mesh, dict(sorted(model.division.partial.items()))
+    added: PartialSums = []
     for axis in sorted({axis for axes in partial.values() for axis in axes}):
         parameters = [model.model.get_parameter(name) for name, axes in partial.items() if axis in axes]
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -126,9 +130,15 @@ def add_partial(model: ShardedModel) -> None:
         group = mesh.group(axis)
         there = torch.tensor([float(p.grad is not None) for p in parameters], device=mesh.device)
         dist.all_reduce(there, group=group)
-        for parameter, count in zip(parameters, there.tolist(), strict=True):
-            if count:
-                _add(parameter, model, group)
+        added.append((group, [p for p, count in zip(parameters, there.tolist(), strict=True) if count]))
+        _add_each(added[-1:], model)
+    return added
+
+
+def _add_each(added: PartialSums, model: ShardedModel) -> None:
+    for group, parameters in added:
+        for parameter in parameters:
+            _add(parameter, model, group)
 
 
 def _add(parameter: nn.Parameter, model: ShardedModel, group: dist.ProcessGroup | None) -> None:
@@ -164,6 +174,11 @@ class Strategy(ABC):
     def __init__(self, model: ShardedModel, mark: Mark, owners: DividedUpdate | None = None) -> None:
         """`mark` is told when the step waits for communication; `owners` divide the update, where there are any."""
         self._model, self._mesh, self._mark, self._owners = model, model.mesh, mark, owners
+        # In the last good step that was read at once: what `add_partial` summed, and what had a gradient before.
+        self._added: PartialSums = []
+        partial = (model.model.get_parameter(name) for name in model.division.partial)
+        self._watched = [p for p in partial if p.requires_grad and not p.is_meta]
+        self._had: list[bool] = []
 
     @abstractmethod
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -190,7 +205,8 @@ class Strategy(ABC):
         self._mark("exposed_communication")
         found = self._sum(flags, num_sums, row)
         if found.weight and found.flags == Flags():
-            add_partial(self._model)
+            self._had = [parameter.grad is not None for parameter in self._watched]
+            self._added = add_partial(self._model)
         return found
 
     @abstractmethod
@@ -203,11 +219,43 @@ class Strategy(ABC):
         return False
 
     def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        """As `finish`, without a wait for the device: of the parameters that the last `finish` gave gradients.
+        """As `finish`, without a wait for the device: of the parameters that the last good `finish` gave gradients.
 
-        Collective: as `finish`.
+        Collective: as `finish`, without flags of single gradients.
         """
+        self._mark("exposed_communication")
+        found = self._queued_sum(flags, num_sums, row)
+        _add_each(self._added, self._model)
+        return found
+
+    def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
+        """As `_sum`, where the strategy `queues`."""
         raise NotImplementedError(type(self).__name__)
+
+    def _num_odd(self) -> int:
+        """How many gradients are there of other `_watched` parameters than usual; of the usual ones there are now."""
+        odd = 0
+        for parameter, had in zip(self._watched, self._had, strict=True):
+            if had != (parameter.grad is not None):
+                odd += 1
+                parameter.grad = torch.zeros_like(parameter) if had else None
+        return odd
+
+    def queued_norm(self, own: Tensor | None) -> Tensor:
+        """As `norm`, float64 [], where the device has it and not rounded; NaN where a rank has to look at its own.
+
+        `own`: `norm_tensor` of the gradients that this rank `counts`. Collective: all ranks, as `norm`, of two numbers.
+        """
+        if not self._model.divided:
+            return self._zeros(1)[0] if own is None else own
+        told = self._zeros(2)
+        if own is not None:
+            told[0], told[1] = own.square(), ~is_settled(own)
+        dist.all_reduce(told)
+        return torch.where(told[1] > 0, torch.nan, told[0].sqrt())
+
+    def _zeros(self, length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.float64, device=self._mesh.device)
 
     def own_gradients(self) -> None:
         """Leaves each rank the gradients that it is to scale and clip; those of `norm`."""
@@ -224,7 +272,7 @@ class Strategy(ABC):
         if self._model.divided:
             squared = torch.tensor(own, dtype=torch.float64).square()
             dist.all_reduce(squared)
-            own = float(squared.sqrt())
+            own = float(squared.sqrt().numpy())  # it is on the host
         return rounded(own, self._model.dtypes)
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.distributed.process_setup import is_hooked, is_torchs
+from shoal.parallel.model.sharded_model import laid_out, local
 
 # One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
 # parameters reads and writes half as much.
@@ -22,16 +23,74 @@ _PLAIN = (nn.Parameter, Tensor)
 
 @contextlib.contextmanager
 def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
-    """A context in which a step uses torch's fused kernels, where nobody chose others, for tensors of `kinds`."""
+    """A context in which a step uses torch's fused kernels, where nobody chose others, for tensors of `kinds`.
+
+    Of DTensors they take this rank's own memory: torch's kernels mask no step of DTensors, and each call of one is a
+    dispatch in Python.
+    """
     own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
-    groups = [g for g in optimizer.param_groups if own and _can_fuse(g, optimizer, kinds)]
-    for group in groups:
-        group["fused"] = True
+    with contextlib.ExitStack() as stack:
+        groups = [g for g in optimizer.param_groups if own and _fuses(g, optimizer, kinds, stack)]
+        for group in groups:
+            group["fused"] = True
+        try:
+            yield
+        finally:
+            for group in groups:  # what a checkpoint says of the groups stays what the job said
+                group["fused"] = None
+
+
+def _fuses(
+    group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...], stack: contextlib.ExitStack
+) -> bool:
+    """Whether torch's kernels take a group, as it is or, to the end of `stack`, with this rank's own memory of it."""
+    if _can_fuse(group, optimizer, kinds):
+        return True
+    if _is_plain(group):
+        return False
+    with contextlib.ExitStack() as own:
+        own.enter_context(_on_local(group, optimizer))
+        found = _can_fuse(group, optimizer, kinds)
+        if found:
+            stack.push(own.pop_all())
+    return found
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    return {*map(type, group["params"])}.issubset(_PLAIN)
+
+
+@contextlib.contextmanager
+def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which a group has this rank's own memory of DTensors, and the optimizer theirs of its state."""
+    whole, state = group["params"], optimizer.state
+    if _is_plain(group):
+        yield
+        return
+    with torch.no_grad():  # else each gets a history first
+        group["params"] = [local(p) for p in whole]
+    pairs = list(zip(whole, group["params"], strict=True))
+    for parameter, own in pairs:
+        own.grad = None if parameter.grad is None else local(parameter.grad)
+        if parameter in state:
+            state[own] = {key: local(v) if isinstance(v, Tensor) else v for key, v in state[parameter].items()}
     try:
         yield
     finally:
-        for group in groups:  # what a checkpoint says of the groups stays what the job said
-            group["fused"] = None
+        group["params"] = whole
+        for parameter, own in pairs:
+            own.grad = None
+            _keep(state.pop(own, {}), state, parameter)
+
+
+def _keep(found: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
+    """Takes up what a step has left in a parameter's own state; as DTensors, what has its shape."""
+    for key, value in found.items():
+        kept = state[parameter].get(key)
+        if isinstance(kept, Tensor) and isinstance(value, Tensor) and local(kept).data_ptr() == value.data_ptr() != 0:
+            continue
+        is_like = isinstance(value, Tensor) and value.ndim > 0
+        state[parameter][key] = laid_out(value, parameter) if is_like else value
 
 
 @contextlib.contextmanager
@@ -54,7 +113,11 @@ def maskable(optimizer: torch.optim.Optimizer) -> bool:
     """
     if not is_torchs(optimizer) or is_hooked(optimizer) or type(optimizer).__name__ not in _FUSED:
         return False
-    return all(_can_fuse(g, optimizer, _PLAIN) and _is_begun(g, optimizer) for g in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        with _on_local(group, optimizer):
+            if not (_can_fuse(group, optimizer, _PLAIN) and _is_begun(group, optimizer)):
+                return False
+    return True
 
 
 def _is_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:

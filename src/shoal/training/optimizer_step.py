@@ -16,7 +16,15 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred, is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
-from shoal.numerics.gradient_norm import clip_values, global_norm, is_settled, rounded, rounded_tensor, settled
+from shoal.numerics.gradient_norm import (
+    clip_values,
+    global_norm,
+    is_settled,
+    norm_tensor,
+    rounded,
+    rounded_tensor,
+    settled,
+)
 from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
@@ -153,6 +161,18 @@ class Update:
     grad_norm: float
     learning_rate: float
     skipped: str | None
+
+
+@dataclass(frozen=True)
+class QueuedUpdate:
+    """An update that was queued: its learning rate, and on the device whether it is good, bool [], and the norm.
+
+    `norm`, float64 []: of the summed gradients, as the strategy's `queued_norm` takes it.
+    """
+
+    learning_rate: float
+    good: Tensor
+    norm: Tensor
 
 
 class Stepper:
@@ -308,21 +328,22 @@ class Updater:
     @property
     def queues(self) -> bool:
         """Whether `queue` may come next on this rank, of the parameters that have gradients now."""
-        return self._judged and self._whole and self.stepper.queues
+        return self._judged and self.stepper.queues
 
-    def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> tuple[float, Tensor]:
-        """As `step`, on the device and without a wait for it: the learning rate, and whether it is good, bool [].
+    def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
+        """As `step`, on the device and without a wait for it.
 
-        Where it is not, or not `fine`, nothing is changed. Any step is not good that `step` would leave out, or look at
-        twice. Collective: as the strategy's `update`.
+        Where it is not good, or not `fine`, nothing is changed. Any step is not good that `step` would leave out, or
+        look at twice. Collective: as the strategy's `queued_norm` and `update`.
         """
         rate = self.stepper.set_rates(progress)
-        gradients, _ = self._gradients()
+        gradients, counted = self._gradients()
+        summed_norm = self._strategy.queued_norm(norm_tensor(counted))
         weight = sums.sums[WEIGHT]
         scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
-        norm = rounded_tensor(sums.norm) * scale.abs()
+        norm = rounded_tensor(summed_norm) * scale.abs()
         finite = torch.isfinite(sums.sums[TOTAL] / weight) & torch.isfinite(scale) & torch.isfinite(norm)
-        good = fine & finite & (weight > 0) & is_settled(sums.norm)
+        good = fine & finite & (weight > 0) & is_settled(summed_norm)
         if self._job.clip_norm is not None:
             scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         if gradients:
@@ -330,10 +351,10 @@ class Updater:
         clip_values(gradients, self._job.clip_value)
         self.num_begun += 1
         self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
-        return rate, good
+        return QueuedUpdate(rate, good, summed_norm)
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
-        """The update of a queued step that was good, from its sums; `norm` as in QueuedSums."""
+        """The update of a queued step that was good, from its sums; `norm` as in QueuedUpdate."""
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 
@@ -343,7 +364,7 @@ class Updater:
             found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
             return found, found
         held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
-        return [gradient for gradient, _ in held], [gradient for gradient, counts in held if counts]
+        return [gradient for gradient, _ in held], [g for g, counts in held if counts and g.numel()]
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ _NUM_FAILURES = 3
 class _Queued:
     """Step whose kernels are queued and whose numbers are not read.
 
-    `measured` is the step whose measures its row has, `num_updates` counts its own.
+    `measured` is the step whose measures its row has, `num_updates` counts its own. `agreed`: what the ranks agree on,
+    where their rows do not travel with the sums.
     """
 
     step: UnreadStep
@@ -55,8 +56,8 @@ class _Queued:
     masks_next: Tensor
     reading: device_reads.LateNumbers
     time_taken: StepTime
-    report: Report
     measured: int | None
+    agreed: Agreement | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ class StepsAhead:
         self._possible = (
             device_reads.waits(parts.mesh.device)
             and parts.strategy.queues
-            and parts.pipeline is None
             and parts.loader.looks_ahead
             and not kinds & {torch.float64, torch.complex128}
         )
@@ -152,10 +152,9 @@ class StepsAhead:
 
     def _ends_with(self, queued: _Queued) -> bool:
         """Whether the step is to be read before the next one is queued."""
-        report, alone = queued.report, self._mesh.world_size == 1
-        asks = report.stop or report.checkpoint or report.error or bool(report.asked) or not report.has_data
+        asks = queued.agreed is not None and _comes_between(queued.agreed)
         step = queued.fetched.step + 1
-        return self._is_due(step) or step >= self._last or self._is_slow or (alone and asks)
+        return self._is_due(step) or step >= self._last or self._is_slow or asks
 
     def _queue(
         self, state: RunState, fetched: FetchedStep, known: tuple[LossScale, int], unread: _Queued | None
@@ -175,15 +174,37 @@ class StepsAhead:
         if unread is not None:
             fine = fine & ~unread.masks_next
         progress = Progress(fetched.step, parts.order.num_steps, samples)
-        rate, good = parts.updater.queue(sums, fine, scale, progress)
+        update = parts.updater.queue(sums, fine, scale, progress)
+        good = update.good
         parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
-        masks_next, numbers = ~good, [good.reshape(1), sums.norm.reshape(1), sums.failures, sums.sums]
+        masks_next, numbers = ~good, [good.reshape(1), update.norm.reshape(1), sums.failures, sums.sums]
         if sums.rows is not None:
             masks_next = masks_next | interrupts(sums.rows)
             numbers.append(sums.rows.flatten())
         reading = device_reads.LateNumbers(torch.cat([part.double() for part in numbers]))
-        num_updates, time_taken = parts.updater.num_begun, parts.clock.stop()
-        return _Queued(step, fetched, scale, rate, num_updates, masks_next, reading, time_taken, reports[0], measured)
+        agreed = self._agreed(step, reports[0]) if sums.rows is None else None
+        return _Queued(
+            step,
+            fetched,
+            scale,
+            update.learning_rate,
+            parts.updater.num_begun,
+            masks_next,
+            reading,
+            parts.clock.stop(),
+            measured,
+            agreed,
+        )
+
+    def _agreed(self, step: UnreadStep, report: Report) -> Agreement:
+        """What the ranks agree on, from host to host: nothing waits for the device. Collective: all ranks.
+
+        Ranks with parts of one model cannot queue a step that one of them has not read, or after one that it has failed
+        in: they meet within it.
+        """
+        self._parts.clock.mark("exposed_communication")
+        failed = step.error is not None or step.proposal is not None
+        return agree(self._mesh, replace(report, error=report.error or failed))
 
     def _settle(self, state: RunState, unread: _Queued, followed: _Queued | None = None) -> After | None:
         """Reads a step, and goes on to the state after it; None where nothing comes before the next one.
@@ -224,8 +245,8 @@ class StepsAhead:
         length = unread.step.sums.sums.numel()
         found, rest = np.split(numbers[2 + _NUM_FAILURES :], [length])
         agreement: Agreement | None = None
-        if unread.step.sums.rows is not None:
-            agreement = from_rows(rest.reshape(self._mesh.world_size, -1))
+        if self._mesh.world_size > 1:
+            agreement = unread.agreed or from_rows(rest.reshape(self._mesh.world_size, -1))
             self._is_slow |= agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
             waiting = self._records.waiting
             if waiting and waiting[0].step == unread.measured:

@@ -218,7 +218,7 @@ class GradientBuckets:
             flags, used, extras = self._reduce(flags, used, extras)
         self._usual, self._usual_there = [count > 0 for count in used], None
         self._give(self._usual)
-        return flags, extras.cpu()
+        return flags, extras if extras.is_cpu else extras.cpu()
 
     def queue(self, flags: Flags, extras: Tensor) -> tuple[Tensor, Tensor]:
         """As `finish`, without a wait for the device, of the parameters that had a gradient in the last `finish`.
@@ -272,10 +272,11 @@ class GradientBuckets:
 
     def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
         status = self._summed(flags, used, extras).float().cpu()
-        used = status[_NUM_FLAGS : self._num_status].tolist()
+        here = status[: self._num_status].numpy()
+        used = here[_NUM_FLAGS:].tolist()
         if self._compression is not None:
             self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
-        return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
+        return Flags(int(here[0]), int(here[1])), used, status[self._num_status :]
 
     def _summed(self, flags: Flags, used: list[float], extras: Tensor) -> Tensor:
         """The end of the last buffer: flags, which parameters were used, and `extras`, all summed over the ranks."""

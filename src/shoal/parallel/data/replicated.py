@@ -86,7 +86,7 @@ class DataParallel(AccumulatingStrategy):
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags)
+            return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags, self._mesh.device)
         flags, extras = self._buckets.finish(flags, self._extras(sums, row))
         cut = len(extras) - world_size * len(row)
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
@@ -106,25 +106,20 @@ class DataParallel(AccumulatingStrategy):
 
     @property
     def queues(self) -> bool:
-        alone = self._mesh.world_size == 1
-        if self._owners is not None and not self._owners.queues:
-            return False
-        return self.compression is None and not self._model.divided and (alone or self._in_buckets)
+        return self.compression is None and (self._owners is None or self._owners.queues)
 
-    def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        self._mark("exposed_communication")
+    def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         sums, device = device_reads.sent(self._own_sums(num_sums), self._mesh.device), self._mesh.device
-        rows: Tensor | None = None
-        if self._mesh.world_size == 1:
+        world_size = self._mesh.world_size
+        if world_size == 1 or not self._in_buckets:
             failures, _ = self._buckets.queue(flags, torch.empty(0, device=device))
-        else:
-            failures, extras = self._buckets.queue(flags, self._extras(sums, row))
-            cut = len(extras) - self._mesh.world_size * len(row)
-            sums, rows = from_limbs(extras[:cut]), extras[cut:].view(self._mesh.world_size, len(row))
-        norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
-        return QueuedSums(
-            sums, torch.zeros((), dtype=torch.float64, device=device) if norm is None else norm, failures, rows
-        )
+            if world_size == 1:
+                return QueuedSums(sums, failures, None)
+            failures[-1] += self._num_odd()
+            return QueuedSums(*queued_sums(sums, failures), None)
+        failures, extras = self._buckets.queue(flags, self._extras(sums, row))
+        cut = len(extras) - world_size * len(row)
+        return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
 
     def _read(self, sums: Tensor, flags: Flags) -> StepSums:
         """One process's sums, and with them the norm, in one copy where a copy waits for the device."""
@@ -145,11 +140,21 @@ class DataParallel(AccumulatingStrategy):
         self._buckets.close()
 
 
-def all_sums(sums: Tensor, flags: Flags) -> StepSums:
-    """A step's sums and flags over all ranks. Collective: all ranks, one all-reduce of float64 numbers."""
-    numbers = torch.cat([sums.cpu(), torch.tensor([flags.errors, flags.redo], dtype=torch.float64)])
+def all_sums(sums: Tensor, flags: Flags, device: torch.device) -> StepSums:
+    """A step's sums and flags over all ranks, summed on the device. Collective: as `queued_sums`."""
+    failures = torch.tensor([flags.errors, flags.redo, 0.0], dtype=torch.float64)
+    found = torch.cat(queued_sums(device_reads.sent(sums, device), device_reads.sent(failures, device))).cpu().numpy()
+    return StepSums(found[:-3], Flags(int(found[-3]), int(found[-2])))
+
+
+def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
+    """A step's sums, float64, and failures over all ranks, where the device has them.
+
+    Collective: all ranks, one all-reduce of float64 numbers.
+    """
+    numbers = torch.cat([sums, failures.double()])
     dist.all_reduce(numbers)
-    return StepSums(numbers[:-2].numpy(), Flags(int(numbers[-2]), int(numbers[-1])))
+    return numbers[: len(sums)], numbers[len(sums) :]
 
 
 class ExactDataParallel(Strategy):

@@ -21,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError
+from shoal.numerics import device_reads
 from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, StepSums
-from shoal.parallel.data.replicated import all_sums
+from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
+from shoal.parallel.data.replicated import all_sums, queued_sums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.shard import torch_release
@@ -231,6 +232,9 @@ class FullySharded(AccumulatingStrategy):
         self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
         self._used = torch.zeros(len(self._cut), dtype=torch.float64)
         self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
+        # Of each, whether any rank had a gradient when that was last read at once.
+        self._usual, self._is_usual = torch.zeros(0), list[bool]()
+        self._watched = [p for p in self._parameters if not _is_cut(p.shape)]
         self._handles: dict[int, RemovableHandle] = {}
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -276,12 +280,34 @@ class FullySharded(AccumulatingStrategy):
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The gradients are summed already. Collective: all ranks, one all-reduce."""
-        found = all_sums(torch.cat([self._own_sums(num_sums).cpu(), self._used]), flags)
-        used = found.sums[num_sums:]
-        for number, parameter in self._cut.items():
-            if not used[number]:
-                parameter.grad = None
+        found = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
+        used = found.sums[num_sums:] > 0
+        self._usual, self._is_usual = device_reads.sent(torch.from_numpy(used), self._mesh.device), used.tolist()
+        self._drop()
         return replace(found, sums=found.sums[:num_sums])
+
+    def _sums_and_used(self, num_sums: int) -> Tensor:
+        device = self._mesh.device
+        own = self._own_sums(num_sums), self._used
+        return torch.cat([device_reads.sent(numbers, device) for numbers in own])
+
+    def _drop(self) -> None:
+        """Leaves gradients to the usual parameters alone."""
+        for number, parameter in self._cut.items():
+            if not self._is_usual[number]:
+                parameter.grad = None
+
+    @property
+    def queues(self) -> bool:
+        return all(p.device.type == self._mesh.device.type for p in self._parameters)  # nothing is offloaded
+
+    def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
+        failures = torch.tensor([flags.errors, flags.redo, self._num_odd()], dtype=torch.float64)
+        own = self._sums_and_used(num_sums), device_reads.sent(failures, self._mesh.device)
+        numbers, failures = queued_sums(*own)
+        failures[-1] += ((numbers[num_sums:] > 0) != self._usual).sum()
+        self._drop()
+        return QueuedSums(numbers[:num_sums], failures, None)
 
     def close(self) -> None:
         for handle in self._handles.values():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.numerics import device_reads
 from shoal.parallel.axis_collectives import TensorAxis
 
 
@@ -61,9 +62,11 @@ class Rows:
     def check(self, size: int) -> None:
         """Raises: IndexError for a target that is no class, as torch does."""
         right = ~self.counts | ((self.targets >= 0) & (self.targets < size))
-        if self.targets.device.type == "cuda":
+        if self.targets.is_meta or type(self.targets) is not Tensor:  # or a fake one
+            return
+        if device_reads.waits(self.targets.device):
             torch._assert_async(right.all())  # the device is not waited for
-        elif type(self.targets) is Tensor and not self.targets.is_meta and not bool(right.all()):  # nor a fake one
+        elif not bool(right.all()):
             raise IndexError(f"Target {int(self.targets[~right][0])} is out of bounds.")
 
 
