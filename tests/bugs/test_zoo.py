@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.bugs.zoo import ZOO, Bug
+from tests.conformance.strategies import ONE_COPY
 
 import shoal
 from shoal.training.preflight import judged
@@ -14,11 +16,11 @@ from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 
 
-def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdict:
-    """The ranks have the bug, the references have not."""
+def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch, **further: dict[str, Any]) -> Verdict:
+    """The ranks have the bug, the references have not; `further`: sections of the plan."""
     job = bug.job()
     axis = "shard" if "shard" in bug.sections else "data"
-    plan = shoal.Plan().with_sections(layout={axis: bug.ranks}, **bug.sections)
+    plan = shoal.Plan().with_sections(layout={axis: bug.ranks}, **{**bug.sections, **further})
     plan = judged(job, plan).plan
     with monkeypatch.context() as patch:
         bug.plant(patch)
@@ -29,8 +31,23 @@ def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdi
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ZOO)
 def test_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bug = ZOO[name]
-    verdict = verdict_on(bug, tmp_path, monkeypatch)
+    assert_caught(ZOO[name], verdict_on(ZOO[name], tmp_path, monkeypatch))
+
+
+# What one copy has of its own is in the table already; and its initial values are rank 0's, since there are no others.
+DIVIDED = {"shard", "pipeline", "memory"}
+ON_DATA = [name for name, bug in ZOO.items() if not DIVIDED & {*bug.sections, *bug.sections.get("layout", {})}]
+ON_DATA.remove("initial values by rank")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_DATA)
+def test_caught_where_ranks_share_one_copy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(ZOO[name], verdict_on(ZOO[name], tmp_path, monkeypatch, **ONE_COPY))
+
+
+def assert_caught(bug: Bug, verdict: Verdict) -> None:
     assert not verdict.verified, verdict.render()
     first = verdict.failed[0]
     assert first.phase == bug.phase, verdict.render()

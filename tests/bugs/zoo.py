@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.conformance import cases
 from tests.conformance.cases import FP16, grouped, job, language, vectors
+from tests.conformance.strategies import ONE_COPY
 from torch import Tensor, nn
 
 import shoal
@@ -29,6 +31,7 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.data.replicated import DataParallel
+from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.training import optimizer_step
 from shoal.training.computation import LossComputer
@@ -327,6 +330,14 @@ def not_cleared(patch: pytest.MonkeyPatch) -> None:
     after(patch, GradientBuckets, "finish", then)
 
 
+def updated_in_private(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SharedParameters, "writable", lambda self, parameters: contextlib.nullcontext())
+
+
+def norm_of_own_part(patch: pytest.MonkeyPatch) -> None:
+    after(patch, OneCopyUpdate, "norm", lambda found, self, own: own)
+
+
 def requests_changed(change: Callable[[list[Any]], list[Any]]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         after(
@@ -475,6 +486,10 @@ ZOO: dict[str, Bug] = {
     ),
     "state lost where nobody looks": Bug(
         loses_state, "none known", "update", r".*momentum.*", sections=SHARDED, ranks=3
+    ),
+    "updates that their owner alone sees": Bug(updated_in_private, "none known", "update", ".*", sections=ONE_COPY),
+    "norm of the part that a rank owns": Bug(
+        norm_of_own_part, "Megatron-LM #5916", "clipping", "global norm", sections=ONE_COPY
     ),
     "stale gathered shard": Bug(stale_parameter, "DeepSpeed #8195", "forward", "0"),
     "bf16 where float32 was meant": Bug(on_gradients(through_bf16), "none known", "reduction", ".*"),

@@ -24,7 +24,8 @@ class Use:
 
     def plan(self, ranks: int, further: dict[str, dict[str, Any]]) -> shoal.Plan:
         """The plan on so many ranks; `further` are the case's own sections."""
-        sections = {**self.sections, **further}
+        names = {*self.sections, *further}
+        sections = {name: {**self.sections.get(name, {}), **further.get(name, {})} for name in names}
         layout = {**sections.pop("layout", {}), self.axis: ranks}
         return shoal.Plan().with_sections(layout=layout, **sections)
 

@@ -31,7 +31,7 @@ def applies(case: Case, use: Use) -> bool:
         return False
     if use.exact:
         return not case.sections
-    if case.slow and (use.kind != "DataParallel" or use.axis == "tensor"):
+    if case.slow and (use.kind not in ("DataParallel", "OneCopyUpdate") or use.axis == "tensor"):
         return False  # compiled: a plan with tensor ranks is refused, see tests/unit/plans/test_legal.py
     return "exact" not in case.sections.get("execution", {})
 

@@ -1,7 +1,8 @@
 """The GPT of tiny.py, of which ranks are killed in the midst of an update of parameters that they share.
 
-$TEST_HALFWAY is a folder of files NUMBER-RANK-WHEN-COUNT. The one with the lowest number kills its rank, once, in its
-COUNT-th update since it was started: `before` its own part is updated, or `after`, while the others go on with theirs.
+$TEST_HALFWAY is a folder of files NUMBER-RANK-WHEN-COUNT. The one with the lowest number when the ranks are started
+kills its rank, once, in its COUNT-th update: `before` its own part is updated, or `after`, while the others go on with
+theirs. One of them is for each start: the next would else kill another rank in the same update.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import shoal
 from shoal.parallel.shard.one_copy import OneCopyUpdate
 
 updates = [0]
+wanted: list[Path] = []
 whole_update = OneCopyUpdate.update
 
 
 def die(rank: int, when: str) -> None:
-    wanted = sorted(Path(os.environ["TEST_HALFWAY"]).iterdir())
     if wanted and wanted[0].name.split("-")[1:] == [str(rank), when, str(updates[0])]:
         wanted[0].unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -40,5 +41,6 @@ def update(self: OneCopyUpdate, step: Callable[[], None], *, queued: bool = Fals
 
 def gpt(steps: int = 16) -> shoal.Job:
     if "TEST_HALFWAY" in os.environ:
+        wanted[:] = sorted(Path(os.environ["TEST_HALFWAY"]).iterdir())[:1]  # before any rank has begun a step
         OneCopyUpdate.update = update  # type: ignore[method-assign]
     return tiny.gpt(steps)

@@ -49,8 +49,8 @@ def accuracy(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return shoal.accuracy(model, batch)
 
 
-def mlp_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+def mlp_model(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
 
 
 def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
@@ -81,6 +81,22 @@ def job(samples: int = 203, batch: int = 16, steps: int = 16, lr: float = 0.1) -
 def one_epoch(samples: int = 1003, batch: int = 64) -> shoal.Job:
     """The MLP, every sample once."""
     return mlp(samples, batch, length=shoal.Epochs(1))
+
+
+def wide(optimizer: str = "torch") -> shoal.Job:
+    """An MLP of 1.6 MB, by torch's SGD, or the same with a hook or of a class of its own."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made = Own(parameters, lr=0.1, momentum=0.9) if optimizer == "own" else sgd(parameters)
+        if optimizer == "hooked":
+            made.register_step_post_hook(lambda *_: None)
+        return made
+
+    return mlp(model=partial(mlp_model, 40_000), optimizer=make, steps=6)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that is not torch's."""
 
 
 class SlowToLoad(torch.utils.data.Dataset[Any]):

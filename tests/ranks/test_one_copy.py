@@ -22,7 +22,7 @@ import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, PlanError, UserCodeError
 from shoal.launch.environment import Environment
-from shoal.parallel.shard.one_copy import open_shared, share_parameters
+from shoal.parallel.shard.one_copy import SharedParameters, open_shared
 from shoal.training.engine import Engine, Options, build
 from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
@@ -116,15 +116,18 @@ def test_killed_in_the_midst_of_an_update(
 # --------------------------------------------------------------------------------------------- from inside of the ranks
 
 
-def in_ranks(job: Any, folder: Path, look: Any, ranks: int = 2, steps: int = 2) -> list[Any]:
+def in_ranks(
+    job: Any, folder: Path, look: Any, ranks: int = 2, steps: int = 2, shared: bool = True, **options: Any
+) -> list[Any]:
     """Trains on forked ranks that share memory; what `look` finds of each rank's engine."""
+    sections = ONE_COPY | {"memory": {"shared": shared}}
 
     def work(environment: Environment) -> None:
         made = job()
-        wanted = judged(made, shoal.Plan().with_sections(layout={"data": ranks}, **ONE_COPY)).plan
-        around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
+        wanted = judged(made, shoal.Plan().with_sections(layout={"data": ranks}, **sections)).plan
+        around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False, evaluate_every=2)
         with open_mesh(environment, wanted.degrees) as mesh:
-            engine = build(made, wanted, mesh, Options(telemetry=False, callbacks=made.callbacks))
+            engine = build(made, wanted, mesh, Options(telemetry=False, callbacks=made.callbacks, **options))
             try:
                 engine.trainer(None, steps, around, RecordWriter(None)).train()
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(look(engine)))
@@ -168,17 +171,45 @@ def test_shared_memory_keeps_what_parameters_are(tmp_path: Path) -> None:
             torch.manual_seed(mesh.rank)  # rank 0's values are everybody's
             model, collective = Kinds(), open_shared(mesh)
             shapes = [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in model.parameters()]
-            share_parameters(model, collective)
+            SharedParameters(model, collective)
             assert shapes == [(p.shape, p.stride(), p.dtype, p.requires_grad) for p in model.parameters()]
             torch.manual_seed(0)
             for wanted, shared in zip(Kinds().parameters(), model.parameters(), strict=True):
                 assert torch.equal(wanted, shared)
+            collective.close()
+
+    with forked(2, work, tmp_path / "ranks") as wait:
+        wait()
+
+
+def test_what_a_rank_writes_is_its_own_until_it_publishes(tmp_path: Path) -> None:
+    def work(environment: Environment) -> None:
+        with open_mesh(environment, shoal.Plan().with_sections(layout={"data": 2}).degrees) as mesh:
+            model, collective = nn.Linear(600, 3), open_shared(mesh)
+            shared = SharedParameters(model, collective)
+            first = [p.detach().clone() for p in model.parameters()]
+            assert not shared.is_written()
+            with torch.no_grad():
+                model.weight.data.fill_(2.0 + mesh.rank)
+                model.bias.data = torch.full((3,), 4.0 + mesh.rank)
+            assert shared.is_written()
             collective.barrier()
+            assert [p.mean().item() for p in model.parameters()] == [2.0 + mesh.rank, 4.0 + mesh.rank]
             if mesh.rank == 1:
-                with torch.no_grad():
-                    model.first[2] = 5.0
+                shared.publish(lambda parameter: parameter is model.bias)
             collective.barrier()
-            assert model.last[0] == 5.0
+            assert [p.mean().item() for p in model.parameters()] == [2.0 + mesh.rank, 4.0 + mesh.rank]
+            shared.renew()
+            assert not shared.is_written()
+            assert torch.equal(model.weight, first[0])
+            assert model.bias.tolist() == [5.0] * 3
+            collective.barrier()
+            if mesh.rank == 0:
+                with shared.writable([model.weight]), torch.no_grad():
+                    model.weight[1, 7] = 9.0
+            collective.barrier()
+            assert model.weight[1, 7] == 9.0
+            assert not shared.is_written()
             collective.barrier()
             collective.close()
 
@@ -210,30 +241,65 @@ def test_an_optimizer_that_may_write_anywhere_is_refused(optimizer: Any, named: 
 
 
 class Normalised(nn.Sequential):
-    """Normalises a weight in place before it is used."""
+    """Normalises a weight in place before it is used, by `how`."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(*mlp())
+        self.how = how
 
     def forward(self, input: Tensor) -> Tensor:
-        with torch.no_grad():
-            self[0].weight.div_(self[0].weight.norm())
+        weight = self[0].weight
+        if self.how == "counted":
+            with torch.no_grad():
+                weight.div_(weight.norm())
+        elif self.how == "not counted":
+            weight.data.div_(weight.data.norm())
+        else:
+            weight.data = weight.data / weight.data.norm()
         return super().forward(input)
 
 
-def normalised() -> nn.Module:
-    return Normalised(*mlp())
+class Follower(nn.Module):
+    """A frozen copy of the model follows it, as in BYOL, and is in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = mlp(), mlp().requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            for mine, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                mine.data.lerp_(other.data, 0.5)
+        return self.online(input) + self.target(input)
+
+
+def everything(engine: Engine) -> Any:
+    """All values to the bit, and the metrics, of averaged weights too."""
+    metrics, _ = engine.evaluator.evaluate(engine.model)
+    average = engine.callbacks.average
+    if average is not None:
+        with average.in_place():
+            metrics = {"mean": metrics, **engine.evaluator.evaluate(engine.model)[0]}
+    return [metrics, *(t.detach().view(torch.uint8).tolist() for _, t in engine.sharded_model.parameters())]
 
 
 @pytest.mark.parametrize(
-    ("changes", "given"),
+    "changes",
     [
-        ({"model": normalised}, "a model that writes to its own parameters in its forward, with memory.shared = true"),
-        ({"callbacks": [shoal.EMA(0.9)]}, "EMA with evaluate=True and memory.shared = true"),
+        {"model": partial(Normalised, "counted")},
+        {"model": partial(Normalised, "not counted")},
+        {"model": partial(Normalised, "replaced")},
+        {"model": Follower},
+        {"callbacks": [shoal.EMA(0.5)]},
     ],
-    ids=["in the forward", "EMA"],
+    ids=["in the forward", "uncounted", "replaced", "frozen", "EMA"],
 )
-def test_who_else_writes_to_parameters_is_refused(changes: dict[str, Any], given: str, tmp_path: Path) -> None:
-    with pytest.raises(JobError) as caught:
-        in_ranks(partial(small, **changes), tmp_path / "ranks", owned)
-    assert caught.value.given == given
+def test_who_else_writes_to_parameters_writes_to_its_own(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The values are those that ranks with a copy each have."""
+    job = partial(small, **changes)
+    found = [in_ranks(job, tmp_path / str(shared), everything, steps=4, shared=shared) for shared in (True, False)]
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
 
 
 class Fails(torch.optim.SGD):
@@ -257,6 +323,62 @@ def test_an_update_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path
 def test_a_session_is_refused() -> None:
     with pytest.raises(PlanError, match=r"a Session with memory\.shared = true"):
         shoal.Session(shoal.Plan().with_sections(layout={"data": 2}, **ONE_COPY), global_batch=4)
+
+
+class Viewed(nn.Sequential):
+    """Has another name for a weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__(*wide())
+        self.rows = self[0].weight.data[:2]
+
+
+class Mine(shoal.Callback):
+    """A callback of a job's own."""
+
+
+def wide(width: int = 40000) -> nn.Module:
+    return mlp(width)  # 1.6 MB
+
+
+def chosen(engine: Engine) -> Any:
+    return [engine.plan.memory.shared, engine.sharded_model.divides_state, list(engine.notes)]
+
+
+COPIES = "each rank has a copy of the model and the optimizer's state: "
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "shared", "told"),
+    [
+        ({}, {}, True, None),
+        ({"callbacks": [shoal.EMA(0.9)]}, {}, True, None),
+        ({"model": partial(wide, 16)}, {}, False, None),
+        ({"model": partial(wide, 16), "optimizer": Own}, {}, False, None),
+        ({"optimizer": Own}, {}, False, "optimizer Own: all ranks have"),
+        ({"optimizer": hooked}, {}, False, "an optimizer with hooks: all ranks have"),
+        ({"model": Viewed}, {}, False, "parameter 0.weight, which is a view or has one: its memory is moved"),
+        ({"callbacks": [Mine()]}, {}, False, "callback Mine: it may ask on one rank alone"),
+        ({}, {"check_replicas": 1}, False, "--check-replicas: it compares the copies"),
+    ],
+    ids=["one copy", "EMA", "small", "small, own optimizer", "own optimizer", "hooks", "view", "callback", "checked"],
+)
+def test_where_nobody_says_ranks_have_copies_where_the_job_needs_them(
+    changes: dict[str, Any], options: dict[str, Any], shared: bool, told: str | None, tmp_path: Path
+) -> None:
+    job = partial(small, **{"model": wide, **changes})
+    first, second = in_ranks(job, tmp_path / "ranks", chosen, may_copy=True, **options)
+    assert first == second
+    assert first[:2] == [shared, shared]
+    notes = [note for note in first[2] if note.startswith(COPIES)]
+    assert len(notes) == (told is not None)
+    assert all(note.startswith(f"{COPIES}{told}") for note in notes)
+
+
+def test_a_view_of_a_parameter_is_refused_where_one_copy_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="what else refers to it would stay behind") as caught:
+        in_ranks(partial(small, model=Viewed), tmp_path / "ranks", owned)
+    assert caught.value.given == "parameter 0.weight, which is a view or has one, with memory.shared = true"
 
 
 def test_ranks_of_several_hosts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

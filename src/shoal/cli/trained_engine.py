@@ -78,7 +78,8 @@ class WeightsRequest:
         """The run's plan on so many devices, without what is about updates alone."""
         kept = run_of(self.run).plan
         plan = read_plan(kept) if kept.exists() else Plan()
-        return relaid(plan.model_copy(update={"server": ServerSection()}).uncompressed, devices)
+        plan = plan.model_copy(update={"server": ServerSection()}).uncompressed
+        return relaid(plan.with_sections(memory={"shared": False}), devices)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import ExitCode, PlanError
 from shoal.hardware.detect import cores
+from shoal.job import Job
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.job_file import load
@@ -23,7 +24,7 @@ from shoal.training.preflight import with_judged_grains
 from shoal.verification import certificate
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
-from shoal.verification.traced_run import left_out
+from shoal.verification.traced_run import left_out, read_outcome
 
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
@@ -59,8 +60,14 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     plan = request.judged.plan.uncompressed
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    judged = request.judged
-    trace_forked(lambda: with_judged_grains(judged, load(request.job).job), plan, folder, num_steps, num_threads)
+    judged, may_copy = request.judged, request.may_copy
+
+    def make() -> Job:
+        return with_judged_grains(judged, load(request.job).job)
+
+    trace_forked(make, plan, folder, num_steps, num_threads, may_copy=may_copy)
+    if not read_outcome(folder / "parallel").shares_memory:
+        plan = plan.with_copies
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(plan.execution.exact, cores())

@@ -236,11 +236,10 @@ def assemble(
         return FullySharded(sharded_model, mark, late=plan.shard.reduce == "last_microbatch")
     trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
     if plan.shares_memory:
-        from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared, share_parameters
+        from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared
 
         collective = open_shared(mesh)
-        share_parameters(sharded_model.model, collective)
-        owner = OneCopyUpdate(parameters, trained, mesh, collective, mark)
+        owner = OneCopyUpdate(sharded_model.model, trained, mesh, collective, mark)
         if plan.execution.exact:
             shared_tree = SharedTreeSum(num_grains, _flat(parameters, reduce), collective, one_sum=True)
             return ExactDataParallel(sharded_model, parameters, shared_tree, mark, owner)

@@ -92,6 +92,11 @@ class CompletePlan(Plan):
         """The same on one process, without servers."""
         return self.model_copy(update={"layout": LayoutSection(), "server": ServerSection()})
 
+    @property
+    def with_copies(self) -> Self:
+        """The same with a copy of the parameters for each rank."""
+        return self.model_copy(update={"memory": self.memory.model_copy(update={"shared": False})})
+
     def with_workers(self, workers: int) -> Self:
         """The same with so many processes a rank that fetch samples; for a plan without servers."""
         return self.model_copy(update={"data": DataSection(workers=workers)})

@@ -168,15 +168,25 @@ class RunRequest:
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
 
     def with_own_sums(self) -> RunRequest:
-        """The request, for ranks of this host alone, with the fastest all-reduce between them, where no file says."""
+        """The request, for ranks of this host alone, with the fastest all-reduce between them, where no file says.
+
+        With that in shared memory they have one copy of the parameters too, unless the job turns out to need its own.
+        """
         from shoal.hardware.fastest_all_reduce import all_reduce_here  # tables that no worker needs
 
         if not self._chooses_sums:
             return self
         name = all_reduce_here(self.plan.degrees.divides_grains)
         if self.plan.execution.exact and name != "shared_memory":  # its tree goes that way or over sockets
-            return self
-        return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}))
+            name = self.plan.collectives.all_reduce
+        alike = self.plan.layout.data == self.plan.layout.world_size
+        memory = {"shared": alike and name == "shared_memory"}
+        return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}, memory=memory))
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether memory.shared = true is no wish of a plan file, but was chosen, or kept from a run that chose."""
+        return self.plan_resumed or not self.plan_from_file
 
     def notes(self) -> list[str]:
         """Defaults that were chosen, and why; for runs whose ranks are all on this host."""

@@ -51,7 +51,8 @@ from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
-from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts, refuse_on_shared
+from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
+from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.step_records import Surroundings, TrainingParts
@@ -119,7 +120,7 @@ class Options:
     `checkpoints` is their directory, None for none, of which the newest `keep_checkpoints` are kept, None for all;
     `saved` the file that has the newest one's step, `fence` that of the ranks' generation; `remote`: where checkpoints
     are, if not there; `eval_samples` the most that an evaluation reads, None for all; `take_workers`: a DataLoader's
-    num_workers becomes data.workers;
+    num_workers becomes data.workers; `may_copy`: memory.shared = true is given up where a job needs copies;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
@@ -136,6 +137,7 @@ class Options:
     telemetry: bool = True
     eval_samples: int | None = None
     take_workers: bool = False
+    may_copy: bool = False
     initial_weights: InitialWeights | None = None
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
@@ -152,7 +154,6 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
-    notes_of_options = _notes(data, mesh, options, shared=plan.shares_memory)
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
     taken = _taken(options, sharded_model)
@@ -160,7 +161,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model, shared=plan.shares_memory))
+    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
+    plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
@@ -171,7 +173,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    callbacks = together(mesh, lambda: _callbacks(options, mesh, shared=plan.shares_memory))
+    callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
@@ -195,7 +197,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *said, *notes_of_options),
+        notes=(*notes, *said, *copied, *_notes(data, mesh, options, shared=plan.shares_memory)),
         taken=taken,
     )
 
@@ -219,23 +221,35 @@ def _replica_check(
     return ReplicaCheck(mesh, sharded_model, updater, every, repeats=repeats)
 
 
-def _callbacks(options: Options, mesh: Mesh, *, shared: bool) -> CallbackCalls:
-    calls = CallbackCalls(options.callbacks, mesh)
-    if shared and calls.average is not None:
-        raise JobError(
-            given="EMA with evaluate=True and memory.shared = true",
-            conflict="each rank would put the averaged weights where all of them have the trained ones",
-            remedy="write memory.shared = false, or EMA(..., evaluate=False)",
-        )
-    return calls
-
-
-def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, *, shared: bool) -> torch.optim.Optimizer:
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
     optimizer = build_optimizer(job.optimizer, parameters)
     refuse_on_parts(optimizer, sharded_model)
-    if shared:
-        refuse_on_shared(optimizer)
     return optimizer
+
+
+def _with_copies(
+    plan: CompletePlan, sharded_model: ShardedModel, made: tuple[Job, torch.optim.Optimizer], options: Options
+) -> tuple[CompletePlan, ShardedModel, list[str]]:
+    """The plan with a copy of the parameters for each rank where one for all would not do, and a note that says why.
+
+    Collective: all ranks, a JSON gather where the plan has one copy. Raises: JobError where that is asked for.
+    """
+    if not plan.shares_memory:
+        return plan, sharded_model, []
+    mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
+    need = need_here() or copy_need(model, optimizer, job.callbacks)
+    if not options.may_copy:
+        together(mesh, lambda: need.refuse() if need is not None else None)
+        return plan, sharded_model, []
+    if need is None and options.check_replicas:
+        need = CopyNeed("--check-replicas", "it compares the copies")
+    told = mesh.gather_json([None if need is None else f"{need.what}: {need.why}", is_small(model)])
+    why = next((why for why, _ in told if why is not None), None)
+    if why is None and not any(small for _, small in told):
+        return plan, sharded_model, []
+    # Of a small model nobody asks.
+    notes = [] if why is None or told[0][1] else [f"each rank has a copy of the model and the optimizer's state: {why}"]
+    return plan.with_copies, ShardedModel(mesh, model), notes
 
 
 def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:

@@ -120,18 +120,6 @@ def _empty(make: Callable[[Any], Any]) -> Any:
     return optimizer
 
 
-def refuse_on_shared(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: JobError for an optimizer that may write to parameters which it is given no gradient of."""
-    if not is_torchs(optimizer) or is_hooked(optimizer):
-        hooked = "an optimizer with hooks" if is_torchs(optimizer) else f"optimizer {type(optimizer).__name__}"
-        raise JobError(
-            given=f"{hooked}, with memory.shared = true",
-            conflict="all ranks have the parameters in one memory, and each may write to its own part of them alone; "
-            "that is known of torch's own optimizers",
-            remedy="write memory.shared = false, or use a class of torch.optim without hooks",
-        )
-
-
 class _Nothing(list[nn.Parameter]):
     """A list of one parameter without elements, none of which has a name."""
 

@@ -33,15 +33,24 @@ _GRACE_SECONDS = 5.0
 
 
 def trace_forked(
-    make: Callable[[], Job], plan: CompletePlan, folder: Path, num_steps: int, num_threads: int = 1
+    make: Callable[[], Job],
+    plan: CompletePlan,
+    folder: Path,
+    num_steps: int,
+    num_threads: int = 1,
+    *,
+    may_copy: bool = False,
 ) -> None:
-    """Traces the plan's `runs` of `make()` on this host, to folders of their names. Raises: a rank's; RankLostError."""
+    """Traces the plan's `runs` of `make()` on this host, to folders of their names. Raises: a rank's; RankLostError.
+
+    `may_copy` as in Options.
+    """
 
     def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
-        trace_rank(make(), ranks, environment, into, num_steps)
+        trace_rank(make(), ranks, environment, into, num_steps, may_copy=may_copy)
 
     with contextlib.ExitStack() as groups:
         waits = []

@@ -23,10 +23,10 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
-from shoal.training.engine import Options, build
+from shoal.training.engine import Engine, Options, build
 from shoal.training.evaluation import SAMPLED_CHUNK
 from shoal.training.optimizer_step import clipping
-from shoal.training.step_records import Surroundings
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import FACTS, StepTrace, digest, read, write
@@ -66,6 +66,7 @@ class Traced:
     most_eval_samples: int
     computation: dict[str, Any]
     notes: list[str]
+    shares_memory: bool = False  # whether the ranks had one copy of the parameters
 
     def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
         """The state before the first step, then every step; read one by one."""
@@ -73,8 +74,19 @@ class Traced:
             yield read(folder, step, self.world_size, tensors)
 
 
-def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: Path, num_steps: int) -> None:
-    """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment."""
+def trace_rank(
+    job: Job,
+    plan: CompletePlan,
+    environment: Environment,
+    folder: Path,
+    num_steps: int,
+    *,
+    may_copy: bool = False,
+) -> None:
+    """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment.
+
+    `may_copy` as in Options.
+    """
     notes: list[str] = []
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
     samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)
@@ -99,7 +111,8 @@ def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: P
         else:
             mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             recorder = TraceRecorder(folder, mesh.rank)
-        engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=samples, observer=recorder))
+        options = Options(telemetry=False, eval_samples=samples, observer=recorder, may_copy=may_copy)
+        engine = build(job, plan, mesh, options)
         opened.callback(engine.close)
         last, writer = min(num_steps, engine.order.num_steps), RecordWriter(None)
         if isinstance(recorder, _ConductorRecorder):
@@ -118,16 +131,20 @@ def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: P
         _put_together(folder, step, plan.layout.data)
     if mesh.rank != 0:
         return
-    found = Traced(
+    (folder / _OUTCOME).write_text(json.dumps(asdict(_traced(engine, outcome, samples, notes))), encoding="utf-8")
+
+
+def _traced(engine: Engine, outcome: Outcome, samples: int, notes: list[str]) -> Traced:
+    return Traced(
         num_steps=outcome.state.step,
-        world_size=plan.degrees.world_size,
+        world_size=engine.plan.degrees.world_size,
         metrics=outcome.metrics,
         eval_samples=outcome.eval_samples,
         most_eval_samples=samples,
         computation=outcome.state.computation or {},
         notes=notes,
+        shares_memory=engine.plan.shares_memory,
     )
-    (folder / _OUTCOME).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def read_outcome(folder: Path) -> Traced:

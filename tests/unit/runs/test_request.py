@@ -296,6 +296,32 @@ def test_shared_memory_unless_it_cannot_be_and_then_why(
     assert alone.notes() == []
 
 
+def test_one_copy_where_sums_go_through_shared_memory_and_no_file_says(
+    job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fastest = ["shared_memory"]
+    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest[0])
+    for mode in ((), ("--exact",)):
+        two = request(job, "--devices", "2", *mode).with_own_sums()
+        assert two.plan.memory.shared
+        assert two.may_copy
+    assert two.with_own_sums() == two
+    for name in ("native", "ring"):
+        fastest[:] = [name]
+        assert not request(job, "--devices", "2").with_own_sums().plan.memory.shared
+    fastest[:] = ["shared_memory"]
+    assert not request(job, "--devices", "1").with_own_sums().plan.memory.shared
+    path = tmp_path / "plan.toml"
+    for said in (True, False):
+        path.write_text(
+            f'[layout]\ndata = 2\n[memory]\nshared = {str(said).lower()}\n[collectives]\nall_reduce = "shared_memory"\n'
+        )
+        written = request(job, "--plan", str(path)).with_own_sums()
+        assert written.plan.memory.shared is said
+        assert not written.may_copy
+    assert replace(written, plan_resumed=True).may_copy
+
+
 @pytest.mark.parametrize(("fastest", "chosen"), [("shared_memory", "shared_memory"), ("ring", "native")])
 def test_exact_sums_go_through_shared_memory_or_sockets(
     job: str, monkeypatch: pytest.MonkeyPatch, fastest: str, chosen: str

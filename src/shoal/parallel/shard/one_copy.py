@@ -1,15 +1,20 @@
 """One copy of parameters and optimizer state for all ranks of a host, in memory that they share.
 
 Each rank reads all parameters and updates those that it owns, from sums of gradients that lie in shared memory too: no
-value is sent anywhere. Nobody writes a parameter before all ranks have met over the gradient's norm, after their last
+value is sent anywhere. Nobody updates a parameter before all ranks have met over the gradient's norm, after their last
 backward, and nobody reads one after it before all have met again: between steps there is no half update to be seen.
 What dies in the midst of one leaves a memory that dies with its processes.
+
+The model has the parameters in a view that is copied on write: what a forward, an evaluation or a loaded checkpoint
+writes to them stays in its rank, as with a copy each, until the next update takes it up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,10 +25,9 @@ from shoal.distributed.agreement import raise_together
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import not_on
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
-from shoal.distributed.collectives.shared_memory.region import places
+from shoal.distributed.collectives.shared_memory.region import exchanged, open_copied, places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.errors import JobError
 from shoal.parallel.shard.owners import DividedUpdate, error_of
 from shoal.plans.accounting.partition import shared_part
 
@@ -39,28 +43,75 @@ def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMe
     return SharedMemory(Team(), timeout, by_rank.count(by_rank[dist.get_rank()]), one_sum=True)
 
 
-def share_parameters(model: nn.Module, collective: SharedMemory) -> None:
-    """Moves the parameters' memory, with rank 0's values, to memory that all ranks map. Collective: two all-gathers.
+class SharedParameters:
+    """Parameters of a model in memory that all ranks map, which the model has in a private, copied-on-write view.
 
-    Parameters that share memory go on doing so; strides stay.
+    What a rank's own code writes to a parameter, no other rank sees before `publish`. Collective: two all-gathers and
+    a barrier. The values are rank 0's; parameters that share memory go on doing so; strides stay.
     """
-    places_of: dict[int, tuple[int, torch.UntypedStorage]] = {}
-    end = 0
-    for parameter in model.parameters():
-        storage = parameter.untyped_storage()
-        if storage.data_ptr() not in places_of:
-            places_of[storage.data_ptr()] = end, storage
-            end += -(-storage.nbytes() // LINE_BYTES) * LINE_BYTES
-    common = collective.allocate_common(end)
-    moved = {}
-    for pointer, (start, storage) in places_of.items():
-        moved[pointer] = common(start, storage.nbytes())
+
+    def __init__(self, model: nn.Module, collective: SharedMemory) -> None:
+        """Raises: as `open_copied`."""
+        starts: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        end = 0
+        for parameter in model.parameters():
+            storage = parameter.untyped_storage()
+            if storage.data_ptr() not in starts:
+                starts[storage.data_ptr()] = end, storage
+                end += -(-storage.nbytes() // LINE_BYTES) * LINE_BYTES
+        exchange = functools.partial(exchanged, group=collective.group)
+        self._memory = open_copied(exchange, collective.rank, collective.world_size, end)
+        shared = {pointer: self._memory.shared(start, s.nbytes()) for pointer, (start, s) in starts.items()}
+        private = {pointer: self._memory.private(start, s.nbytes()) for pointer, (start, s) in starts.items()}
         if collective.rank == 0:
-            moved[pointer].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-    collective.barrier()
-    for parameter in model.parameters():
-        shared = moved[parameter.untyped_storage().data_ptr()].view(parameter.dtype)
-        parameter.data = shared.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
+            for pointer, (_, storage) in starts.items():
+                shared[pointer].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        collective.barrier()
+        self._views: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
+        for parameter in model.parameters():
+            pointer = parameter.untyped_storage().data_ptr()
+            own, everybodys = (_laid_out(memory[pointer], parameter) for memory in (private, shared))
+            self._views[id(parameter)] = parameter, own, everybodys
+        self._put_back()
+        self._pointers = self._pointers_now()
+
+    def _pointers_now(self) -> list[int]:
+        return [parameter.data_ptr() for parameter, _, _ in self._views.values()]
+
+    def is_written(self) -> bool:
+        """Whether this rank has written to a parameter, or has given it other memory, since the last `renew`."""
+        return self._memory.is_written() or self._pointers_now() != self._pointers
+
+    def publish(self, is_owned: Callable[[Tensor], bool]) -> None:
+        """Shows all ranks what this one has written to the parameters that it owns. Nobody may read them now."""
+        for parameter, _, everybodys in self._views.values():
+            if is_owned(parameter):
+                everybodys.copy_(parameter.detach())
+
+    @contextlib.contextmanager
+    def writable(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """A context in which those parameters are the shared memory itself."""
+        views = [self._views[id(parameter)] for parameter in parameters]
+        for parameter, _, everybodys in views:
+            parameter.data = everybodys
+        try:
+            yield
+        finally:
+            for parameter, own, _ in views:
+                parameter.data = own
+
+    def renew(self) -> None:
+        """Drops what this rank has written to its view: the model has again what all ranks have."""
+        self._memory.drop()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for parameter, own, _ in self._views.values():
+            parameter.data = own
+
+
+def _laid_out(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 class OneCopyUpdate(DividedUpdate):
@@ -68,17 +119,18 @@ class OneCopyUpdate(DividedUpdate):
 
     def __init__(
         self,
+        model: nn.Module,
         parameters: Sequence[Tensor],
-        trained: Sequence[Tensor],
         mesh: Mesh,
         collective: SharedMemory,
         mark: Callable[[str], None],
     ) -> None:
-        """`trained`: all trainable parameters of the model, of which `parameters` may be one of several optimizers'."""
-        super().__init__(parameters, trained, range(mesh.world_size), mesh.rank)
+        """`parameters`: those of the model that are updated. Collective: as SharedParameters."""
+        super().__init__(parameters, parameters, range(mesh.world_size), mesh.rank)
         self._mesh, self._collective, self._mark = mesh, collective, mark
-        self._trained = list(trained)
-        self._versions: list[int] = []  # torch's counts of writes to each, before a step's first forward
+        self._shared = SharedParameters(model, collective)
+        self._owned = [parameter for parameter in parameters if self.updates(parameter)]
+        self._is_written = False  # whether any rank has written to its view of a parameter
         self._is_read = False  # whether other ranks may still read what this one's next backward writes
 
     def updates(self, parameter: Tensor) -> bool:
@@ -93,35 +145,18 @@ class OneCopyUpdate(DividedUpdate):
         if self._is_read:
             self._collective.barrier()
         self._is_read = True
-        self._versions = [parameter._version for parameter in self._trained]
 
     def own_gradients(self) -> None:
         self._drop_others()
 
     def norm(self, own: float) -> float:
-        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of two numbers.
-
-        Raises: JobError, on every rank, where the model has written to its parameters since `begin` on any.
-        """
-        error = self._written()
-        summed = torch.tensor([own * own, float(error is not None)], dtype=torch.float64)
+        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of two numbers."""
+        summed = torch.tensor([own * own, float(self._shared.is_written())], dtype=torch.float64)
         self._mark("exposed_communication")
         self._collective.all_reduce(summed)
-        if summed[1]:
-            raise_together(self._mesh, error)
+        self._is_written = bool(summed[1])
         self._mark("optimizer")
         return math.sqrt(float(summed[0]))
-
-    def _written(self) -> JobError | None:
-        """An error where a parameter was written to that the other ranks read, and write to as well."""
-        if [parameter._version for parameter in self._trained] == self._versions:
-            return None
-        return JobError(
-            given="a model that writes to its own parameters in its forward, with memory.shared = true",
-            conflict="all ranks have the parameters in one memory, and each would write to them while others read",
-            remedy="write memory.shared = false, or leave the parameters to the optimizer (max_norm of an Embedding "
-            "and weights that are normalised in place are written in the forward)",
-        )
 
     @property
     def queues(self) -> bool:
@@ -130,13 +165,25 @@ class OneCopyUpdate(DividedUpdate):
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Calls `step` for this rank's parameters, and returns once all ranks have.
 
+        Of a parameter that code of the job has written to (a model that normalises its weights in place) its owner's
+        values are those that are updated: ranks with a copy each would have the same ones.
+
         Collective: all ranks, one all-reduce of a number. Raises: on every rank, where `step` raised on any.
         """
-        error = error_of(step)
+
+        def updated() -> None:
+            if self._is_written:
+                self._shared.publish(self.updates)
+            with self._shared.writable(self._owned):
+                step()
+
+        error = error_of(updated)
         self._mark("exposed_communication")
         failed = torch.tensor([float(error is not None)])
         self._collective.all_reduce(failed)
         if failed.item():
             raise_together(self._mesh, error)
+        if self._is_written:
+            self._shared.renew()
         self._is_read = False
         self._mark("optimizer")

@@ -53,6 +53,8 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 from shoal.training.default_grains import deferred_outline, grains_of, outline
+from shoal.training.one_copy_choice import copy_need, is_small
+from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.preflight import one_grain
 
 _TRIALS = 3
@@ -104,6 +106,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     model = outline(job)
     grains = grains_of(job, model)
     job = replace(job, grains=grains.num_grains)
+    model = model or deferred_outline(job)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
     numbers, (facts, uncut) = counts(cluster, most), _facts(job, model)
@@ -114,8 +117,24 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
     others = {ranks: name for ranks, name in fastest.items() if name != "native"}
     space = replace(space, tensor=is_cut, all_reduces=others if cluster.num_hosts == 1 else {})
+    if device == "cpu" and space.all_reduces:
+        space = replace(space, one_copy=_allows_one_copy(job, model))
     case = Case(work, cluster, space, correction=read_correction(cluster.name))
     return Question(case, _num_steps(job), grains.why, _sample_tokens(job), _precise(job, case))
+
+
+def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
+    """Whether ranks of a host have one copy of the parameters where nobody says; not where it can only be found out.
+
+    model: the job's, without values.
+    """
+    if model is None or is_small(model):
+        return False
+    try:
+        optimizer = build_optimizer(job.optimizer, Parameters(model))
+    except ShoalError:  # of a job's own function, which wants values
+        return False
+    return copy_need(model, optimizer, job.callbacks) is None
 
 
 def _whole(cluster_name: str) -> str:
@@ -152,7 +171,6 @@ def _facts(job: Job, model: nn.Module | None) -> tuple[ModelFacts, str]:
 
     model: the job's, without values, whose forwards are left as they go through a pipeline; None where it is unknown.
     """
-    model = model or deferred_outline(job)
     if model is None:
         return ModelFacts(job.num_grains, job.grain_size), ""
     facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)

@@ -357,12 +357,12 @@ class Exchanged:
         # Under ZeRO-1 each rank has all gradients.
         whole = elements if plan.shards_model or plan.shares_memory else size.trainable
         num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
-        launches = profile.optimizer_launches
-        seconds = computer.moved(num_bytes, size.touched, _UPDATE, in_place=True) + launches * device.launch_seconds
-        seconds = max(seconds, launches * device.dispatch_seconds)
-        if layout.shard > 1 and plan.shard.level == "optimizer":
-            seconds += self._handed_out(plan, rank, bound)
-        return seconds
+        seconds, launches = computer.moved(num_bytes, size.touched, _UPDATE, in_place=True), profile.optimizer_launches
+        seconds = max(seconds + launches * device.launch_seconds, launches * device.dispatch_seconds)
+        if plan.shares_memory:  # the ranks meet before it, over the norm, and after it
+            return seconds + self._price(layout, agreement(layout.world_size), plan.collectives.all_reduce)
+        alone = layout.shard == 1 or plan.shard.level != "optimizer"
+        return seconds if alone else seconds + self._handed_out(plan, rank, bound)
 
     def _handed_out(self, plan: Plan, rank: Rank, bound: bool) -> float:
         """Each owner's parameters to the others, by broadcasts of pieces; before that all agree that it went well.

@@ -229,7 +229,7 @@ class Costs:
         """A lower bound of the peak: it grows with the microbatch, and shrinks with the shard axis.
 
         It is the same for all degrees of a data axis where there are several replicas, by whatever all_reduce they sum:
-        of others' buckets in shared memory there are as many as ranks.
+        of others' buckets in shared memory there are as many as ranks. Of one copy for all ranks each has less.
         """
         _, microbatches = self._staging.share(plan)
         beside = self._beside_states(plan)

@@ -145,8 +145,8 @@ class Search:
 
     def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
-        num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
+        num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.blocks(plan))
 
     def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
@@ -160,9 +160,16 @@ class Search:
         return max((n for n in range(1, most + 1) if self.costs(n * size) is costs), default=1)
 
     def _most_divided(self, place: Degrees, way: MicrobatchSchedule) -> list[Plan]:
-        """The plans of a family of which one needs the fewest bytes."""
+        """The plans of a family of which one needs the fewest bytes, or fewer than any.
+
+        One copy counts at any place: fewer replicas may sum through shared memory where these do not.
+        """
         levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
-        return [self.space.plan(place, way, place.replicas, level) for level in levels]
+        divided = [self.space.plan(place, way, place.replicas, level) for level in levels]
+        if self.space.one_copy and place.replicas > 1 and place.cut.ranks == 1:
+            plan = self.space.plan(place, way)
+            divided.append(plan.model_copy(update={"memory": plan.memory.model_copy(update={"shared": True})}))
+        return divided
 
     def least_seconds(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Seconds that no plan of a family goes below."""
@@ -229,8 +236,8 @@ class Search:
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
         costs = self.costs(place.devices)
-        several, shard = place.replicas > 1, plan.layout.shard
-        key = id(costs), self.space.share(place), place.cut, way, several, shard, plan.shard.level
+        divided = place.replicas > 1, plan.layout.shard, plan.num_owners
+        key = id(costs), self.space.share(place), place.cut, way, divided, plan.shard.level
         if key not in self._bytes:
             self._bytes[key] = costs.least_bytes(plan) - costs.memory_bytes
         return self._bytes[key]

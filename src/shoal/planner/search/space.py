@@ -114,6 +114,7 @@ class Space:
     uncut: str = ""  # why a pipeline cannot divide the model at all
     whole: str = ""  # why gradients and parameters cannot be divided at all
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
+    one_copy: bool = False  # whether ranks that sum through shared memory have one copy of the parameters
     _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
@@ -262,7 +263,6 @@ class Space:
         values: dict[str, Any] = {
             "layout": _layout(place, shard),
             "batch": _section(BatchSection, grains_per_microbatch=way.grains),
-            "memory": _section(MemorySection, recompute=way.recompute),
             "shard": _section(ShardSection, level=level if shard > 1 else "parameters"),
             "pipeline": _section(PipelineSection, schedule=way.schedule, stages_per_rank=way.stages),
             "tensor": _section(TensorSection, sequence=way.sequence),
@@ -270,6 +270,11 @@ class Space:
         algorithm = self._all_reduce(place, shard == 1 or level == "optimizer")
         if algorithm and not self.base.execution.exact:
             values["collectives"] = _collectives(self.base.collectives, algorithm)
+        alone = place.replicas > 1 and shard == place.cut.ranks == 1 and self.base.collectives.compression == "none"
+        shared = (
+            self.one_copy and alone and values.get("collectives", self.base.collectives).all_reduce == SHARED_MEMORY
+        )
+        values["memory"] = _section(MemorySection, recompute=way.recompute, shared=shared)
         return self.base.model_copy(update=values)
 
     def _all_reduce(self, place: Degrees, summed: bool) -> str | None:

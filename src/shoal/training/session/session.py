@@ -310,7 +310,8 @@ def _refuse_divided(plan: Plan) -> None:
     if plan.shares_memory:
         raise PlanError(
             given="a Session with memory.shared = true",
-            conflict="a loop of your own steps its optimizers itself, on every rank and at any time",
+            conflict="a loop of your own reads parameters and steps its optimizers whenever it likes: no rank knows "
+            "when the others have read what it is about to update",
             remedy="use memory.shared = false; or a Job and shoal run, which know when an update begins and ends",
         )
     if plan.divides_model:

@@ -338,12 +338,13 @@ def test_counts_are_whole_hosts() -> None:
     assert counts(cluster, 3) == (1, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def real() -> tuple[Space, Workload, Search]:
+@pytest.fixture(scope="module", params=[False, True], ids=["a copy each", "one copy"])
+def real(request: pytest.FixtureRequest) -> tuple[Space, Workload, Search]:
     profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
     work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
     mapped = dict.fromkeys(range(2, 9), "shared_memory")
-    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster), all_reduces=mapped)
+    facts_of_it = facts(16, layers=4, heads=8, positions=512)
+    space = Space(Plan(), facts_of_it, counts(cluster), all_reduces=mapped, one_copy=request.param)
     return space, work, Search(space, costs_of(work, cluster), work.grain_size)
 
 
@@ -494,11 +495,31 @@ def test_ranks_exchange_by_what_is_fastest_among_so_many() -> None:
     assert exact.plan(Degrees(2, ModelDegrees()), MicrobatchSchedule(1)).collectives.all_reduce == "native"
 
 
+def test_ranks_that_sum_through_shared_memory_have_one_copy() -> None:
+    mapped = {2: "shared_memory", 3: "ring", 4: "shared_memory"}
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 3, 4), all_reduces=mapped, one_copy=True)
+
+    def shared(replicas: int, shard: int = 1, tensor: int = 1, space: Space = space) -> bool:
+        degrees = Degrees(replicas, ModelDegrees(tensor))
+        return space.plan(degrees, MicrobatchSchedule(1, "full"), shard, "optimizer").memory.shared
+
+    assert [shared(replicas) for replicas in (1, 2, 3, 4)] == [False, True, False, True]
+    assert not shared(2, 2)
+    assert not shared(4, 2)
+    assert not shared(2, tensor=2)
+    assert not shared(2, space=replace(space, one_copy=False))
+    compressed = Plan().with_sections(collectives={"compression": "int8"})
+    assert not shared(2, space=replace(space, base=compressed))
+    assert not space.refusal(space.plan(Degrees(2, ModelDegrees()), MicrobatchSchedule(1)))
+
+
+@pytest.mark.parametrize("one_copy", [False, True])
 @pytest.mark.parametrize("name", ["fastest", "widest"])
-def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str) -> None:
+def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str, one_copy: bool) -> None:
     """Of 8 grains 5, 6 and 7 replicas leave a rank 2, but each maps the buckets of all others: 7 do not fit."""
     work, aim = made.work(), Aim(name)
-    space = Space(Plan(), ModelFacts(8, 1), (5, 6, 7), all_reduces=dict.fromkeys((5, 6, 7), "shared_memory"))
+    mapped = dict.fromkeys((5, 6, 7), "shared_memory")
+    space = Space(Plan(), ModelFacts(8, 1), (5, 6, 7), all_reduces=mapped, one_copy=one_copy)
     cores = replace(made.cluster(7, device=replace(made.DEVICE, kind="cpu")), memory_margin=0.0)
     of_six = space.plan(Degrees(6, ModelDegrees()), MicrobatchSchedule(1, "full"))
     peak = costs_of(work, cores)(6).predict(of_six).peak_bytes

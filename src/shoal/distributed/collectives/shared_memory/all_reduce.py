@@ -122,11 +122,6 @@ class SharedMemory(Collective):
         self._num_regions += 1
         return tensor
 
-    def allocate_common(self, num_bytes: int) -> Callable[[int, int], Tensor]:
-        """New memory that all ranks map, of which the result gives so many bytes from a byte on. Collective: so."""
-        region = open_region(self._exchange, self.rank, self.world_size, -(-num_bytes // self.world_size))
-        return region.common
-
     def sum_of(self, tensor: Tensor) -> Tensor:
         if not self._one_sum:
             return tensor

@@ -25,12 +25,16 @@ import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.distributed.collectives.shared_memory.copy_on_write import CopyOnWrite
 from shoal.errors import CollectiveError, LaunchError
+
+T = TypeVar("T")
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE, _PRIVATE = 0, 1, 128
@@ -114,12 +118,6 @@ class SharedRegion:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=rank * self.slot_bytes)
 
-    def common(self, offset: int, num_bytes: int) -> Tensor:
-        """Bytes of the whole mapping, whose slots lie one behind the other; a storage of their own size."""
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=num_bytes, offset=offset)
-
     def offset_in(self, rank: int, tensor: Tensor) -> int | None:
         """The byte of the rank's slot at which a tensor begins; None where it is elsewhere."""
         start = tensor.data_ptr() - self.base - rank * self.slot_bytes
@@ -128,12 +126,30 @@ class SharedRegion:
 
 
 def open_region(exchange: Exchange, rank: int, world_size: int, num_bytes: int) -> SharedRegion:
-    """Memory with `num_bytes` or more for each rank. Collective: two exchanges.
-
-    Raises: on every rank, CollectiveError where they ask for different sizes, LaunchError where any cannot map it.
-    """
+    """Memory with `num_bytes` or more for each rank. Collective and raises: as `_opened`."""
     slot_bytes = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor, problem = -1, 0
+    memory = _opened(exchange, (rank, world_size), slot_bytes, mmap.mmap)
+    if slot_bytes >= 1 << 21:
+        with contextlib.suppress(OSError):  # the system may forbid it for shared memory
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    region = SharedRegion(memory, world_size, slot_bytes)
+    region.slots[rank].zero_()  # a page lies near the core that touches it first
+    return region
+
+
+def open_copied(exchange: Exchange, rank: int, world_size: int, num_bytes: int) -> CopyOnWrite:
+    """Memory of `num_bytes` or more for all ranks together. Collective and raises: as `_opened`."""
+    slot_bytes = -(-max(num_bytes, 1) // (world_size * mmap.PAGESIZE)) * mmap.PAGESIZE
+    return _opened(exchange, (rank, world_size), slot_bytes, CopyOnWrite)
+
+
+def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping: Callable[[int, int], T]) -> T:
+    """Mapping of a new file, which has so many bytes for each rank; `place`: this one and how many there are.
+
+    Collective: two exchanges. Raises: on every rank, CollectiveError where they ask for different sizes, LaunchError
+    where any cannot map it.
+    """
+    (rank, world_size), descriptor, problem = place, -1, 0
     if rank == 0:
         try:
             descriptor = _create(slot_bytes * world_size)
@@ -142,25 +158,19 @@ def open_region(exchange: Exchange, rank: int, world_size: int, num_bytes: int) 
     status = os.fstat(descriptor) if descriptor >= 0 else None
     own = [os.getpid(), descriptor, status.st_ino if status else 0, slot_bytes, problem]
     told = exchange(own)
-    memory: mmap.mmap | None = None
+    mapped: list[T] = []
     try:
         if not told[0][4] and all(row[3] == slot_bytes for row in told):
             if rank:
                 descriptor = _open_of(*told[0][:3])
-            memory = mmap.mmap(descriptor, slot_bytes * world_size)
+            mapped.append(mapping(descriptor, slot_bytes * world_size))
     except OSError as error:
         problem = error.errno or -1
     problems = [row[0] for row in exchange([problem])]  # the first rank keeps its descriptor until all have opened it
     if descriptor >= 0:
         os.close(descriptor)
     _refuse([row[3] for row in told], problems)
-    assert memory is not None
-    if slot_bytes >= 1 << 21:
-        with contextlib.suppress(OSError):  # the system may forbid it for shared memory
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    region = SharedRegion(memory, world_size, slot_bytes)
-    region.slots[rank].zero_()  # a page lies near the core that touches it first
-    return region
+    return mapped[0]
 
 
 def _create(num_bytes: int) -> int:
