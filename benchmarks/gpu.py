@@ -4,7 +4,8 @@ Repeat with `scripts/gpu` on a machine with a GPU or several: tests, each layout
 eager PyTorch and torch.compile, the machine's bench, and a prediction beside its run, within ten minutes. A part has a
 time limit of its own; its result is written when it ends, so that a later one that fails or hangs takes nothing along.
 Where torch sees no GPU the dry half runs: imports, arguments, and the measured programs themselves in tiny on the CPU,
-their kernels compiled too. Its figures are of nothing, and its results go to a folder of their own.
+their kernels compiled too; the captured step is refused there. Its figures are of nothing, and its results go to a
+folder of their own.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def predicted(job: Sequence[str], cluster: str, plan_only: bool) -> tuple[str, .
     return ("bash", "-ec", "\n".join(lines))
 
 
+CAPTURED = (PYTHON, "-m", "benchmarks.gpu_captured", "--out", "OUT.json")
 LAYOUTS = (PYTHON, "-m", "benchmarks.gpu_layouts")
 GPT = ("examples/gpt.py", "--set", "batch=32", "--set", "layers=8", "--set", "width=512", "--set", "block=512")
 PARTS = (
@@ -64,16 +66,17 @@ PARTS = (
         (PYTHON, "-m", "pytest", "-q", "--collect-only", "tests/gpu"),
     ),
     Part("layouts", 90, (*LAYOUTS, "--out", "OUT.json"), (*LAYOUTS, "--out", "OUT.json", "--dry")),
-    step("lenet", 70),
-    step("resnet18", 90),
-    step("gpt", 120),
+    step("lenet", 65),
+    Part("captured step", 30, CAPTURED, (*CAPTURED, "--dry")),
+    step("resnet18", 85),
+    step("gpt", 110),
     Part(
         "bench",
-        50,
+        45,
         (PYTHON, "-m", "shoal", "bench", "--quick", "-o", "OUT.toml"),
         (PYTHON, "-m", "shoal", "bench", "--help"),
     ),
-    Part("prediction", 60, predicted(GPT, "here", False), predicted(("examples/digits.py",), "1xH100", True)),
+    Part("prediction", 55, predicted(GPT, "here", False), predicted(("examples/digits.py",), "1xH100", True)),
 )
 
 

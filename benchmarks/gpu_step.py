@@ -16,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,17 +133,30 @@ class InTurn:
             self._steps = 0
 
 
-def measure(job: shoal.Job, half: bool, turns: int, counts: tuple[int, int]) -> dict[str, list[float]]:
-    """Seconds of a step in each turn by loop; the first turn, in which kernels are compiled, is left out."""
-    wished = apply_wishes(shoal.Plan(), Wishes(precision="bf16" if half else None), from_file=False)
-    plan = judged(job, wished).plan
+def measure(
+    job: shoal.Job,
+    half: bool,
+    turns: int,
+    counts: tuple[int, int],
+    *,
+    others: Sequence[str] = ("eager", "compiled"),
+    captured: bool = False,
+    notes: list[str] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of a step in each turn by loop; the first turn, in which kernels are compiled, is left out.
+
+    `others`: the bare loops. `captured`: the plan asks for a CUDA graph of the step. `notes` is given the run's.
+    """
+    base = shoal.Plan().with_sections(execution={"cuda_graph": captured})
+    wished = apply_wishes(base, Wishes(precision="bf16" if half else None), from_file=False)
+    plan, note = judged(job, wished).plan, notes.append if notes is not None else lambda text: None
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
-        others = {name: bare(job, mesh.device, half, name == "compiled", counts) for name in ("eager", "compiled")}
+        loops = {name: bare(job, mesh.device, half, name == "compiled", counts) for name in others}
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl")
-        on_step = InTurn(mesh.device, others, counts)
+        on_step = InTurn(mesh.device, loops, counts)
         num_steps = (turns + 1) * sum(counts)
-        engine.trainer(None, num_steps, Surroundings(lambda text: None, on_step, lambda: False), writer).train()
+        engine.trainer(None, num_steps, Surroundings(note, on_step, lambda: False), writer).train()
         writer.close()
         engine.close()
     return {name: seconds[1:] for name, seconds in on_step.found.items()}

@@ -78,12 +78,14 @@ class Copies(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def waiting(late: bool) -> Iterator[None]:
-    """A context in which tensors of the CPU count as those of a device; `late`: steps are queued there."""
+def waiting(late: bool, long_step_seconds: float = math.inf) -> Iterator[None]:
+    """A context in which tensors of the CPU count as those of a device; `late`: steps are queued there.
+
+    Steps that are longer than `long_step_seconds` are read at once. On a busy machine any step may be a long one.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("shoal.numerics.device_reads.waits", return_value=True))
-        # On a busy machine any step may be a long one, which is read at once.
-        stack.enter_context(mock.patch("shoal.training.steps_ahead.LONG_STEP_SECONDS", math.inf))
+        stack.enter_context(mock.patch("shoal.training.steps_ahead.LONG_STEP_SECONDS", long_step_seconds))
         if not late:
             stack.enter_context(mock.patch.object(StepsAhead, "applies", return_value=False))
         yield

@@ -441,6 +441,26 @@ EXECUTION: Table = {
     "execution.channels_last: exact": refused(
         "kernels for channels last", execution={"channels_last": True, "exact": True}
     ),
+    # On a CPU nothing is to be seen of it but words: its effect is in tests/unit/training/test_captured_step.py.
+    "execution.cuda_graph": refused("a CUDA device", execution={"cuda_graph": True}),
+    "execution.cuda_graph: with data": refused(
+        "a step is captured on one process", layout={"data": 2}, execution={"cuda_graph": True}
+    ),
+    "execution.cuda_graph: servers": refused(
+        "the update is the servers'", layout={"data": 2}, server={"mode": "bounded"}, execution={"cuda_graph": True}
+    ),
+    **{
+        f"execution.cuda_graph: {word}": refused(said, **{section: values}, execution={"cuda_graph": True})
+        for word, said, section, values in (
+            ("recomputed", "recomputation puts back", "memory", {"recompute": "full"}),
+            ("narrow", "masked by torch's fused kernels", "precision", {"parameters": "bfloat16"}),
+            ("microbatches", "is one microbatch", "batch", {"grains_per_microbatch": 1}),
+        )
+    },
+    "execution.cuda_graph: exact": refused("on the host", execution={"cuda_graph": True, "exact": True}),
+    "execution.cuda_graph: compiled": refused(
+        "the compiler decides", execution={"cuda_graph": True, "compile": "default"}
+    ),
     "execution.compile": Acts(
         planned(job=GPT, execution={"compile": "default"}),
         planned(job=GPT),

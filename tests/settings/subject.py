@@ -255,6 +255,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "plan": {"plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
     "plan without effect": {"plan": shoal.Plan().with_sections(pipeline={"schedule": "gpipe"})},
     "plan with servers": {"plan": shoal.Plan().with_sections(server={"mode": "synchronous"})},
+    "plan with a captured step": {"plan": shoal.Plan().with_sections(execution={"cuda_graph": True})},
     "plan, divided": {"plan": shoal.Plan().with_sections(layout={"tensor": 2})},
     "fuse, plan": {"fuse": False, "plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
 }

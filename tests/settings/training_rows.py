@@ -176,5 +176,8 @@ SESSION: Table = {
     "plan": Acts(loop("plan"), OWN, forwards, 4),
     "plan: without effect": Says(loop("plan without effect"), 'pipeline.schedule = "gpipe": no effect', OWN),
     "plan: with servers": Refuses(loop("plan with servers"), "a Session with server.mode"),
+    "plan: with a captured step": Refuses(
+        loop("plan with a captured step"), "a Session with execution.cuda_graph = true"
+    ),
     "plan: that divides the model": Refuses(loop("plan, divided"), "a Session with tensor = 2"),
 }

@@ -79,7 +79,7 @@ class WeightsRequest:
         kept = run_of(self.run).plan
         plan = read_plan(kept) if kept.exists() else Plan()
         plan = plan.model_copy(update={"server": ServerSection()}).uncompressed
-        return relaid(plan.with_sections(memory={"shared": False}), devices)
+        return relaid(plan.with_sections(memory={"shared": False}, execution={"cuda_graph": False}), devices)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,11 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
+def send(values: Tensor, into: Tensor) -> None:
+    """Copies the host's numbers into a tensor of a device, as `sent` does."""
+    into.copy_(values.pin_memory() if into.is_cuda and values.is_cpu else values, non_blocking=True)
+
+
 class LateNumbers:
     """Numbers of a device on their way to the host, in pinned memory, behind all that was queued before them."""
 

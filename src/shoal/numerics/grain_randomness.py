@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
 from shoal.plans.grains import Grain, random_key
 
-_INT63 = 2**63 - 1
+INT63 = 2**63 - 1
 # 624 words of key and the position among them.
 _MT19937_BYTES = 625 * 4
 
@@ -88,6 +88,10 @@ class GrainScope(TorchFunctionMode):
         base = self._key_of_call()
         return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
 
+    def under(self, generator: torch.Generator, call: Callable[[], Any]) -> Any:
+        """Calls with the device's global generator in the state of `generator`, and puts it back."""
+        return under(generator, call)
+
     def words(self, rows: int, elements: int) -> Tensor:
         """32 random bits for each element of one random operation, int32 [rows, elements], by position.
 
@@ -106,7 +110,7 @@ class GrainScope(TorchFunctionMode):
         self.calls += 1
         with torch._C.DisableTorchFunction():
             before = _state()
-            base = int(torch.randint(_INT63, ()))
+            base = int(torch.randint(INT63, ()))
             if before == self._expected:
                 self._expected = _state()
                 self._passed.add(self._expected)
@@ -119,7 +123,7 @@ class GrainScope(TorchFunctionMode):
         self.calls += count
         with torch._C.DisableTorchFunction():
             for _ in range(count):
-                torch.randint(_INT63, ())
+                torch.randint(INT63, ())
             self._expected = _state()
             self._passed.add(self._expected)
 
@@ -283,7 +287,7 @@ def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     for i, generator in enumerate(scope.generators(next(iter(tensors.values())).device)):
         rows = [split[id(a)][i] if id(a) in split else a for a in args]
         named = {k: split[id(a)][i] if id(a) in split else a for k, a in options.items()}
-        outputs.append(under(generator, functools.partial(func, *rows, **named)))
+        outputs.append(scope.under(generator, functools.partial(func, *rows, **named)))
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return args[0].copy_(whole) if in_place or overwrite else whole
 

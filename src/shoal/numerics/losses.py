@@ -47,7 +47,7 @@ def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             conflict="each output has its own target: other shapes would be broadcast against each other",
             remedy="give both one shape: targets.view_as(outputs), say, or outputs.squeeze(-1)",
         )
-    return F.mse_loss(outputs, targets, reduction="sum"), torch.tensor(targets.numel(), device=outputs.device)
+    return F.mse_loss(outputs, targets, reduction="sum"), _count(targets.numel(), outputs.device)
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,12 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     if logits.ndim < 2 or _without_classes(logits) != targets.shape:
         raise _no_pair(f"logits {_shape(logits)} and targets {_shape(targets)}")
     correct = (logits.argmax(dim=1) == targets).sum()
-    return correct, torch.tensor(targets.numel(), device=correct.device)
+    return correct, _count(targets.numel(), correct.device)
+
+
+def _count(number: int, device: torch.device) -> Tensor:
+    """A count on a device: filled there, since a copy from the host would wait for what is queued."""
+    return torch.full((), number, device=device)
 
 
 def _without_classes(logits: Tensor) -> torch.Size:

@@ -91,6 +91,12 @@ class QueuedSums:
     failures: Tensor
     rows: Tensor | None
 
+    def packed(self, good: Tensor, norm: Tensor) -> Tensor:
+        """One float64 vector for one read: whether the step is good, the norm, failures, sums, and the rows, if any."""
+        parts = [good.reshape(1), norm.reshape(1), self.failures, self.sums]
+        parts += [self.rows.flatten()] if self.rows is not None else []
+        return torch.cat([part.double() for part in parts])
+
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""

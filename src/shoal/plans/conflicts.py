@@ -1,11 +1,11 @@
 """Validation of a plan by itself: settings that exclude each other, and settings without effect, in two tables.
 
-Rules on the job or its model are in `legal`.
+Rules on the job or its model are in `legal`, those on a captured step in `captured`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -334,9 +334,9 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 )
 
 
-def excluded(plan: Plan) -> Iterator[Conflict]:
-    """Conflicts of this plan by the table."""
-    for rule in (*CONFLICTS, *SERVED):
+def excluded(plan: Plan, rules: Sequence[Rule] = (*CONFLICTS, *SERVED)) -> Iterator[Conflict]:
+    """Conflicts of this plan by a table."""
+    for rule in rules:
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 

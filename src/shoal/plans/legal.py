@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError, nearest
+from shoal.plans.captured import uncapturable
 from shoal.plans.conflicts import Conflict, excluded, shown
 from shoal.plans.grains import legal_data_degrees
 from shoal.plans.layout import AXES, Layout, divisors
@@ -50,7 +51,8 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     if facts is not None:
         rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
         found += [conflict for rule in rules for conflict in rule(plan, facts)]
-    return [*found, *excluded(plan)]
+    most = max(num_microbatches(plan, facts), default=1) if facts is not None else 1
+    return [*found, *excluded(plan), *uncapturable(plan, most)]
 
 
 def refuse(found: list[Conflict]) -> None:

@@ -113,10 +113,11 @@ class DataSection(_Section):
 
 
 class ExecutionSection(_Section):
-    """Exact or fast sums over grains; compilation; channels-last memory format of images."""
+    """Exact or fast sums over grains; compilation; channels-last memory format of images; CUDA graph of a step."""
 
     exact: bool = False
     channels_last: bool = False
+    cuda_graph: bool = False
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 
@@ -352,6 +353,8 @@ def described(plan: Plan) -> str:
         words.append("sequence")
     if plan.shares_memory:
         words.append("shared memory")
+    if plan.execution.cuda_graph:
+        words.append("CUDA graph")
     if plan.memory.recompute != "none":
         words.append(f"recompute {plan.memory.recompute}")
     if plan.serves:

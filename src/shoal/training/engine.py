@@ -49,10 +49,11 @@ from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
+from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
-from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
+from shoal.training.optimizer_step import Parameters, Stepper, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.step_records import Surroundings, TrainingParts
@@ -166,7 +167,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
+    stepper = Stepper(optimizer, job, exact=plan.execution.exact, captured=plan.execution.cuda_graph)
+    updater = Updater(optimizer, job, options.observer, strategy, sharded_model, stepper=stepper)
     evaluate = pipeline.evaluate if pipeline is not None else None
     computed = {"divided": divided, "syncs_every_microbatch": strategy.syncs_every_microbatch, "evaluate": evaluate}
     evaluations, said = _evaluations(job, mesh, options, precision=precision, **computed)
@@ -274,6 +276,8 @@ def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
     """What a plan asks of the data. Raises: PlanError for what it cannot do; warns of what has no effect."""
     source = data.source
+    if plan.execution.cuda_graph:
+        refuse_uncapturable(mesh.device, mapped=isinstance(source, MapSource))
     if not isinstance(source, MapSource):
         if plan.shards_model:
             raise no_lockstep()

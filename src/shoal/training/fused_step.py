@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,29 @@ def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
             yield
     finally:
         del scaled.found_inf
+
+
+@contextlib.contextmanager
+def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
+    """As `masked`, for a step that is captured in a CUDA graph; the groups' `rates`, float32 [], lie on the device.
+
+    torch's kernels read such a rate in each replay, and one that is a number is a constant of the graph.
+    """
+    groups = optimizer.param_groups
+    own: list[dict[str, Any]] = [
+        {name: group[name] for name in ("lr", "capturable") if name in group} for group in groups
+    ]
+    with masked(optimizer, good):
+        try:
+            for number, group in enumerate(groups):
+                if rates is not None:
+                    group["lr"] = rates[number]
+                if "capturable" in group:  # Adam refuses a capture without, and its fused kernels go by nothing of it
+                    group["capturable"] = True
+            yield
+        finally:
+            for group, values in zip(groups, own, strict=True):
+                group.update(values)
 
 
 def maskable(optimizer: torch.optim.Optimizer) -> bool:

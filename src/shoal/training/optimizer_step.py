@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.grains import random_key
 from shoal.training.forward_backward import Observer
-from shoal.training.fused_step import fused, maskable, masked
+from shoal.training.fused_step import captured, fused, maskable, masked
 from shoal.training.lr_schedule import Schedule
 
 # They compute with a matrix as a whole, and on a part of one something else.
@@ -164,10 +165,16 @@ class QueuedUpdate:
 
 
 class Stepper:
-    """Optimizer with the rates of the job's schedule. `exact`: with the kernels of its own defaults."""
+    """Optimizer with the rates of the job's schedule. `exact`: with the kernels of its own defaults.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False) -> None:
+    `captured`: rates of a schedule are rounded to float32, in which a captured step has them (decision 0057).
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False, captured: bool = False
+    ) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
+        self._narrow = captured and job.schedule is not None
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise JobError(
@@ -203,6 +210,15 @@ class Stepper:
 
     def set_rates(self, progress: Progress) -> float:
         """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+        rate = self._set(progress)
+        if not self._narrow:
+            return rate
+        for group in self._optimizer.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = as_float32(group["lr"])
+        return as_float32(rate)
+
+    def _set(self, progress: Progress) -> float:
         if self._scheduled is not None:
             return self._scheduled.set(progress)
         multiplier = self.multiplier(progress)
@@ -233,6 +249,11 @@ class Stepper:
                 remedy="use the data axis alone, or an optimizer without noise",
             )
 
+    def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
+        """As `queue_step`, for a graph: with rates that lie on the device, where they are not constants of the run."""
+        with captured(self._optimizer, good, rates):
+            step_optimizer(self._optimizer)
+
     @property
     def queues(self) -> bool:
         """Whether `queue_step` may come next, of the parameters that have gradients now."""
@@ -245,6 +266,11 @@ class Stepper:
                 step_optimizer(self._optimizer)
         except Exception as error:
             raise user_error("the optimizer", error) from error
+
+
+def as_float32(rate: float) -> float:
+    """A learning rate as float32 has it."""
+    return float(np.float32(rate))
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
@@ -325,6 +351,13 @@ class Updater:
         look at twice. Collective: as the strategy's `queued_norm` and `update`.
         """
         rate = self.stepper.set_rates(progress)
+        good, norm = self.prepare(sums, fine, loss_scale)
+        self.num_begun += 1
+        self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
+        return QueuedUpdate(rate, good, norm)
+
+    def prepare(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
+        """The part of `queue` before the optimizer's step, on the device alone: whether it is good, and the norm."""
         gradients, counted = self._gradients()
         summed_norm = self._strategy.queued_norm(norm_tensor(counted))
         weight = sums.sums[WEIGHT]
@@ -337,9 +370,7 @@ class Updater:
         if gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         clip_values(gradients, self._job.clip_value)
-        self.num_begun += 1
-        self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
-        return QueuedUpdate(rate, good, summed_norm)
+        return good, summed_norm
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
         """The update of a queued step that was good, from its sums; `norm` as in QueuedUpdate."""

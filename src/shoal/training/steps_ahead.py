@@ -23,6 +23,7 @@ from shoal.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
+from shoal.training.captured_step import LaunchedStep, captured_step
 from shoal.training.optimizer_step import Update
 from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import StepRecords, TrainingParts
@@ -62,13 +63,14 @@ class _Queued:
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """Functions of the trainer: its rank's report on the next step, and the way to the state after a good one.
+    """Functions of the trainer: its rank's report on the next step, the way to the state after a good one, notes.
 
     `advance` takes sums, update, time, the number of updates, and whether another step is queued already.
     """
 
     report: Callable[[FetchedStep | None, int], Report]
     advance: Callable[[StepSums, Update, StepTime, int, bool], bool]
+    note: Callable[[str], None]
 
 
 # What was read and agreed on of the step after the last one, as far as either is known.
@@ -94,18 +96,21 @@ class StepsAhead:
         self._told = -1  # the last step whose measures a row of this run has had
         self._last = math.inf  # the step that is read, as agreed, before the next one is queued
         self._is_slow = False
+        self._captured = captured_step(parts, runner, hooks.note)
 
     def applies(self, state: RunState, agreement: Agreement) -> bool:
         """Whether the next step may be queued, and the one after it before it is read. Collective: all ranks."""
         step = state.step
         if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
+            if self._captured is not None:
+                self._captured.read_at_once()
             return False
         if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
             return False
-        if self._parts.callbacks.always_at_once:
-            return False
         self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
-        if self._is_slow:
+        if self._is_slow or self._parts.callbacks.always_at_once:
+            if self._captured is not None:
+                self._captured.read_at_once(is_slow=self._is_slow)
             return False
         # What a callback's at_once says, or that it raises, need not be the same on all ranks: any rank's counts.
         own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
@@ -120,6 +125,8 @@ class StepsAhead:
         Raises: as StepRunner.run. Collective: all ranks.
         """
         parts, unread = self._parts, None
+        if self._captured is not None:
+            self._captured.begin()
         self._told = -1  # what an earlier run has told may be of steps that were rolled back
         scale, samples = state.loss_scale, state.samples
         while True:
@@ -167,34 +174,32 @@ class StepsAhead:
 
         measured = state.step if state.step > self._told else None
         self._told = state.step
-        step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
-        parts.clock.mark("optimizer")
-        sums = step.sums
-        fine = (sums.failures == 0).all()
-        if unread is not None:
-            fine = fine & ~unread.masks_next
         progress = Progress(fetched.step, parts.order.num_steps, samples)
+        masked = unread.masks_next if unread is not None else None
+        done = self._captured.queue(fetched, scale, progress, masked) if self._captured is not None else None
+        if done is None:
+            step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
+            done = self._launched(step, scale, progress, masked)
+        else:
+            row(done.step.following)
+        reading = device_reads.LateNumbers(done.numbers)
+        agreed = self._agreed(done.step, reports[0]) if done.step.sums.rows is None else None
+        num_updates, time_taken = parts.updater.num_begun, parts.clock.stop()
+        about = (scale, done.rate, num_updates, done.masks_next, reading, time_taken, measured, agreed)
+        return _Queued(done.step, fetched, *about)
+
+    def _launched(self, step: UnreadStep, scale: LossScale, progress: Progress, masked: Tensor | None) -> LaunchedStep:
+        """Queues a step's update, too, which is `masked` or not: bool []."""
+        parts, sums = self._parts, step.sums
+        parts.clock.mark("optimizer")
+        fine = (sums.failures == 0).all()
+        if masked is not None:
+            fine = fine & ~masked
         update = parts.updater.queue(sums, fine, scale, progress)
         good = update.good
         parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
-        masks_next, numbers = ~good, [good.reshape(1), update.norm.reshape(1), sums.failures, sums.sums]
-        if sums.rows is not None:
-            masks_next = masks_next | interrupts(sums.rows)
-            numbers.append(sums.rows.flatten())
-        reading = device_reads.LateNumbers(torch.cat([part.double() for part in numbers]))
-        agreed = self._agreed(step, reports[0]) if sums.rows is None else None
-        return _Queued(
-            step,
-            fetched,
-            scale,
-            update.learning_rate,
-            parts.updater.num_begun,
-            masks_next,
-            reading,
-            parts.clock.stop(),
-            measured,
-            agreed,
-        )
+        masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
+        return LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
 
     def _agreed(self, step: UnreadStep, report: Report) -> Agreement:
         """What the ranks agree on, from host to host: nothing waits for the device. Collective: all ranks.

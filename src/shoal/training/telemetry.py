@@ -9,7 +9,7 @@ import resource
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,16 @@ class StepClock:
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
         self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context without marks: a step that is captured would record events that nobody can read."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def begin(self, step: int = 0) -> None:
         """Starts a step, counted from 1, in the span `other`."""
@@ -114,6 +124,8 @@ class StepClock:
 
     def mark(self, span: str) -> None:
         """Ends the running span and starts `span`."""
+        if self._paused:
+            return
         self.heartbeat.enter(span)
         if not self.enabled and self._listener is None:
             return

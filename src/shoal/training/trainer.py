@@ -34,7 +34,7 @@ class Trainer:
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._records = StepRecords(parts, around, writer)
-        hooks = TrainerHooks(self._report, self._advance_late)
+        hooks = TrainerHooks(self._report, self._advance_late, around.note)
         self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)

@@ -63,7 +63,7 @@ def test_the_nearest_name_is_offered(document: dict[str, Any], hint: str) -> Non
         ({"compression": {"density": 2.0}}, "compression.density: write 1.0 or less"),
         ({"compression": {"density": "a"}}, "compression.density: write a number, without quotes"),
         ({"execution": {"exact": 1}}, "execution.exact: write true or false"),
-        ({"execution": 3}, "execution: write a table with any of exact, channels_last, compile"),
+        ({"execution": 3}, "execution: write a table with any of exact, channels_last, cuda_graph, compile"),
         ({"pipeline": {"split": "a"}}, "pipeline.split: write a list in brackets"),
         ({"pipeline": {"split": [1]}}, "pipeline.split.0: write a text in quotes"),
         ({"prediction": 1}, "prediction: write a table"),

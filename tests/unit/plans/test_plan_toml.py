@@ -67,7 +67,10 @@ PLANS = st.fixed_dictionaries(
         ),
         "data": st.fixed_dictionaries({"workers": st.integers(0, 64)}),
         "execution": st.fixed_dictionaries(
-            {"exact": st.booleans(), "channels_last": st.booleans(), "compile": literal("execution", "compile")}
+            {
+                **{name: st.booleans() for name in ("exact", "channels_last", "cuda_graph")},
+                "compile": literal("execution", "compile"),
+            }
         ),
         "prediction": st.dictionaries(NAMES, VALUES, max_size=3),
     }

@@ -147,8 +147,9 @@ def _varied(plan: Plan) -> dict[str, Any]:
 
 
 def base_of(plan: Plan) -> Plan:
-    """Plan with the sections of a run's plan that a search does not vary."""
-    return Plan(precision=plan.precision, execution=plan.execution, data=plan.data)
+    """Plan with the sections of a run's plan that a search does not vary; a captured step is for one device alone."""
+    execution = plan.execution.model_copy(update={"cuda_graph": False})
+    return Plan(precision=plan.precision, execution=execution, data=plan.data)
 
 
 def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: RunTimes) -> PlannedRun:

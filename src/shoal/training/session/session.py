@@ -314,6 +314,12 @@ def _refuse_divided(plan: Plan) -> None:
             "when the others have read what it is about to update",
             remedy="use memory.shared = false; or a Job and shoal run, which know when an update begins and ends",
         )
+    if plan.execution.cuda_graph:
+        raise PlanError(
+            given="a Session with execution.cuda_graph = true",
+            conflict="a loop of your own runs between the forward and the update, and a replay has no place for it",
+            remedy="use execution.cuda_graph = false; or a Job and shoal run",
+        )
     if plan.divides_model:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(

@@ -124,6 +124,13 @@ def test_nothing_is_predicted_of_servers(asked: PlannedRun) -> None:
         planned_run(asked.plain, plan, records(asked.times), asked.times)
 
 
+def test_a_captured_step_is_proposed_to_no_other_layout() -> None:
+    """A search from the run's plan varies its devices, and a step is captured on one."""
+    found = base_of(Plan().with_sections(execution={"cuda_graph": True, "channels_last": True}))
+    assert found.execution.channels_last
+    assert not found.execution.cuda_graph
+
+
 def test_more_ranks_than_cores_have_parts_of_them(asked: PlannedRun) -> None:
     four = complete(Plan.from_mapping({"schema": 1, "layout": {"data": 4}}, "test"), 8, 8)
     times = replace(asked.times, world_size=4)

@@ -1,0 +1,107 @@
+"""Random numbers of a step that is captured in a CUDA graph: the bits of a step that is not.
+
+The operations that GrainScope seeds draw from generators of the device that are there before the capture, one for each
+operation and grain. A replay runs nothing of Python: the generators get the step's seeds before it. A generator of a
+CUDA device is a counter-based one (Philox), and torch keeps the key and the counter of one that is registered with a
+graph in tensors of the device, which each replay fills.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shoal.numerics.grain_randomness import INT63, GrainScope, seed_torch
+from shoal.plans.grains import Grain, random_key
+
+
+class NotCapturableError(Exception):
+    """A step that no graph can replay, with the reason."""
+
+
+class CapturedScope(GrainScope):
+    """GrainScope whose random operations draw from generators that are seeded anew for each step.
+
+    The first forward under it makes the generators; from the next on there are no further ones.
+    """
+
+    def __init__(self, seed: int, grains: Sequence[Grain], device: torch.device) -> None:
+        super().__init__(seed, 0, grains)
+        self._seed, self._device = seed, device
+        self._of_calls: list[list[torch.Generator]] = []
+        self._next, self._closed = 0, False
+        self.drawing: torch.Generator | None = None  # in whose place the device's global generator stands just now
+
+    @property
+    def all_generators(self) -> list[torch.Generator]:
+        """The generators, of each operation in turn one for each grain."""
+        return [generator for own in self._of_calls for generator in own]
+
+    def seed(self, step: int) -> None:
+        """Seeds the generators for a step, and the global ones as a GrainScope leaves them after its forward."""
+        self._key = random_key(self._seed, "model", step)
+        with _unseen():
+            seed_torch(self._key)
+            bases = torch.randint(INT63, (len(self._of_calls),)).tolist()
+        for base, own in zip(bases, self._of_calls, strict=True):
+            for generator, index in zip(own, self._indices, strict=True):
+                generator.manual_seed(random_key(base, index))
+
+    def close(self) -> None:
+        """Says that all the operations are known."""
+        self._closed = True
+
+    def __enter__(self) -> CapturedScope:
+        self._next = 0
+        TorchFunctionMode.__enter__(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        TorchFunctionMode.__exit__(self, *error)
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """As of a GrainScope. Raises: NotCapturableError for a draw on the host, or one more than before."""
+        if device.type != self._device.type:
+            raise NotCapturableError("it draws random numbers on the host")
+        number, self._next = self._next, self._next + 1
+        if number < len(self._of_calls):
+            return self._of_calls[number]
+        if self._closed:
+            raise NotCapturableError("it does not draw as often in each forward")
+        with _unseen():
+            base = int(torch.randint(INT63, ()))
+        own = [torch.Generator(self._device).manual_seed(random_key(base, index)) for index in self._indices]
+        self._of_calls.append(own)
+        return own
+
+    def under(self, generator: torch.Generator, call: Callable[[], Any]) -> Any:
+        self.drawing = generator
+        try:
+            if generator.device.type == "cpu":
+                return super().under(generator, call)
+            # States by value are copies, which a capture forbids: here the global generator refers to the other's.
+            device = torch.cuda.default_generators[generator.device.index or 0]
+            before = device.graphsafe_get_state()
+            device.graphsafe_set_state(generator)
+            try:
+                return call()
+            finally:
+                device.graphsafe_set_state(before)
+        finally:
+            self.drawing = None
+
+    def words(self, rows: int, elements: int) -> torch.Tensor:
+        """Raises: NotCapturableError: what is drawn by position is drawn on the host."""
+        raise NotCapturableError("it draws random numbers on the host")
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """A context in which no mode looks at operations."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

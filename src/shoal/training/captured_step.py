@@ -1,0 +1,356 @@
+"""Captured steps: forward, backward, sums and update of a step as one CUDA graph, which further steps replay.
+
+A step that is queued before the one before it is read (`steps_ahead`) asks nothing of the host, so that a graph of it
+does what the step does: what changes from step to step lies in tensors that are filled before a replay (the batch, the
+ids' digest, the learning rates, whether the step is masked, the seeds of the grains' generators). Warm-up, capture and
+a trial are masked steps, which change nothing. A step of another shape is queued as without a graph; where no step can
+be captured all are, and the run says why. Decision 0057.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shoal.data.loader import Microbatch
+from shoal.errors import JobError
+from shoal.job import Progress
+from shoal.numerics import device_reads
+from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
+from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.out_of_memory import is_out_of_memory
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
+from shoal.plans.grains import Grain
+from shoal.training.computation import MicrobatchPolicy, check_gradient
+from shoal.training.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
+from shoal.training.forward_backward import ForwardBackward
+from shoal.training.fused_step import maskable
+from shoal.training.step import FetchedStep, StepRunner, UnreadStep
+from shoal.training.step_records import TrainingParts
+
+# Eager runs before a capture, in which kernels are chosen and memory is laid out: as many as torch's notes advise.
+_WARM_UPS = 3
+# A replay runs the kernels of the warm-up on the same numbers: only sums whose order is left open may differ, by about
+# 1e-6. Another mask, or an input that is not filled, differs by far more, and to be wrong here only costs the graph.
+_TRIAL_TOLERANCE = 1e-4
+# No graph after so many steps in a row of other shapes, captures of tensors that were replaced, slow steps at first.
+_MOST_OTHERS, _MOST_CAPTURES, _MOST_SLOW = 32, 4, 8
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Constants of a captured step: a graph holds them as it was captured with them."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]  # shape, strides and dtype of a tensor; another leaf itself
+    grains: tuple[Grain, ...]
+    policy: MicrobatchPolicy
+    scale: LossScale
+    settings: tuple[Any, ...]  # the optimizer's, but for what the graph is given
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """Step whose operations are all queued: its learning rate, the next one's mask (bool []), its `packed` numbers."""
+
+    step: UnreadStep
+    rate: float
+    masks_next: Tensor
+    numbers: Tensor
+
+
+class StepGraph:
+    """Graph of the steps of one shape, with the tensors that it is filled through."""
+
+    def __init__(self, parts: TrainingParts, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> None:
+        self.shape, self._parts, self._microbatch = shape, parts, microbatch.without_batch()
+        device, groups = parts.mesh.device, len(parts.updater.optimizer.param_groups)
+        self._leaves = [_like(leaf) for leaf in leaves]
+        self._numbers = torch.zeros(NUM_SUMS + groups, dtype=torch.float64, device=device)
+        self._masked = torch.ones((), dtype=torch.bool, device=device)
+        self._draws = CapturedScope(parts.job.seed, shape.grains, device)
+        self._is_scoped = shape.policy.randomness == "scoped"
+        self._factor = shape.scale.factor(parts.job.global_batch)
+        self._recording: Recording | None = None
+        self._kept = [tensor.detach() for tensor in held(parts)]  # nothing else comes to lie at their addresses
+        self._addresses = addresses(self._kept)
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
+        """A replayed step's numbers in one vector, whether the next step is masked, and its sums."""
+        assert self._recording is not None
+        numbers, masks_next, sums, failures = self._recording.outputs
+        return numbers, masks_next, QueuedSums(sums, failures, None)
+
+    def fits(self) -> bool:
+        """Whether parameters, buffers and optimizer state still lie where they were captured."""
+        return addresses(held(self._parts)) == self._addresses
+
+    def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
+        """Makes a step the next one: its samples, seeds and learning rates, and whether it is masked."""
+        for own, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(leaf)
+        rates = [float(group["lr"]) for group in self._parts.updater.optimizer.param_groups]
+        numbers = [0.0, 0.0, microbatch.num_samples, *microbatch.words, *rates]
+        device_reads.send(torch.tensor(numbers, dtype=torch.float64), self._numbers)
+        if isinstance(masked, Tensor):
+            self._masked.copy_(masked)
+        else:
+            self._masked.fill_(masked)
+        if self._is_scoped:
+            self._draws.seed(microbatch.step)
+
+    def capture(self, recorder: Recorder, fill: Callable[[], None]) -> None:
+        """Captures a step that `fill` fills in, masked; a trial has to give what the warm-up gave.
+
+        Raises: NotCapturableError; what the model and the loss raise.
+        """
+        found: tuple[Tensor, ...] = ()
+        for number in range(_WARM_UPS):
+            fill()
+            before, first = all_generators(), number == 0
+            rules = contextlib.nullcontext() if first else CaptureRules(self._draws)
+            found = recorder.warm_up(self.body, rules)
+            if not (first and self._is_scoped) and all_generators() != before:
+                raise NotCapturableError("it draws random numbers outside of torch's functions")
+            self._draws.close()
+        if not self.fits():
+            raise NotCapturableError("its forward puts other tensors in the place of buffers")
+        if any(found[-1].tolist()):
+            raise NotCapturableError("other parameters have gradients than in the last step")
+        fill()
+        self._recording = recorder.record(self.body, self._draws)
+        self._gradients = [(p, p.grad) for p in self._parts.parameters]
+        fill()
+        self._recording.replay()
+        if not _same(found[0], self.outputs[0]):
+            raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
+
+    def replay(self) -> None:
+        """Runs the step that was filled in."""
+        assert self._recording is not None
+        self._recording.replay()
+        if any(p.grad is not gradient for p, gradient in self._gradients[:1]):  # a step without the graph came before
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+
+    def body(self) -> tuple[Tensor, ...]:
+        """The step on the device: packed numbers, the next one's mask, sums and failures.
+
+        Operations on tensors alone: what Python does besides is done in the capture, and in no replay.
+        """
+        parts, updater = self._parts, self._parts.updater
+        parts.strategy.begin(self._microbatch.step, self._factor)
+        parts.buffers.begin()
+        with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
+            total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
+            check_gradient(total)
+            parts.computer.check_buffers(parts.buffers)
+            buffers = parts.buffers.weighted(self._microbatch.num_samples)
+            sums = self._sums(total.detach(), weight, buffers)
+            scaled = total * self._factor if self._factor != 1.0 else total
+            parts.strategy.backward(self._microbatch, scaled, sums, True)
+        parts.buffers.restore()
+        queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])
+        good, norm = updater.prepare(queued, (queued.failures == 0).all() & ~self._masked, self.shape.scale)
+        rates = self._numbers[NUM_SUMS:].float().unbind() if parts.job.schedule is not None else None
+        updater.stepper.capture_step(good, rates)
+        parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), good)
+        return queued.packed(good, norm), ~good, queued.sums, queued.failures
+
+    def _sums(self, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+        """As `microbatch_sums`, of the numbers that were filled in."""
+        sums = torch.cat([self._numbers[:NUM_SUMS], buffers])
+        sums[TOTAL].copy_(total)
+        if isinstance(weight, Tensor):
+            sums[WEIGHT].copy_(weight.detach())
+        else:
+            sums[WEIGHT].fill_(weight)
+        return sums
+
+
+class CapturedStep:
+    """Graph of a run's steps, where there can be one; without one it says why, once."""
+
+    def __init__(
+        self, parts: TrainingParts, runner: StepRunner, note: Callable[[str], None], recorder: Recorder
+    ) -> None:
+        self._parts, self._runner, self._note, self._recorder = parts, runner, note, recorder
+        self._graph: StepGraph | None = None
+        self._refused = False
+        self._num_others = self._num_captures = self._num_slow = 0
+
+    def read_at_once(self, *, is_slow: bool = False) -> None:
+        """Says of a step that it is read before the next one, with which no graph begins. The reason is told."""
+        parts, optimizer = self._parts, self._parts.updater.optimizer
+        if is_slow:
+            self._num_slow += 1
+            if self._num_slow >= _MOST_SLOW and not self._num_captures:
+                self._refuse("steps take so long that each is read before the next one")
+        elif parts.observer.looks:
+            self._refuse("each step is looked at")
+        elif parts.callbacks.always_at_once:
+            self._refuse("a callback wants each step before the next one begins")
+        elif not maskable(optimizer):
+            kernels = "no kernels of torch's that a number on the device masks"
+            self._refuse(f"{type(optimizer).__name__} has {kernels}, for these parameters and settings")
+        else:
+            self._refuse("steps of this job are read before the next one is queued")
+
+    def begin(self) -> None:
+        """Queued steps come next, after what may have replaced tensors."""
+        if self._graph is not None and not self._graph.fits():
+            self._graph = None
+
+    def queue(
+        self, fetched: FetchedStep, scale: LossScale, progress: Progress, masked: Tensor | None
+    ) -> LaunchedStep | None:
+        """Replays a step, and reads the next one's samples; None where it is to be queued without the graph.
+
+        `masked`: whether the step before has masked it, bool []. Raises: UserCodeError of the schedule.
+        """
+        data, first = fetched.data, fetched.first
+        if self._refused or fetched.error is not None or data is None or first is None:
+            return None
+        parts, microbatch = self._parts, first.microbatch
+        if data.num_microbatches != 1:
+            self._refuse(f"a step is {data.num_microbatches} microbatches")
+            return None
+        rate = parts.updater.stepper.set_rates(progress)
+        parts.clock.mark("host_to_device")
+        leaves, spec = tree_flatten(first.batch())
+        graph = self._graph_of(self._shape(spec, leaves, microbatch, scale), microbatch, leaves)
+        if graph is None:
+            return None
+        fetched.first = None  # its batch would be in memory until the step's end
+        graph.fill(microbatch, leaves, masked if masked is not None else False)
+        del leaves
+        parts.clock.mark("other")
+        parts.updater.num_begun += 1
+        graph.replay()
+        numbers, masks_next, sums = graph.outputs
+        following = self._runner.fetch(fetched.step + 1)
+        passes = ForwardBackward(parts, scale.factor(parts.job.global_batch))
+        step = UnreadStep(passes, [microbatch.without_batch()], following, None, None, sums=sums)
+        return LaunchedStep(step, rate, masks_next, numbers)
+
+    def _shape(self, spec: TreeSpec, leaves: Sequence[Any], microbatch: Microbatch, scale: LossScale) -> StepShape:
+        optimizer = self._parts.updater.optimizer
+        given = ("params", "initial_lr") if self._parts.job.schedule is None else ("params", "initial_lr", "lr")
+        settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in given]
+        policy = self._parts.computer.computation
+        return StepShape(spec, tuple(map(_described, leaves)), microbatch.grains, policy, scale, tuple(settings))
+
+    def _graph_of(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
+        """The graph of steps of a shape, which is captured now where there is none yet."""
+        if self._graph is not None and self._graph.shape == shape:
+            self._num_others = 0
+            return self._graph
+        if self._graph is None and microbatch.num_samples == self._parts.job.global_batch:
+            self._graph = self._captured(shape, microbatch, leaves)
+            return self._graph
+        self._num_others += 1
+        if self._num_others >= _MOST_OTHERS:
+            self._refuse(f"{_MOST_OTHERS} steps in a row were of other shapes or settings than the captured one")
+        return None
+
+    def _captured(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
+        self._num_captures += 1
+        try:
+            self._refuse_early(shape, leaves)
+            graph = StepGraph(self._parts, shape, microbatch, leaves)
+            with self._parts.clock.paused(), unchanged(self._parts):
+                graph.capture(self._recorder, lambda: graph.fill(microbatch, leaves, True))
+        except Exception as error:  # one of the model's own comes again in the step, and is reported there
+            if is_out_of_memory(error):
+                torch.cuda.empty_cache()
+            self._refuse(_reason(error))
+        else:
+            if self._num_captures == 1:
+                self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")
+            return graph
+        return None
+
+    def _refuse_early(self, shape: StepShape, leaves: Sequence[Any]) -> None:
+        if self._num_captures > _MOST_CAPTURES:
+            raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)), None)
+        if odd is not None:
+            raise NotCapturableError(f"a batch has a {type(odd).__name__} in it")
+        if shape.policy.by_position and self._parts.mesh.device.type == "cpu":
+            raise NotCapturableError("it draws random numbers on the host")
+        if self._parts.clock.is_listened_to:
+            raise NotCapturableError("its steps are traced")
+
+    def _refuse(self, reason: str) -> None:
+        if not self._refused:
+            self._note(f"execution.cuda_graph: no graph, and steps are queued one operation after the other: {reason}")
+        self._refused, self._graph = True, None
+
+
+@contextlib.contextmanager
+def unchanged(parts: TrainingParts) -> Iterator[None]:
+    """A context after whose failure parameters, buffers and optimizer state are those from before."""
+    tensors = held(parts)
+    kept = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(JobError):  # of a buffer in another shape, which the step itself will tell of
+            parts.buffers.restore()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """Why a step could not be captured, in a line, from what was raised in the midst of it."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, NotCapturableError):
+        link = link.__cause__ or link.__context__
+    if link is not None:
+        return str(link)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def held(parts: TrainingParts) -> list[Tensor]:
+    """Tensors that a step changes from the outside: parameters, buffers and the optimizer's state."""
+    states = parts.updater.optimizer.state.values()
+    state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
+    return [*parts.model.parameters(), *parts.model.buffers(), *state]
+
+
+def _like(leaf: Any) -> Any:
+    """An empty tensor that lies as a batch's does; another leaf itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _same(expected: Tensor, found: Tensor) -> bool:
+    """Whether two packed vectors of numbers are the same but for the order of sums."""
+    pairs = zip(expected.tolist(), found.tolist(), strict=True)
+    return all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs)
+
+
+def captured_step(parts: TrainingParts, runner: StepRunner, note: Callable[[str], None]) -> CapturedStep | None:
+    """The captured step of a plan that asks for one."""
+    if not parts.plan.execution.cuda_graph:
+        return None
+    device = parts.mesh.device
+    return CapturedStep(parts, runner, note, RECORDERS[device.type](device))
