@@ -8,8 +8,8 @@ collective too, so that nothing of it is hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,15 +18,14 @@ from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
+from shoal.planner.predict.shard_time import ShardExchanges, price
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import LARGE_PARAMETER, Program
 from shoal.planner.profile.values import Profile, Unit, Weight
 from shoal.plans.accounting.all_reduce import compressed_buckets
 from shoal.plans.accounting.collectives import (
     REPLICAS,
-    Array,
     Gradients,
-    Sharding,
     SizedCollective,
     agreement,
     bucket_sums,
@@ -58,22 +57,6 @@ class Sums(NamedTuple):
     at_once: float
 
 
-class UnitExchanges(NamedTuple):
-    """Seconds in which each unit of a rank is gathered, before a forward and before a backward, and scattered after."""
-
-    gathers: list[float]
-    again: list[float]
-    scatters: list[float]
-
-
-class _UnitSeconds(NamedTuple):
-    """Seconds in which a unit is gathered and scattered over the shard axis, and bytes of its part of the sum."""
-
-    gather: float
-    scatter: float
-    part: int
-
-
 @dataclass(frozen=True)
 class Exchanged:
     """Seconds of a model's gradient sums, parameter gathers and updates."""
@@ -92,9 +75,12 @@ class Exchanged:
         return found
 
     def _price(self, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
-        """Seconds of collectives one after the other."""
-        axis, asked = self.network.axis, self.network.asked
-        return sum(one.count * asked(algorithm, one.kind, one.num_bytes, axis(layout, one.group)) for one in sent)
+        return price(self.network, layout, sent, algorithm)
+
+    @cached_property
+    def shard(self) -> ShardExchanges:
+        """Exchanges of fully_shard."""
+        return ShardExchanges(self.network, self.accounts)
 
     # -------------------------------------------------------------------------------------------------- the gradients
 
@@ -250,7 +236,7 @@ class Exchanged:
             return 0.0
         if self.program.gathers_apart:
             return self._apart(plan, ranks.busiest.held) * microbatches
-        exchanges = self.exchanges(plan, plan.layout, ranks.busiest.held)
+        exchanges = self.shard.exchanges(plan, plan.layout, ranks.busiest.held)
         forwards = [p.forward_seconds for p in ranks.of_units]
         backwards = [p.backward_seconds for p in ranks.of_units][::-1]
         nothing = [0.0] * len(forwards)
@@ -295,48 +281,6 @@ class Exchanged:
                 seconds += self.network.seconds("reduce_scatter", numel * reduced, group)
                 seconds += (times + 1) * group.size * self.program.slice_seconds
         return seconds
-
-    def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
-        """Exchanges of a rank with these units, of a plan on that layout.
-
-        What is outside of the blocks is gathered before all others, and its gradients are scattered last.
-        """
-        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
-        shard = self.network.axis(layout, "shard")
-        widths = plan.precision.parameters, plan.precision.reduce
-        of_shard = held, widths, layout.tensor, shard, algorithm
-
-        def on_shard() -> tuple[list[_UnitSeconds], set[int]]:
-            sharding = self.accounts.sharding(plan, layout, held)
-            price = {}
-            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
-                key = "unit exchanges", id(unit), widths, shard, algorithm
-                price[id(unit)] = self._once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
-            return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
-
-        def compute() -> UnitExchanges:
-            if not held.units:
-                return UnitExchanges([], [], [])
-            units, parts = self._once(("shard exchanges", *of_shard), on_shard)
-            summed = {part: self.network.asked(algorithm, "all_reduce", part, data) for part in parts}
-            *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
-            left = iter(blocks)
-            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
-            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
-            return UnitExchanges(
-                [first + gathers[0], *gathers[1:]],
-                [*gathers[:-1], gathers[-1] + first],
-                [last + scatters[0], *scatters[1:]],
-            )
-
-        return self._once(("exchanges", *of_shard, data), compute)
-
-    def _of_unit(
-        self, layout: LayoutSection, sharding: Sharding, unit: tuple[Array, ...], algorithm: str
-    ) -> _UnitSeconds:
-        one = replace(sharding, units=(unit,), kept=frozenset())
-        gather, scatter = (self._price(layout, [sent], algorithm) for sent in (one.gather(0), one.scatter(0)))
-        return _UnitSeconds(gather, scatter, one.replica_sum(0).num_bytes)
 
     # ----------------------------------------------------------------------------------------------------- the update
 

@@ -159,17 +159,56 @@ def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memo
     return even
 
 
+class BlockStates(NamedTuple):
+    """Bytes of a rank beside activations, for each of its equal blocks and once; a byte of these takes `kept`."""
+
+    number: int  # blocks of the model
+    block: float
+    once: float
+    kept: float
+
+    def with_activations(self, size: BlockSize) -> BlockBytes:
+        """Bytes with the activations of microbatches."""
+        return BlockBytes(self.block, self.kept * size.saved, self.once + self.kept * size.transient)
+
+    def is_crowded(self, size: BlockSize, pipeline: int, microbatches: int, memory: float) -> bool:
+        """Whether `least_peak` under 1f1b is more than `memory`: blocks that fit on all ranks are too few.
+
+        Ranks are added up from the emptiest, and those with all microbatches in flight at once.
+        """
+        each, once = self.kept * size.saved, self.once + self.kept * size.transient
+        if self.block + each <= 0:
+            return once > memory
+        left = (memory - once) * (1 + ROUNDED)
+        if left <= 0 or pipeline * int(left / (self.block + each)) < self.number:
+            return once > memory or self.number > 0
+        most = min(pipeline, microbatches)
+        room = (pipeline - most) * int(left / (self.block + most * each))
+        for in_flight in range(1, most + 1):
+            room += int(left / (self.block + in_flight * each))
+            if room >= self.number:
+                return False
+        return True
+
+
+class BlockSize(NamedTuple):
+    """Bytes of activations of a block: those that a microbatch leaves, and beside these in a backward."""
+
+    saved: float = 0.0
+    transient: float = 0.0
+
+
 class Blocks(NamedTuple):
-    """Blocks of a model that stages do not cut: how many, and of one microbatch on each the seconds and the bytes of
-    activations that it leaves for the backward. `longest`: seconds of the longest other unit; `last`: of the last one;
-    `through`: of all units, there and back, without the gradients of weights.
+    """Blocks of a model that stages do not cut: how many, and the seconds of one microbatch on each of them.
+
+    `longest`: seconds of the longest other unit; `last`: of the last one; `through`: of all units, there and back,
+    without the gradients of weights.
     """
 
     number: int = 0
     seconds: float = 0.0
     longest: float = 0.0
     last: float = 0.0
-    activations: float = 0.0
     through: float = 0.0
 
     def busiest(self, ranks: int) -> float:

@@ -6,7 +6,7 @@ from shoal.hardware.values import Cluster
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import ROUNDED, BlockBytes, Blocks, least_peak
+from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates, least_peak
 from shoal.planner.predict.memory import States
 from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE, Share
@@ -178,20 +178,50 @@ class Predictor:
 
         It tells apart only what is more than `memory` or not.
         """
-        if self.staging.blocks is None:
+        states = self.block_states(plan, per_element)
+        if not states.number:
             return 0.0
+        # Of an interleaved pipeline the cut decides how many microbatches a rank's blocks keep: none is counted here.
+        looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
+        in_flight = (0.0,) * plan.layout.pipeline if looped else self.staging.in_flight(plan)
+        return least_peak(states.with_activations(self.block_size(plan)), states.number, in_flight, memory)
+
+    def block_size(self, plan: Plan) -> BlockSize:
+        """Activations of a block: of a microbatch and its recomputation, and by what a sample is divided."""
+        if self.staging.blocks is None:
+            return BlockSize()
+        size = self.staging.size(self.staging.blocks[0], plan)
+        return BlockSize(size.saved, size.transient)
+
+    def block_states(self, plan: Plan, per_element: float) -> BlockStates:
+        """Bytes of the blocks beside activations, whatever the microbatch and its recomputation."""
+        if self.staging.blocks is None:
+            return BlockStates(0, 0.0, 0.0, 0.0)
         body, count = self.staging.blocks
         device, size = self.staging.device(plan), self.staging.size(body, plan)
         on_cpu = device.kind == "cpu"
         states = 1 + self.program.heap_share if on_cpu else 1.0
         kept = states if on_cpu else 1 + self._fragmented(plan)
         block, once = self.states.of_block(plan, size)
-        once = states * once + kept * size.transient + device.reserved_bytes
-        of = BlockBytes(states * (block + per_element * size.trainable), kept * size.saved, once)
-        # Of an interleaved pipeline the cut decides how many microbatches a rank's blocks keep: none is counted here.
-        looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
-        in_flight = (0.0,) * plan.layout.pipeline if looped else self.staging.in_flight(plan)
-        return least_peak(of, count, in_flight, memory)
+        block = states * (block + per_element * size.trainable)
+        return BlockStates(count, block, states * once + device.reserved_bytes, kept)
+
+    def least_bytes(self, plan: Plan, per_element: float) -> float:
+        """Peak with the least that the states of a rank take; `per_element`: bytes beside them.
+
+        As `in_all` has it, without the categories: it is asked of very many plans.
+        """
+        (_, microbatches), device = self.staging.share(plan), self.staging.device(plan)
+        on_cpu, reserved = device.kind == "cpu", device.beside(_divides(plan))[2]
+        of_heap, of_activations = (self.program.heap_share, 0.0) if on_cpu else (0.0, self._fragmented(plan))
+        worst = 0.0
+        for rank in self.staging.fullest(plan):
+            size = rank.size
+            states = self.states.least(plan, rank.held, size, microbatches) + size.trainable * per_element
+            activations = rank.in_flight * size.saved + size.transient
+            own = states + activations
+            worst = max(worst, own + (of_heap * own + of_activations * activations) + reserved)
+        return worst
 
     def blocks(self, plan: Plan) -> Blocks:
         """The blocks of the model, and one microbatch on each of them."""
@@ -206,7 +236,7 @@ class Predictor:
         spared = {b: costs.body(b, share, again, microbatches > 1).weight_seconds for b in self.staging.bodies}
         through = sum(number * (seconds[b] - spared[b]) for b, number in self.staging.bodies.items())
         through = max(0.0, through) * (1 - ROUNDED)
-        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved, through)
+        return Blocks(count, seconds[body], longest, last, through)
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""

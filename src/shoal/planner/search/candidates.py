@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.space import Degrees, ModelDegrees, simplicity
@@ -40,7 +39,7 @@ class Candidate:
         return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
 
 
-_Lacking = tuple[float, Callable[[], float]]  # a lower bound of what plans lack, and exactly what
+_Lacking = Callable[[float], float]  # the least that plans lack, where it is below this
 
 
 @dataclass
@@ -58,16 +57,16 @@ class Seen:
         """Notes a plan that does not fit."""
         self._missing[place] = min(missing, self._missing.get(place, missing))
 
-    def lacks_at_least(self, place: Degrees, bound: float, exactly: Callable[[], float]) -> None:
+    def lacks_later(self, place: Degrees, least: _Lacking) -> None:
         """Notes plans that do not fit; what they lack is asked when it matters."""
-        self._unsettled.setdefault(place, []).append((bound, exactly))
+        self._unsettled.setdefault(place, []).append(least)
 
     def missing_bytes(self, place: Degrees) -> float | None:
         """The least that a plan of a place lacks; None where none does."""
-        for bound, exactly in sorted(self._unsettled.pop(place, ()), key=itemgetter(0)):
-            if bound >= self._missing.get(place, float("inf")):
-                break
-            self.lacks(place, exactly())
+        for least in self._unsettled.pop(place, ()):
+            known = self._missing.get(place, float("inf"))
+            if (missing := least(known)) < known:
+                self._missing[place] = missing
         return self._missing.get(place)
 
     @property

@@ -9,8 +9,16 @@ from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.lower_bounds import Blocks, Floors, PipelineShape, even_shares, filled
-from shoal.planner.predict.pipeline_ranks import Filled, Ranks
+from shoal.planner.predict.lower_bounds import (
+    Blocks,
+    BlockSize,
+    BlockStates,
+    Floors,
+    PipelineShape,
+    even_shares,
+    filled,
+)
+from shoal.planner.predict.pipeline_ranks import Ranks
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
@@ -36,6 +44,7 @@ class LayoutClass(NamedTuple):
     cut: ModelDegrees
     replicas: tuple[int, ...]  # in order, the fewest first
     first: Degrees  # those with the fewest replicas
+    divided: Degrees  # those with the most
     fewest: int  # devices
     most: int  # devices
     beside: float  # seconds of any plan of all of these places that no other bound has
@@ -48,6 +57,7 @@ class Whole(NamedTuple):
     seconds: float
     bytes: float
     blocks: Blocks
+    size: BlockSize
 
     def seconds_on(self, pipeline: int) -> float:
         """Seconds of a microbatch that the busiest rank of a pipeline has at least."""
@@ -55,14 +65,14 @@ class Whole(NamedTuple):
 
     def activations_on(self, pipeline: int, microbatches: int) -> float:
         """Bytes of activations that the fullest rank of a pipeline has at least."""
-        return self.blocks.number * self.blocks.activations / even_shares(pipeline, microbatches)
+        return self.blocks.number * self.size.saved / even_shares(pipeline, microbatches)
 
 
 class Turn(NamedTuple):
     """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it.
 
     `every`: on all stages. `slowest`: the slowest forward and the slowest backward of a stage, one of each. `busiest`:
-    on the busiest rank.
+    on the busiest rank. `end`: on the last stage, and its gradients of weights.
     """
 
     down: float
@@ -72,6 +82,35 @@ class Turn(NamedTuple):
     every: float
     slowest: float
     busiest: float
+    end: float
+    end_weights: float
+
+    def filled(self, of: PipelineShape, message: float = 0.0) -> float:
+        """The last rank's microbatches and its waits before and after."""
+        ranks, microbatches = of.pipeline, of.microbatches
+        down = self.down + message * (ranks - 1)
+        up = self.up + message * (ranks - 1)
+        own = microbatches * (self.last + 2 * message * of.stages)
+        if of.schedule != "zero_bubble":
+            return max(down + own + up, self._passed(of, message))
+        # The gradients of weights may be put off, here and above: then nothing waits for them.
+        up -= self.weights
+        late = min(microbatches, ranks) * self.end_weights
+        return down + own + max(0.0, up - late)
+
+    def _passed(self, of: PipelineShape, message: float) -> float:
+        """One microbatch through all stages and back, and on one stage the others that come before or after it.
+
+        The last stage begins when a microbatch has passed all others, and its last gradient has to pass them again.
+        Under gpipe, where no backward begins before the last forward, the slowest stages count instead.
+        """
+        others = self.slowest if of.schedule == "gpipe" else self.end
+        times = of.pipeline * of.stages + of.microbatches - 1
+        return self.every + (of.microbatches - 1) * others + 2 * message * times
+
+    def least(self, of: PipelineShape) -> float:
+        """Seconds of a step that no plan of this shape goes below."""
+        return max(of.microbatches * self.busiest, self.filled(of))
 
 
 class Costs:
@@ -87,7 +126,6 @@ class Costs:
         self.memory_margin = predictor.cluster.memory_margin
         # The smallest factor: what a bound of the whole step is multiplied by.
         self._least = min([1.0, *self._correction.factors.values()])
-        self._seconds: dict[tuple[object, ...], float] = {}
         self._sharded: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
 
@@ -135,37 +173,22 @@ class Costs:
         the first microbatch to come down all stages before its first, and the step ends when its last gradient has gone
         up them again.
         """
-        key = *self._staging.key(plan), plan.pipeline.schedule
-        if key not in self._seconds:
-            _, microbatches = self._staging.share(plan)
-            turn = self._turn(self._staging.passes(plan), plan.layout.pipeline)
-            self._seconds[key] = max(microbatches * turn.busiest, self._filled(plan)) * self._least
-        return self._seconds[key]
+        return self.least_of(self.turn(plan), self._shape(plan))
 
-    def _filled(self, plan: Plan, message: float = 0.0) -> float:
-        """The last rank's microbatches and its waits before and after."""
-        _, microbatches = self._staging.share(plan)
-        passes, ranks, per = self._staging.passes(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
-        turn = self._turn(passes, ranks)
-        down = turn.down + message * (ranks - 1)
-        up = turn.up + message * (ranks - 1)
-        own = microbatches * (turn.last + 2 * message * per)
-        if plan.pipeline.schedule != "zero_bubble":
-            return max(down + own + up, self._passed(plan, passes, turn, message))
-        # The gradients of weights may be put off, here and above: then nothing waits for them.
-        up -= turn.weights
-        late = min(microbatches, ranks) * passes[-1].weight_seconds
-        return down + own + max(0.0, up - late)
+    def least_of(self, turn: Turn, shape: PipelineShape) -> float:
+        """Lower bound of the step of all plans of a shape whose microbatches take such a turn."""
+        return turn.least(shape) * self._least
 
-    def _passed(self, plan: Plan, passes: tuple[Passes, ...], turn: Turn, message: float) -> float:
-        """One microbatch through all stages and back, and on one stage the others that come before or after it.
+    def _shape(self, plan: Plan) -> PipelineShape:
+        pipeline, (_, microbatches) = plan.pipeline, self._staging.share(plan)
+        return PipelineShape(pipeline.schedule, plan.layout.pipeline, pipeline.stages_per_rank, microbatches)
 
-        The last stage begins when a microbatch has passed all others, and its last gradient has to pass them again.
-        Under gpipe, where no backward begins before the last forward, the slowest stages count instead.
-        """
-        _, microbatches = self._staging.share(plan)
-        others = turn.slowest if plan.pipeline.schedule == "gpipe" else passes[-1].seconds
-        return turn.every + (microbatches - 1) * others + 2 * message * (len(passes) + microbatches - 1)
+    def _filled(self, plan: Plan, message: float) -> float:
+        return self.turn(plan).filled(self._shape(plan), message)
+
+    def turn(self, plan: Plan) -> Turn:
+        """Seconds of one microbatch of a plan, the same for all schedules, and all replicas if it is no lone one."""
+        return self._turn(self._staging.passes(plan), plan.layout.pipeline)
 
     def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
         """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
@@ -180,6 +203,8 @@ class Costs:
                 sum(whole),
                 max(one.forward_seconds for one in passes) + max(one.backward_seconds for one in passes),
                 max(sum(whole[rank::ranks]) for rank in range(ranks)),
+                passes[-1].seconds,
+                passes[-1].weight_seconds,
             )
         return self._turns[key]
 
@@ -213,8 +238,8 @@ class Costs:
         key = held, replicas, layout.context, layout.tensor, plan.precision.parameters, plan.precision.reduce
         if key not in self._sharded:
             degrees = ({"shard": shard, "data": replicas // shard} for shard in divisors(replicas)[1:])
-            every = [self._exchanged.exchanges(plan, layout.model_copy(update=one), held) for one in degrees]
-            self._sharded[key] = [(sum(one.gathers), sum(one.scatters)) for one in every]
+            totals = self._exchanged.shard.totals
+            self._sharded[key] = [totals(plan, layout.model_copy(update=one), held) for one in degrees]
         for gathers, scatters in self._sharded[key]:
             least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
         return least
@@ -231,15 +256,7 @@ class Costs:
         It is the same for all degrees of a data axis where there are several replicas, by whatever all_reduce they sum:
         of others' buckets in shared memory there are as many as ranks. Of one copy for all ranks each has less.
         """
-        _, microbatches = self._staging.share(plan)
-        beside = self._beside_states(plan)
-
-        def of(rank: Filled) -> float:
-            states = self._predictor.states.least(plan, rank.held, rank.size, microbatches)
-            states += rank.size.trainable * beside
-            return sum(self._predictor.in_all(plan, rank, {"parameters": states}).values())
-
-        return max(map(of, self._staging.fullest(plan)))
+        return self._predictor.least_bytes(plan, self._beside_states(plan))
 
     def _beside_states(self, plan: Plan) -> float:
         """Bytes of buckets for each element."""
@@ -252,6 +269,18 @@ class Costs:
         of = self._least
         longest, last, through = found.longest * of, found.last * of, found.through * of
         return found._replace(seconds=found.seconds * of, longest=longest, last=last, through=through)
+
+    def block_states(self, plan: Plan) -> BlockStates:
+        """Bytes of the blocks beside activations, of all plans of these degrees and this level."""
+        return self._predictor.block_states(plan, self._beside_states(plan))
+
+    def block_size(self, plan: Plan) -> BlockSize:
+        """Activations of a block, of all plans of a family however long their pipeline is."""
+        return self._predictor.block_size(plan)
+
+    def is_crowded(self, states: BlockStates, size: BlockSize, pipeline: int, microbatches: int) -> bool:
+        """Whether `uncut_bytes` is more than the memory, where ranks have these states and activations."""
+        return states.is_crowded(size, pipeline, microbatches, self.memory_bytes)
 
     def uncut_bytes(self, plan: Plan) -> float:
         """A lower bound of `least_bytes` that needs no division into stages."""

@@ -45,6 +45,15 @@ def test_gathers_and_scatters_on_cores_are_not_hidden_either() -> None:
     assert found["parameters"] == pytest.approx(3 * WEIGHTS / 2 / 1e10, rel=0.01)
 
 
+def test_totals_are_the_sums_of_all_units() -> None:
+    plan = Plan().with_sections(layout={"data": 2, "shard": 4}, shard={"level": "parameters"})
+    predictor = Predictor(work(), cluster(8), QUIET)
+    held, shard = predictor.staging.ranks(plan).busiest.held, predictor.exchanged.shard
+    units = shard.exchanges(plan, plan.layout, held)
+    assert sum(units.scatters) > sum(units.gathers) > 0
+    assert shard.totals(plan, plan.layout, held) == pytest.approx((sum(units.gathers), sum(units.scatters)))
+
+
 def test_what_is_gathered_and_scattered_is_copied_on_cores() -> None:
     slow = replace(CORE, memory_bytes_per_second=1e9)
     for level, gathers in (("parameters", 2), ("gradients", 1)):

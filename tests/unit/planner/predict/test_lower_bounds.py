@@ -13,7 +13,7 @@ from tests.unit.planner.models import gpus, transformer
 
 from shoal.hardware.values import Cluster, Curve, Device
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.lower_bounds import Floors, PipelineShape, filled, ideal
+from shoal.planner.predict.lower_bounds import BlockSize, BlockStates, Floors, PipelineShape, filled, ideal, least_peak
 from shoal.planner.predict.roofline import DeviceModel, Share
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Amount, OperationKind, Phase
@@ -98,6 +98,26 @@ def test_a_gpus_ideal_is_what_a_large_product_takes() -> None:
     product = replace(made.matmul("x", 8192, 4096, 4096), dtype="bfloat16")
     taken = computer.operation(product, Share(64.0)).device
     assert 64.0 * ideal(computer, product) == pytest.approx(taken, rel=0.03)
+
+
+# ---------------------------------------------------------------------------------------------------------- its memory
+
+
+@given(
+    number=st.integers(1, 40),
+    block=st.floats(0, 30),
+    once=st.floats(0, 60),
+    saved=st.floats(0, 10),
+    pipeline=st.integers(1, 12),
+    microbatches=st.integers(1, 20),
+)
+def test_blocks_are_crowded_where_their_peak_is_above_the_memory(
+    number: int, block: float, once: float, saved: float, pipeline: int, microbatches: int
+) -> None:
+    states, size = BlockStates(number, block, once, 1.25), BlockSize(saved, 3.0)
+    in_flight = [min(pipeline - rank, microbatches) for rank in range(pipeline)]
+    peak = least_peak(states.with_activations(size), number, in_flight, 100.0)
+    assert states.is_crowded(size, pipeline, microbatches, 100.0) == (peak > 100.0)
 
 
 # -------------------------------------------------------------------------------------------------- a pipeline's bound

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import ceil
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 from tests.unit.planner import made
@@ -65,12 +66,20 @@ class Invented(Costs):
     def share(self, plan: Plan) -> int:
         return -(-self.num_grains // (plan.layout.data * plan.layout.shard))
 
+    def turn(self, plan: Plan) -> Any:
+        return plan
+
+    def least_of(self, turn: Any, shape: PipelineShape) -> float:
+        at, size = turn.layout, turn.batch.grains_per_microbatch
+        again = {"none": 1.0, "selective": 1.1, "full": 1.4}[turn.memory.recompute]
+        one = size * again * (1 + noise(self.seed, at.tensor, at.context, turn.tensor.sequence)) + 0.3
+        fill = 1.0 + noise(self.seed, shape.schedule, shape.stages) if at.pipeline > 1 else 1.0
+        return shape.microbatches * one * fill / (at.tensor * at.context * at.pipeline)
+
     def least_seconds(self, plan: Plan) -> float:
-        at, size = plan.layout, plan.batch.grains_per_microbatch
-        again = {"none": 1.0, "selective": 1.1, "full": 1.4}[plan.memory.recompute]
-        one = size * again * (1 + noise(self.seed, at.tensor, at.context, plan.tensor.sequence)) + 0.3
-        fill = 1.0 + noise(self.seed, plan.pipeline.schedule, plan.pipeline.stages_per_rank) if at.pipeline > 1 else 1.0
-        return self.microbatches(plan) * one * fill / (at.tensor * at.context * at.pipeline)
+        pipeline = plan.pipeline
+        shape = plan.layout.pipeline, pipeline.stages_per_rank, self.microbatches(plan)
+        return self.least_of(plan, PipelineShape(pipeline.schedule, *shape))
 
     def nearly(self, plan: Plan) -> float:
         alone = 40.0 if self.seed % 2 else 0.0  # what no division makes faster
@@ -91,6 +100,18 @@ class Invented(Costs):
 
     def uncut_bytes(self, plan: Plan) -> float:
         return self.least_bytes(plan) * (0.8 + 0.2 * noise(self.seed, plan.layout, plan.memory))
+
+    def block_states(self, plan: Plan) -> Any:
+        return plan
+
+    def block_size(self, plan: Plan) -> Any:
+        return SimpleNamespace(saved=0.0, plan=plan)
+
+    def is_crowded(self, states: Any, size: Any, pipeline: int, microbatches: int) -> bool:
+        of = size.plan
+        assert microbatches == -(-self.share(states) // of.batch.grains_per_microbatch)
+        plan = states.model_copy(update={"batch": of.batch, "memory": of.memory, "tensor": of.tensor})
+        return self.uncut_bytes(plan) > MEMORY
 
     def least_at(self, plan: Plan) -> float:
         replicas = plan.layout.data * plan.layout.shard
@@ -249,7 +270,8 @@ def test_the_answer_does_not_depend_on_the_order_of_candidates(
             own = {one.name: getattr(space, one.name) for one in dataclass_fields(space) if one.init}
             given = Shuffled(**{**own, "counts": tuple(random.sample(space.counts, len(space.counts)))})
             numbers = random.sample(range(10**6), 10**5)
-            monkeypatch.setattr("shoal.planner.search.search.count", lambda numbers=numbers: iter(numbers))
+            for module in ("order", "schedules"):
+                monkeypatch.setattr(f"shoal.planner.search.{module}.count", lambda numbers=numbers: iter(numbers))
         search = Search(given, lambda devices, costs=costs: costs, 1)
         try:
             found = choose(search, aim, 100)
@@ -384,7 +406,8 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
             least, whole = bounds[group]
-            filled = search.filled(search.classes([place])[0], way, whole)
+            assert search.is_crowded(place, whole) == (uncut > 0)
+            filled = {w: bound for bound, w in search.bounded(search.classes([place])[0], whole)}[way]
             assert search.floor(place) <= least * almost
             assert least + beside <= predicted.step_seconds * almost
             assert filled + beside <= predicted.step_seconds * almost

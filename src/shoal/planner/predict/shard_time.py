@@ -1,0 +1,120 @@
+"""Seconds in which fully_shard gathers a rank's parameters and scatters its gradients, unit by unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from shoal.planner.predict.accounts import Accounts
+from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.stage_split import Held
+from shoal.plans.accounting.collectives import Array, Sharding, SizedCollective
+from shoal.plans.plan import LayoutSection, Plan
+
+_Known = TypeVar("_Known")
+
+
+def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str) -> float:
+    """Seconds of collectives one after the other."""
+    axis, asked = network.axis, network.asked
+    return sum(one.count * asked(algorithm, one.kind, one.num_bytes, axis(layout, one.group)) for one in sent)
+
+
+class UnitExchanges(NamedTuple):
+    """Seconds in which each unit of a rank is gathered, before a forward and before a backward, and scattered after."""
+
+    gathers: list[float]
+    again: list[float]
+    scatters: list[float]
+
+
+class _UnitSeconds(NamedTuple):
+    """Seconds in which a unit is gathered and scattered over the shard axis, and bytes of its part of the sum."""
+
+    gather: float
+    scatter: float
+    part: int
+
+
+@dataclass(frozen=True)
+class ShardExchanges:
+    """Exchanges of plans that divide parameters; those of equal units are priced once."""
+
+    network: Network
+    accounts: Accounts
+    _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
+
+    def _once(self, key: tuple[object, ...], compute: Callable[[], _Known]) -> _Known:
+        if key not in self._known:
+            self._known[key] = compute()
+        found: _Known = self._known[key]
+        return found
+
+    def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
+        """Exchanges of a rank with these units, of a plan on that layout.
+
+        What is outside of the blocks is gathered before all others, and its gradients are scattered last.
+        """
+        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
+
+        def compute() -> UnitExchanges:
+            if not held.units:
+                return UnitExchanges([], [], [])
+            units, parts = self._on_shard(plan, layout, held)
+            summed = {part: self.network.asked(algorithm, "all_reduce", part, data) for part in parts}
+            *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            return UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
+            )
+
+        return self._once(("exchanges", *self._shard_key(plan, layout, held), data), compute)
+
+    def totals(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[float, float]:
+        """Seconds of all gathers before a forward and of all scatters, one after the other: the sums of `exchanges`."""
+        if not held.units:
+            return 0.0, 0.0
+        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
+
+        def compute() -> tuple[float, float, list[tuple[int, int]]]:
+            units, _ = self._on_shard(plan, layout, held)
+            parts = Counter(one.part for one in units)
+            return sum(one.gather for one in units), sum(one.scatter for one in units), list(parts.items())
+
+        key = self._shard_key(plan, layout, held)
+        gathers, scatters, parts = self._once(("shard totals", *key), compute)
+        asked = self.network.asked
+        return gathers, scatters + sum(n * asked(algorithm, "all_reduce", part, data) for part, n in parts)
+
+    def _shard_key(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[object, ...]:
+        widths, shard = (plan.precision.parameters, plan.precision.reduce), self.network.axis(layout, "shard")
+        return held, widths, layout.tensor, shard, plan.collectives.all_reduce
+
+    def _on_shard(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[list[_UnitSeconds], set[int]]:
+        """The exchanges of each unit over the shard axis, and the bytes of the parts that are then summed."""
+        of_shard = self._shard_key(plan, layout, held)
+
+        def compute() -> tuple[list[_UnitSeconds], set[int]]:
+            sharding = self.accounts.sharding(plan, layout, held)
+            price = {}
+            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
+                key = "unit exchanges", id(unit), *of_shard[1:]
+                algorithm = plan.collectives.all_reduce
+                price[id(unit)] = self._once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
+            return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
+
+        return self._once(("shard exchanges", *of_shard), compute)
+
+    def _of_unit(
+        self, layout: LayoutSection, sharding: Sharding, unit: tuple[Array, ...], algorithm: str
+    ) -> _UnitSeconds:
+        one = replace(sharding, units=(unit,), kept=frozenset())
+        gather, scatter = (price(self.network, layout, [sent], algorithm) for sent in (one.gather(0), one.scatter(0)))
+        return _UnitSeconds(gather, scatter, one.replica_sum(0).num_bytes)

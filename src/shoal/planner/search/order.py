@@ -1,0 +1,188 @@
+"""One pass through a plan space in the order of one aim.
+
+The queue holds nodes: layouts that share their bounds, a schedule of theirs, one place, one plan, each with a lower
+bound of its key, and the least is expanded. A predicted plan that is taken is the next best: nothing in the queue can
+be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
+Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.planner.search.aims import Aim, Key, Limit
+from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.costs import LayoutClass
+from shoal.planner.search.schedules import Schedules
+from shoal.planner.search.space import Degrees, MicrobatchSchedule, simplicity
+from shoal.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from shoal.planner.search.search import Search
+
+_NEVER = float("inf")
+
+
+class Node(NamedTuple):
+    """Node of the search tree: plans of some places and their expansion, or a predicted plan."""
+
+    where: LayoutClass | Degrees
+    branch: Callable[[], None] | Candidate
+
+    def is_within(self, places: Set[Degrees]) -> bool:
+        """Whether these places are all of its own."""
+        if isinstance(self.where, Degrees):
+            return self.where in places
+        return all(Degrees(number, self.where.cut) in places for number in self.where.replicas)
+
+
+class PlanOrder:
+    """One pass in the order of one aim."""
+
+    def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
+        self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+        self.ended: set[Degrees] = set()  # of which nothing more is wanted
+        self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
+        self._numbers = count()
+        self._reached: Key = ()  # the largest of those that came out
+
+    def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
+        for one in layouts:
+            self._wait_class(one, self._search.floor(one.first), partial(self._floored, one))
+        watch = self._search.watch
+        while self._queue:
+            if watch is not None:
+                watch()
+            key, *_, node = heapq.heappop(self._queue)
+            self._reached = max(self._reached, key)
+            if self.ended and node.is_within(self.ended):
+                continue
+            if isinstance(node.branch, Candidate):
+                yield node.branch
+            else:
+                node.branch()
+
+    def _wait(self, place: Degrees, seconds: float, node: Node) -> None:
+        if self._limit.allows(place.devices, seconds):
+            self._push(self._aim.key(place.devices, seconds), node)
+
+    def _key(self, layouts: LayoutClass, seconds: float) -> Key:
+        """The least key of what takes a class so many seconds, without what it has beside."""
+        devices = layouts.most if self._aim.prefers_more else layouts.fewest
+        return self._aim.key(devices, seconds + layouts.beside)
+
+    def _is_next(self, layouts: LayoutClass, seconds: float) -> bool:
+        return not self._queue or self._key(layouts, seconds) <= self._queue[0][0]
+
+    def _is_passed(self, layouts: LayoutClass, seconds: float) -> bool:
+        """Whether what takes so many seconds would have come out of the queue by now."""
+        allowed = self._limit.allows(layouts.fewest, seconds + layouts.beside)
+        return allowed and self._key(layouts, seconds) <= self._reached
+
+    def _wait_class(self, layouts: LayoutClass, seconds: float, branch: Callable[[], None]) -> None:
+        if self._limit.allows(layouts.fewest, seconds + layouts.beside):  # more devices only take more device-seconds
+            self._push(self._key(layouts, seconds), Node(layouts, branch))
+
+    def _push(self, key: Key, node: Node) -> None:
+        # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
+        rank = simplicity(node.branch.plan) if isinstance(node.branch, Candidate) else ()
+        heapq.heappush(self._queue, (key, rank, next(self._numbers), node))
+
+    def _floored(self, layouts: LayoutClass) -> None:
+        schedules = self._search.schedules(layouts)
+        self._seen.lacks_later(layouts.divided, partial(self._least_lacking, layouts, schedules))
+        self._next_schedule(layouts, schedules, 0)
+
+    def _next_schedule(self, layouts: LayoutClass, schedules: Schedules, number: int) -> None:
+        """Looks for the next schedule as long as nothing else in the queue has a smaller key."""
+        seconds, way = schedules.at(number)
+        while way is None and seconds < _NEVER and self._is_next(layouts, seconds):
+            schedules.look()
+            seconds, way = schedules.at(number)
+        if seconds < _NEVER:
+            self._wait_class(layouts, seconds, partial(self._schedule, layouts, schedules, number))
+
+    def _schedule(self, layouts: LayoutClass, schedules: Schedules, number: int) -> None:
+        _, way = schedules.at(number)
+        self._next_schedule(layouts, schedules, number if way is None else number + 1)
+        if way is not None:
+            self._fitting(layouts, way)
+
+    def _least_lacking(self, layouts: LayoutClass, schedules: Schedules, below: float) -> float:
+        """Bytes that families lack whose blocks do not fit and whose seconds are within what was looked at.
+
+        Infinite where none of them lacks less than `below`.
+        """
+        search, place, least = self._search, layouts.divided, _NEVER
+        for seconds, whole in schedules.crowded:
+            if not self._is_passed(layouts, seconds):
+                break
+            if search.missing_uncut(place, whole.group) >= min(least, below):
+                continue
+            for bound, way in search.bounded(layouts, whole):
+                if self._is_passed(layouts, max(seconds, bound, search.least_seconds(place, way))):
+                    least = min(least, search.missing_bytes(place, way))
+        return least
+
+    def _fitting(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
+        """Goes on where the place whose replicas divide most may fit."""
+        missing = self._search.missing_bytes(layouts.divided, way)
+        if missing > 0:
+            self._seen.lacks(layouts.divided, missing)
+            return
+        self._next_place(layouts, way, self._replicas(layouts))
+
+    def _replicas(self, layouts: LayoutClass) -> Iterator[int]:
+        """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
+        return iter(layouts.replicas[::-1] if self._aim.prefers_more else layouts.replicas)
+
+    def _next_place(self, layouts: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
+        """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
+        search = self._search
+        seconds = search.least_seconds(layouts.first, way)
+        for replicas in others:
+            place = Degrees(replicas, layouts.cut)
+            least = seconds + search.beside(place)
+            if self._limit.allows(place.devices, least):
+                node = Node(layouts, partial(self._place, layouts, way, place, others))
+                self._push(self._aim.key(place.devices, least), node)
+                return
+
+    def _place(self, layouts: LayoutClass, way: MicrobatchSchedule, place: Degrees, others: Iterator[int]) -> None:
+        search = self._search
+        self._next_place(layouts, way, others)
+        self._wait(place, search.least_at(place, way), Node(place, partial(self._way, place, way)))
+
+    def _way(self, place: Degrees, way: MicrobatchSchedule) -> None:
+        search, seen = self._search, self._seen
+        missing = search.missing_bytes(place, way)
+        if missing > 0:
+            seen.lacks(place, missing)
+            return
+        for plan, missing, seconds in search.plans(place, way):
+            seen.num_bounded += 1
+            if missing > 0:
+                seen.lacks(place, missing)
+            else:
+                self._wait(place, seconds, Node(place, partial(self._plan, place, plan)))
+
+    def _plan(self, place: Degrees, plan: Plan) -> None:
+        seen = self._seen
+        refusal = self._search.space.refusal(plan)
+        if refusal is not None:
+            seen.refused[place] = min(refusal, seen.refused.get(place, refusal))
+            return
+        prediction = self._search.predict(plan)
+        seen.num_predicted += 1
+        if not prediction.fits:
+            seen.lacks(place, prediction.missing_bytes)
+            return
+        candidate = Candidate(plan, prediction)
+        best = seen.predicted.get(place)
+        if best is None or candidate.rank < best.rank:
+            seen.predicted[place] = candidate
+        self._wait(place, candidate.seconds, Node(place, candidate))
