@@ -64,6 +64,21 @@ def test_where_the_others_wait_in_the_same_forward(place: str, tmp_path: Path) -
     assert said in ended.stderr
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_cannot_read_a_later_microbatch_does_not_let_the_others_wait(rank: int, tmp_path: Path) -> None:
+    """All stages read all samples: one alone fails, of the second microbatch of the fourth step."""
+    plan = tmp_path / "plan.toml"
+    sections = ("[layout]\npipeline = 2", "[batch]\ngrains_per_microbatch = 1", '[pipeline]\nsplit = ["2"]')
+    plan.write_text("\n".join(("schema = 1", *sections, "")))
+    variables = {"TEST_RAISE": f"data:{3 * 16 + 2}", "TEST_RAISING_RANK": str(rank)}
+    wanted = Run(f"{JOB}:dropout", tmp_path / "run", None, arguments=("--plan", str(plan)), environment=variables)
+    ended = run(wanted).fails(2)
+    assert f"rank {rank}" in ended.stderr
+    assert "sample 50" in ended.stderr
+    assert "PeerError" not in ended.stderr
+    assert "step 3 could not be saved: the other ranks may wait" in ended.stderr
+
+
 @pytest.mark.slow
 def test_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
     out = tmp_path / "run"

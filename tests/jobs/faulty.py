@@ -18,6 +18,7 @@ import shoal
 
 NAN_SAMPLES = [int(i) for i in os.environ.get("TEST_NAN", "").split(",") if i]
 RAISE = os.environ.get("TEST_RAISE", "")  # PLACE:SAMPLE, the place one of data, forward, backward
+RAISING_RANK = os.environ.get("TEST_RAISING_RANK", "")  # alone; whoever has the sample where it is empty
 MAX_ROWS = int(os.environ.get("TEST_MAX_ROWS", "0"))
 POLICY: Any = os.environ.get("TEST_POLICY", "stop")
 
@@ -25,6 +26,8 @@ POLICY: Any = os.environ.get("TEST_POLICY", "stop")
 def should_raise(place: str, ids: Any) -> bool:
     """Whether these samples hold the one that is to raise there."""
     where, _, sample = RAISE.partition(":")
+    if RAISING_RANK not in ("", os.environ.get("RANK")):
+        return False
     return where == place and int(sample) in (ids.tolist() if isinstance(ids, Tensor) else ids)
 
 

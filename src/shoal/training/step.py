@@ -234,7 +234,8 @@ class StepRunner:
                 ) from redo
             proposal = redo.proposal
         except Exception as caught:
-            if self._ends_at_once(caught):  # the others wait in a collective of this microbatch: this rank ends at once
+            # The others wait in a collective of this microbatch, or for messages of a stage that has not read its own.
+            if self._ends_at_once(caught) or (fetched.error is None and parts.pipeline is not None and not seen):
                 raise as_shoal_error(caught) from caught
             proposal, error = self._judged(caught)
         else:
