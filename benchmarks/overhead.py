@@ -1,11 +1,10 @@
-"""Claim: on LeNet at batch 8 shoal's step takes 10 to 25 % more processor time than a bare loop's, 1 to 1.5 ms.
+"""Claim: at batch 8 shoal's step takes 0.4 to 0.5 ms more than the leanest bare loop's, of LeNet and a tiny MLP.
 
-Over the leanest bare loop 10 and 16 % beside other work and 25 % with none (medians of 11 blocks in three runs,
-quartiles -1 to 31 %), over the ordinary one 10, 16 and 23 % (quartiles -8 to 31 %). One thread on a virtual machine of
-2 cores, torch 2.13.0. The aim, 3 %, is missed. In a loop of their own the functions take a fraction of it: after a
-backward each meets cold caches, and a call of 2 us takes 10 to 30. Since ids, digests and records are made for several
-steps at once an MLP of 20 thousand parameters (`--job mlp20k`) takes 0.28 to 0.31 ms more processor time than the bare
-loop's 0.2 (four runs beside other work; 0.33 to 0.68 before); LeNet's blocks differ by more than that.
+LeNet 4.37 and 4.34 ms beside 3.84 and 3.88: 14 and 12 % more (medians of 7 blocks in two runs, quartiles 11 to 15 %).
+An MLP of 20 thousand parameters (`--job mlp20k`) 0.71 and 0.72 beside 0.33: 107 and 120 % more (quartiles 81 to 132 %).
+In the same call, before calls were taken out of a steady step: 17 and 189 %. One thread on a virtual machine of 2 cores
+of an Intel Xeon with no other program beside it, torch 2.13.0. The aim, 5 and 10 %, is missed: some 350 calls are left,
+and each costs a microsecond.
 
 Repeat with `python -m benchmarks.overhead`: LeNet at global batch 8 (and, with `--batch`, others) on one process of one
 thread. Blocks of steps of shoal's trainer, records and all, and of two bare loops on models of their own take turns in

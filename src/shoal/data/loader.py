@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,6 +143,7 @@ class DataIncident:
 class Loader(ABC):
     """Interface of data loaders: one rank's microbatches of each step. This one has no state beyond the step."""
 
+    may_draw = True  # whether reading may draw from this process's global generators
     looks_ahead: bool  # whether a step may be read before the one in hand is committed
 
     def __init__(self) -> None:
@@ -187,8 +188,7 @@ class Loader(ABC):
         """Ends worker processes."""
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     step: int
     grains: tuple[Grain, ...]
     ids: tuple[Ids, ...]
@@ -255,6 +255,7 @@ class MapLoader(Loader):
         `bad_samples`: how many that cannot be read are left out.
         """
         super().__init__()
+        self.may_draw = source.draws or workers > 0
         self._reading = dict(reading or {})
         self._quarantine = Quarantine(bad_samples) if bad_samples else None
         self._order, self._place = order, place
@@ -265,16 +266,17 @@ class MapLoader(Loader):
         self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
         self._next = 0
         self._known: dict[int, list[_Request]] = {}
+        self._read_ahead: dict[int, Any] = {}  # batches, of steps that this rank computes in one microbatch
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
-        self._known = {}
+        self._known, self._read_ahead = {}, {}
         self._per_microbatch, self._next = grains_per_microbatch, step
 
     def move(self, place: DataRank) -> None:
         """From now on reads what another data rank computes, and a step only once it is asked for."""
         self.close()
-        self._known = {}
+        self._known, self._read_ahead = {}, {}
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
@@ -298,6 +300,11 @@ class MapLoader(Loader):
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self._own_requests(step)
+        if step in self._read_ahead:
+            read = functools.partial(self._read, step)
+            (own,) = requests
+            ready = Microbatch(step, own.grains, own.ids, self._read_ahead.pop(step), read, own.words)
+            return StepData(step, self._order.epoch(step), 1, iter((ready,)))
         microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
@@ -312,7 +319,17 @@ class MapLoader(Loader):
                 number: [_Request(r.step, r.grains, r.ids, next(words)) for r in requests]
                 for number, requests in ahead.items()
             }
+            self._read_ahead = self._batches(ahead)
         return self._known.pop(step)
+
+    def _batches(self, ahead: Mapping[int, Sequence[_Request]]) -> dict[int, Any]:
+        """The batches of these steps, where one look-up in memory serves them all."""
+        source, every = self._fetcher.source, [own for own in ahead.values() if own]
+        if source.draws or self._processes is not None or len(every) < len(ahead):
+            return {}
+        if {len(own) for own in every} != {1} or len({sum(map(len, own[0].ids)) for own in every}) != 1:
+            return {}
+        return dict(zip(ahead, source.fetch_several([own[0].ids for own in every]), strict=False))
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)

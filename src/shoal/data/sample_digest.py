@@ -33,7 +33,7 @@ def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[fl
 
 def words_of_steps(parts: Sequence[tuple[int, Sequence[int], Sequence[Ids]]]) -> list[list[float]]:
     """`grain_words` of each part (step, grains, ids), none of which is empty: from one table where all are as long."""
-    sizes = {len(own) for _, _, ids in parts for own in ids}
+    sizes = set().union(*[map(len, ids) for _, _, ids in parts])
     if len(sizes) != 1:
         return [grain_words(*part) for part in parts]
     counts = [len(grains) for _, grains, _ in parts]

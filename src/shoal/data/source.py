@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ from shoal.runs.user_frames import place_of, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+# What rows of several batches take at most that are read at once, and what torch's allocator aligns memory to.
+_AHEAD_BYTES, _ALIGNED_BYTES = 1 << 20, 64
+_NUMPY_DTYPES = {torch.float32, torch.float64, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool}
 _REFERENCES = 3  # samples with which the others are compared, where not all can be collated
 SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
@@ -40,6 +44,13 @@ class MapSource(ABC):
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
         return Fetched(self.fetch(grains, keys))
+
+    def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
+        """As `fetch` of each, all as long, where one look-up serves them all and nobody can tell; else none.
+
+        Of a source that draws nothing. Raises: as `fetch`.
+        """
+        return []
 
     @abstractmethod
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
@@ -96,6 +107,22 @@ class TensorSource(MapSource):
         if isinstance(data, tuple):
             return [_rows(tensor, index) for tensor in data]
         return _rows(data, index)
+
+    def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
+        size, ids = sum(map(len, batches[0])), [own for grains in batches for own in grains]
+        tensors = _leaves(self.data)
+        row_bytes = [t.dtype.itemsize * math.prod(t.shape[1:]) for t in tensors]
+        # Kernels may round otherwise where memory begins elsewhere, and a resumed run takes other steps together.
+        aligned = all(size * each % _ALIGNED_BYTES == 0 for each in row_bytes)
+        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or not all(map(_is_shared, tensors)):
+            return []
+        data = self.data
+        whole = self.fetch(ids, ())
+        leaves = whole if isinstance(whole, list) else _leaves(whole)
+        found = [map(torch.from_numpy, rows.numpy().reshape(len(batches), size, *rows.shape[1:])) for rows in leaves]
+        if isinstance(data, Mapping):
+            return [dict(zip(data, own, strict=True)) for own in zip(*found, strict=True)]
+        return list(map(list, zip(*found, strict=True))) if isinstance(data, tuple) else list(found[0])
 
 
 class SampleSource(MapSource):
@@ -281,6 +308,13 @@ def _leaves(data: Any) -> list[Any]:
     if isinstance(data, Mapping):
         return list(data.values())
     return list(data) if isinstance(data, tuple) else [data]
+
+
+def _is_shared(data: Any) -> bool:
+    """Whether numpy has the rows too, so that those of each batch can be a tensor with a storage of its own."""
+    if isinstance(data, np.ndarray):
+        return True
+    return bool(type(data) is torch.Tensor and data.is_cpu and data.dtype in _NUMPY_DTYPES and not data.requires_grad)
 
 
 def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:

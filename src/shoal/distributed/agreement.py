@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,13 +15,14 @@ from torch import Tensor
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PeerError, ShoalError, from_json
-from shoal.runs.records import SPANS, Spread
+from shoal.runs.records import SPANS, OwnSpreads, Spread
 from shoal.runs.request import dumped, loaded
 
 T = TypeVar("T")
 _FLAGS = ("has_data", "error", "stop", "checkpoint", "asked")
 _of_spans = operator.itemgetter(*SPANS)  # in one call
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
+_SPREADS = (*_MEASURES, "busy_seconds")
 _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
 
 
@@ -52,13 +53,13 @@ class Agreement:
     stop: bool
     checkpoint: bool
     asked: int
-    spreads: dict[str, Spread]
+    spreads: Mapping[str, Spread]
     busy_seconds: npt.NDArray[np.float64]  # of each rank in the step before
 
     @property
     def slowest_rank(self) -> int:
         """The rank that computed longest in the step before."""
-        return self.spreads["busy_seconds"].rank_of_max
+        return self.spreads["busy_seconds"].rank_of_max if len(self.busy_seconds) > 1 else 0
 
 
 def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) -> tuple[float, ...]:
@@ -81,8 +82,7 @@ def agree(mesh: Mesh, report: Report) -> Agreement:
 def _own(report: Report) -> Agreement:
     """As `from_rows` of one row."""
     busy = report.measures[_STEP] - report.measures[_EXPOSED]
-    named = zip((*_MEASURES, "busy_seconds"), (*report.measures, busy), strict=True)
-    spreads = {name: Spread(value, value, 0) for name, value in named}
+    spreads = OwnSpreads(dict(zip(_SPREADS, (*report.measures, busy), strict=True)))
     flags = report.has_data, report.error, report.stop, report.checkpoint, report.asked
     return Agreement(*flags, spreads, np.array([busy]))
 
@@ -96,7 +96,7 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
     busy = measured[:, _STEP] - measured[:, _EXPOSED]
     measured = np.column_stack([measured, busy])
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
-    spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
+    spreads = {name: Spread(*column) for name, column in zip(_SPREADS, columns, strict=True)}
     return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads, busy)
 
 

@@ -42,10 +42,11 @@ _WINDOW = 64
 
 
 class Heartbeat:
-    """Writer of this process's heartbeat; without a file it does nothing."""
+    """Writer of this process's heartbeat; without a file it does nothing, and `writes` says so."""
 
     def __init__(self, path: Path | None) -> None:
         self._memory: mmap.mmap | None = None
+        self.writes = path is not None
         self._steps, self._phase, self._since = 0, 0, 0.0
         self._longest = [0.0] * len(PHASES)
         if path is None:
@@ -77,7 +78,7 @@ class Heartbeat:
             self._stacks.close()
             self._shown.close()
             self._memory.close()
-            self._memory = None
+            self._memory, self.writes = None, False
 
     def begin_step(self) -> None:
         """Counts a step."""

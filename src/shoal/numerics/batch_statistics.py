@@ -54,13 +54,15 @@ class StepBuffers:
     @property
     def num_values(self) -> int:
         """Numbers in all of them: a complex one is two."""
-        return sum(map(self._length, self.names))
+        return sum(map(self._length, self.names)) if self.names else 0
 
     def _length(self, name: str) -> int:
         return self._shapes[name].numel() * (1 + self._now(name).is_complex())
 
     def begin(self) -> None:
         """Keeps the step's values."""
+        if not self._homes:
+            return
         self._saved = {name: self._now(name).detach().clone() for name in self.names if not self._now(name).is_meta}
         self._still = {name: kept for name, kept in self._still.items() if name not in self._saved}
         for name in self._homes.keys() - self._saved.keys():
@@ -79,6 +81,8 @@ class StepBuffers:
 
     def changed(self) -> set[str]:
         """The buffers that a forward wrote or replaced since `begin`."""
+        if not self._homes:
+            return set()
         return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
 
     def weighted(self, num_samples: int) -> Tensor:

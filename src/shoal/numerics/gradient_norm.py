@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -22,6 +23,7 @@ _SMALL = 4096
 # Squares of numbers near the ends of float32's range are not in it. Elements below 1e-19 lose bits; 10^9 of them add
 # less than 1e-9 to the square of a norm above this one.
 _LEAST = 1e-10
+_device = operator.attrgetter("device")
 # Of a norm from float64 sums in different orders the same bits are left, but where one lies 1e-15 from a tie.
 _BITS, _WIDE_BITS = 24, 40
 
@@ -63,18 +65,22 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
     """The norm, float64 [], where the gradients are, as far as squares stay in range; None where there are none."""
     small: list[Tensor] = []
-    pieces: list[Tensor] = []  # flat, with the same norm as a gradient and few elements
-    for gradient in gradients:
-        dense = gradient if gradient.layout is torch.strided else _dense(gradient)
-        if dense.numel() <= _SMALL:
-            small.append(dense)
+    pieces: list[Tensor] = []  # with the same norm as a gradient and few elements
+    dense = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
+    for gradient, size in zip(dense, map(Tensor.numel, dense), strict=True):
+        if size <= _SMALL:
+            small += (gradient,)
         else:
-            pieces += _rows(dense)
-    if small:  # in one call what a view of each would take four times as long for
-        pieces.append(_real(torch._C._nn.flatten_dense_tensors(small)))
-    if len({piece.device for piece in pieces}) > 1:
+            pieces += _rows(gradient)
+    pieces += small
+    if len(set(map(_device, pieces))) > 1:
         pieces = [piece.cpu() for piece in pieces]
-    return torch.linalg.vector_norm(torch.cat(pieces).double()) if pieces else None
+    if not pieces:
+        return None
+    # In one call what a view of each would take four times as long for.
+    flat = torch._C._nn.flatten_dense_tensors(pieces)
+    norm: Tensor = torch.linalg.vector_norm((_real(flat) if flat.is_complex() else flat).double())
+    return norm
 
 
 def _rows(gradient: Tensor) -> list[Tensor]:

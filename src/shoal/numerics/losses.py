@@ -79,17 +79,16 @@ def _without_classes(logits: Tensor) -> torch.Size:
 def _refuse_logits(logits: Tensor, targets: Tensor) -> None:
     if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         raise _no_tensors("shoal.cross_entropy", logits, targets)
-    given = f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}"
     if targets.is_floating_point():
         raise LossError(
-            given=f"{given}, {targets.dtype}",
+            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}, {targets.dtype}",
             conflict="targets are class numbers (int64), which count as one each; probabilities do not",
             remedy='for probabilities [N, C] return (F.cross_entropy(logits, targets, reduction="sum"), len(targets)); '
             "for class numbers write targets.long()",
         )
     if (_without_classes(logits) if logits.ndim > 1 else logits.shape[:-1]) != targets.shape:
         raise LossError(
-            given=given,
+            given=f"shoal.cross_entropy of logits {_shape(logits)} and targets {_shape(targets)}",
             conflict="classes are dim 1: logits [N, C] have targets [N], logits [N, C, ...] have targets [N, ...]",
             remedy="for logits [batch, positions, C] write cross_entropy(logits.flatten(0, 1), targets.flatten())",
         )

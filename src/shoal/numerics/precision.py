@@ -17,6 +17,7 @@ from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 from shoal.plans.plan import PrecisionSection
 
+_TENSORS = {Tensor, nn.Parameter}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -84,7 +85,7 @@ class Precision:
         hand that on from layer to layer; weights stay as they are.
         """
         wide = self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last)
-        if wide and type(batch) in (list, tuple) and all(isinstance(value, Tensor) for value in batch):
+        if wide and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
             return type(batch)(batch)  # a loss may change it, and is given it again
         moved = tree_map(self._input, batch)
         return tree_map(_channels_last, moved) if self.channels_last else moved

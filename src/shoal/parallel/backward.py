@@ -47,9 +47,9 @@ def run_engine(
     return () if accumulate else tuple(found)
 
 
-def run_backward(total: Tensor) -> None:
-    """total.backward()."""
-    run_engine((total,), (torch.ones_like(total),))
+def run_backward(total: Tensor, factor: float = 1.0) -> None:
+    """Backward of a total times a factor, which the gradient begins with: no operation, and no node in the graph."""
+    run_engine((total,), (torch.full_like(total, factor),))
 
 
 @dataclass

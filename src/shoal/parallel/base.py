@@ -5,6 +5,7 @@ Also over those that share one model: gradients that are partial over an axis, a
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,18 +53,18 @@ class StepSums:
     compared: Comparison | None = None  # compressed with exact gradients, in a sampled step
     norm: float | None = None  # of the summed gradients, as `settled` takes it, where it was read with the sums
 
-    @property
+    @functools.cached_property
     def loss(self) -> float:
         """The mean loss over the global batch; NaN where nothing had a weight."""
         weight = self.weight
         return float(self.sums[TOTAL] / weight) if weight else float("nan")
 
-    @property
+    @functools.cached_property
     def weight(self) -> float:
         """The sum of the weights."""
         return float(self.sums[WEIGHT])
 
-    @property
+    @functools.cached_property
     def num_samples(self) -> int:
         """Samples computed."""
         return round(float(self.sums[SAMPLES]))
@@ -104,7 +105,8 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words]))
-    sums = device_reads.sent(sums, buffers.device)
+    if not (here and buffers.is_cpu):
+        sums = device_reads.sent(sums, buffers.device)
     if not here:
         sums[TOTAL] = total.detach()
         sums[WEIGHT] = weight
@@ -176,6 +178,8 @@ class Strategy(ABC):
     compression: Compression | None = None  # what compresses the gradients on their way
     # Whether ranks with different grains meet within each microbatch, and so have to compute as many of them.
     syncs_every_microbatch = False
+    # Whether `backward` takes the total itself, and begins its gradient with the factor that `begin` was given.
+    begins_with_factor = False
 
     def __init__(self, model: ShardedModel, mark: Mark, owners: DividedUpdate | None = None) -> None:
         """`mark` is told when the step waits for communication; `owners` divide the update, where there are any."""
@@ -199,7 +203,8 @@ class Strategy(ABC):
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch's gradient and sums; `last` says that this rank's others are all done.
 
-        `total` is a scalar times any factor that is the same for all; its graph is freed.
+        `total` is a scalar times any factor that is the same for all, or without it where the backward
+        `begins_with_factor`; its graph is freed.
         """
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
@@ -210,7 +215,7 @@ class Strategy(ABC):
         """
         self._mark("exposed_communication")
         found = self._sum(flags, num_sums, row)
-        if found.weight and found.flags == Flags():
+        if self._model.division.partial and found.weight and found.flags == Flags():
             self._had = [parameter.grad is not None for parameter in self._watched]
             self._added = add_partial(self._model)
         return found
@@ -323,12 +328,13 @@ class AccumulatingStrategy(Strategy):
     """Strategy that accumulates gradients in the backward, whether its own or a pipeline's."""
 
     _sums: Tensor | None = None
+    _root = 1.0  # what the gradient of a total begins with
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         self.add(sums)
         if last:
             self.arm()
-        run_backward(total)
+        run_backward(total, self._root)
 
     def add(self, sums: Tensor) -> None:
         """Adds a microbatch's sums, after its forward."""

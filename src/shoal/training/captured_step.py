@@ -158,7 +158,7 @@ class StepGraph:
             parts.computer.check_buffers(parts.buffers)
             buffers = parts.buffers.weighted(self._microbatch.num_samples)
             sums = self._sums(total.detach(), weight, buffers)
-            scaled = total * self._factor if self._factor != 1.0 else total
+            scaled = ForwardBackward(parts, self._factor).scaled(total)
             parts.strategy.backward(self._microbatch, scaled, sums, True)
         parts.buffers.restore()
         queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])

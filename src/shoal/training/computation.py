@@ -6,8 +6,8 @@ It only ever becomes more careful, and decides how a result is reached, never wh
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,12 +20,14 @@ from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.errors import JobError, LossError, ShoalError
 from shoal.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
+from shoal.numerics.draw_watch import DrawWatch
+from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import FEW_GRAINS, random_key
 from shoal.training.coupling import compare, meaning
+from shoal.training.probe_contexts import probing, widened
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
@@ -103,6 +105,25 @@ class RedoError(Exception):
         self.proposal = proposal
 
 
+class _DrawlessScope(contextlib.AbstractContextManager[None]):
+    """Context of a forward and a backward of a model that draws nothing. Raises: RedoError where it has drawn."""
+
+    def __init__(self, computation: MicrobatchPolicy, draws: DrawWatch) -> None:
+        self._computation, self._draws = computation, draws
+
+    def __enter__(self) -> None:
+        self._draws.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self._draws.forget()
+        elif self._draws.end():
+            self._draws.forget()
+            if self._draws.is_unclear:
+                raise RedoError(self._computation, "the model, or something before it, has begun to draw")
+            raise RedoError(replace(self._computation, randomness="scoped"), "the model has begun to draw")
+
+
 @dataclass(frozen=True)
 class LossPair:
     """Checked (total, weight) pair of a loss or metric, in a precision; equal for equal functions."""
@@ -114,8 +135,11 @@ class LossPair:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
         try:
-            with self.precision.autocast():
+            if self.precision.compute == self.precision.parameters:
                 pair = self.function(model, batch)
+            else:
+                with self.precision.autocast():
+                    pair = self.function(model, batch)
         except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -164,9 +188,23 @@ class LossComputer:
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
 
+    def scope(
+        self, microbatch: Microbatch, grains: GrainScope | None = None, draws: DrawWatch | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless.
+
+        `draws` watches over those of steps that follow each other.
+        """
+        if self._computes_plainly and self.computation.randomness == "none":
+            return _DrawlessScope(self.computation, draws or DrawWatch())
+        return self._scope(microbatch, grains)
+
+    @functools.cached_property
+    def _computes_plainly(self) -> bool:
+        return isinstance(self._precision.products(), contextlib.nullcontext)
+
     @contextlib.contextmanager
-    def scope(self, microbatch: Microbatch, grains: GrainScope | None = None) -> Iterator[None]:
-        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
+    def _scope(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
         with self._precision.products(), self._randomness(microbatch, grains):
             yield
 
@@ -186,10 +224,8 @@ class LossComputer:
             seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
             yield
         elif kind == "none":
-            before = all_generators()
-            yield
-            if before != all_generators():
-                raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
+            with _DrawlessScope(self.computation, DrawWatch()):
+                yield
         else:
             try:
                 with grains or self._grain_scope(microbatch) as scope:
@@ -211,7 +247,8 @@ class LossComputer:
 
     def check_buffers(self, buffers: StepBuffers) -> None:
         """Raises: RedoError where a forward has changed buffers that were not known to change."""
-        unknown = buffers.changed().difference(buffers.names)
+        changed = buffers.changed()
+        unknown = changed.difference(buffers.names) if changed else None
         if unknown:
             names = tuple({*buffers.names, *unknown})
             raise RedoError(replace(self.computation, buffers=names), "further buffers change")
@@ -226,7 +263,7 @@ class LossComputer:
             return self._probe(microbatch, buffers)
         if not self._cut:
             # Suppressed for a model that computes in its own dtype only, or one that raises in any.
-            with contextlib.suppress(ShoalError), _widened(self._model, torch.float32):
+            with contextlib.suppress(ShoalError), widened(self._model, torch.float32):
                 wide = self._precision.wide()
                 return LossComputer(
                     self.job, self._model, wide, self.computation, self._evaluate, divided=self._divided
@@ -239,7 +276,7 @@ class LossComputer:
         fuse: bool | None = False
         randomness, coupled = "opaque", ""
         # What the model warns of here it warns of in the step as well, or only because of no_grad.
-        with _probing(buffers, self._precision.device), contextlib.suppress(NotFusibleError):
+        with probing(buffers, self._precision.device), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             split = microbatch.split()
@@ -273,7 +310,7 @@ class LossComputer:
                 return LossComputer(self.job, self._model, precision, self.computation)._scoped(part)[0]
 
             kind = precision.parameters
-            with contextlib.suppress(Exception), _widened(self._model, kind):
+            with contextlib.suppress(Exception), widened(self._model, kind):
                 fused, parts, coupled = compare(self._model, loss, microbatch, split, kind.itemsize)
                 fuse = _same(fused, parts)
                 return fuse, "" if fuse else coupled
@@ -284,38 +321,6 @@ class LossComputer:
             batch = self._precision.inputs(microbatch.batch)
             total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
         return (float(total), float(weight)), scope.calls, scope.leaked()
-
-
-@contextlib.contextmanager
-def _probing(buffers: StepBuffers, device: torch.device) -> Iterator[None]:
-    """A context without gradients, warnings and TF32 (CUDA's default in convolutions: too coarse to tell a sum)."""
-    cuda = device.type == "cuda"
-    rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
-    with rounding, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            buffers.restore()
-
-
-@contextlib.contextmanager
-def _widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which parameters and buffers of fewer bits than the dtype's are copies of themselves in it."""
-    # A forward may put another tensor in a buffer's place.
-    homes = [(m._buffers, key, buffer) for m in model.modules() for key, buffer in m._buffers.items()]
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    tensors = [t for t in tensors if t.itemsize < dtype.itemsize]
-    narrow = [t.data for t in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.to(dtype)
-        yield
-    finally:
-        for home, key, buffer in homes:
-            home[key] = buffer
-        for tensor, data in zip(tensors, narrow, strict=True):
-            tensor.data = data
 
 
 def _same(fused: tuple[float, float], parts: list[tuple[float, float]]) -> bool | None:
@@ -340,6 +345,10 @@ def check_gradient(total: Tensor) -> None:
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
+    if type(pair) is tuple and len(pair) == 2:
+        total, weight = pair
+        if type(total) is type(weight) is Tensor and total.ndim == weight.ndim == 0 and total.is_floating_point():
+            return total, weight
     if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
         conflict = "without its weight a mean cannot be put together over grains: a mean of means is another number"
         raise _no_pair(f"a {what} that returned {_kind(pair)}", conflict)

@@ -52,8 +52,9 @@ from shoal.training.default_grains import with_grains
 from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
+from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
-from shoal.training.optimizer_step import Parameters, Stepper, Updater, build_optimizer, refuse_on_parts
+from shoal.training.optimizer_step import Stepper, Updater
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.step_records import Surroundings, TrainingParts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -85,6 +87,11 @@ class StepParts:
     clock: StepClock
     observer: Observer
 
+    @functools.cached_property
+    def observer_looks(self) -> bool:
+        """Whether the observer's hooks may do anything."""
+        return type(self.observer) is not Observer
+
 
 def labelled(
     clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
@@ -97,6 +104,14 @@ def labelled(
     return clock.labelled(f"{what}{grains}", grains=numbers, samples=microbatch.num_samples, **about)
 
 
+@contextlib.contextmanager
+def _within(
+    outer: contextlib.AbstractContextManager[None], inner: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 @dataclass(frozen=True)
 class LoadedMicrobatch:
     """Microbatch that was read; `batch` waits for its transfer to the device."""
@@ -107,10 +122,14 @@ class LoadedMicrobatch:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward."""
+    """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward.
+
+    `draws` watches over all steps.
+    """
 
     parts: StepParts
     factor: float
+    draws: DrawWatch | None = None
 
     def begin(self, step: int) -> None:
         """Starts the step, perhaps again: no gradients, no sums."""
@@ -123,15 +142,30 @@ class ForwardBackward:
 
         Raises: RedoError where it has to be computed more carefully.
         """
+        batch = self.enter(loaded)
+        with self.scope(loaded.microbatch):
+            yield batch
+        self.leave()
+
+    def enter(self, loaded: LoadedMicrobatch) -> Any:
+        """Begins a microbatch, which is to be computed in its `scope`: its batch."""
         parts = self.parts
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
         parts.clock.mark("forward")
         parts.observer.microbatch(loaded.microbatch, batch)
-        with labelled(parts.clock, loaded.microbatch), parts.computer.scope(loaded.microbatch):
-            yield batch
-        parts.observer.computed()
-        parts.buffers.restore()
+        return batch
+
+    def scope(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """The context of the forward and the backward of a microbatch. Raises: RedoError, as `microbatch`."""
+        parts = self.parts
+        own = parts.computer.scope(microbatch, draws=self.draws)
+        return _within(labelled(parts.clock, microbatch), own) if parts.clock.is_listened_to else own
+
+    def leave(self) -> None:
+        """Ends a microbatch after its `scope`."""
+        self.parts.observer.computed()
+        self.parts.buffers.restore()
 
     def weighted_buffers(self, microbatch: Microbatch) -> Tensor:
         """The buffers as this microbatch's forward has left them, times its samples. Raises: RedoError."""
@@ -145,8 +179,14 @@ class ForwardBackward:
         check_gradient(total)
         counts_loss = self.parts.mesh.counts_loss
         sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
-        self.parts.observer.loss(total.detach(), weight)
-        return total * self.factor if self.factor != 1.0 else total, sums
+        if self.parts.observer_looks:
+            self.parts.observer.loss(total.detach(), weight)
+        return self.scaled(total), sums
+
+    def scaled(self, total: Tensor) -> Tensor:
+        """The loss to begin the backward with: times the factor, but where the strategy begins with that."""
+        begins_with_factor = self.parts.strategy.begins_with_factor and self.parts.pipeline is None
+        return total if begins_with_factor or self.factor == 1.0 else total * self.factor
 
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""

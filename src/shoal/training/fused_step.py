@@ -44,13 +44,13 @@ def _fuses(
     group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...], stack: contextlib.ExitStack
 ) -> bool:
     """Whether torch's kernels take a group, as it is or, to the end of `stack`, with this rank's own memory of it."""
-    if _can_fuse(group, optimizer, kinds):
+    if can_fuse(group, optimizer, kinds):
         return True
     if _is_plain(group):
         return False
     with contextlib.ExitStack() as own:
         own.enter_context(_on_local(group, optimizer))
-        found = _can_fuse(group, optimizer, kinds)
+        found = can_fuse(group, optimizer, kinds)
         if found:
             stack.push(own.pop_all())
     return found
@@ -69,7 +69,7 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
         return
     with torch.no_grad():  # else each gets a history first
         group["params"] = [local(p) for p in whole]
-    pairs = list(zip(whole, group["params"], strict=True))
+    pairs = [(p, own) for p, own in zip(whole, group["params"], strict=True) if own is not p]
     for parameter, own in pairs:
         own.grad = None if parameter.grad is None else local(parameter.grad)
         if parameter in state:
@@ -138,7 +138,7 @@ def maskable(optimizer: torch.optim.Optimizer) -> bool:
         return False
     for group in optimizer.param_groups:
         with _on_local(group, optimizer):
-            if not (_can_fuse(group, optimizer, _PLAIN) and _is_begun(group, optimizer)):
+            if not (can_fuse(group, optimizer) and _is_begun(group, optimizer)):
                 return False
     return True
 
@@ -152,7 +152,8 @@ def _is_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     return known and all(p.dtype == torch.float32 for p in trained)
 
 
-def _can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...]) -> bool:
+def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> bool:
+    """Whether a step of a group, of the gradients that are there now, may use a fused kernel."""
     chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
     if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False

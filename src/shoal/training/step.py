@@ -14,6 +14,7 @@ from shoal.distributed.agreement import collectively, raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
+from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums
@@ -78,12 +79,22 @@ Row = Callable[[FetchedStep | None], list[float]]
 
 
 class StepRunner:
-    """Computes steps, one after the other. `note` takes a line for people."""
+    """Computes steps, one after the other. `note` takes a line for people.
 
-    def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None]) -> None:
+    `rests`: nobody is known to draw random numbers between the steps, but where `draws_may_follow` says so.
+    """
+
+    def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
         self._parts, self._loader, self._note = parts, loader, note
         self._transfer = Transfer(parts.mesh.device, parts.precision.inputs)
         self._probed = False
+        together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
+        self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
+
+    def draws_may_follow(self) -> None:
+        """Says that the code of others comes before the next step, which may draw random numbers."""
+        if self._draws is not None:
+            self._draws.forget()
 
     def recall(self, computation: dict[str, Any]) -> None:
         """Takes up what a run that is resumed had found needful; how many grains fit in memory is found anew."""
@@ -211,7 +222,7 @@ class StepRunner:
         return ComputedStep(**vars(done), sums=done.passes.finish(done.flags, row(done.following) if several else []))
 
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
-        parts, passes = self._parts, ForwardBackward(self._parts, factor)
+        parts, passes = self._parts, ForwardBackward(self._parts, factor, self._draws)
         passes.begin(fetched.step)
         parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
@@ -233,6 +244,8 @@ class StepRunner:
                     remedy='write shard.level = "optimizer", or a model that computes all batches alike',
                 ) from redo
             proposal = redo.proposal
+            if self._draws is not None and self._draws.is_unclear:
+                self._draws = None  # each step has its own from now on
         except Exception as caught:
             # The others wait in a collective of this microbatch, or for messages of a stage that has not read its own.
             if self._ends_at_once(caught) or (fetched.error is None and parts.pipeline is not None and not seen):
@@ -262,8 +275,11 @@ class StepRunner:
         parts, own = self._parts, fetched.data.num_microbatches if fetched.data is not None else 0
         most = self._loader.most_microbatches(fetched.step) if parts.strategy.syncs_every_microbatch else own
         microbatches = fetched.microbatches(parts.precision.inputs)
+        waits = fetched.first is None
         for number in range(most):
-            parts.clock.mark("data_wait")
+            if waits:
+                parts.clock.mark("data_wait")
+            waits = True
             last = number == most - 1
             if number < own:
                 loaded = next(microbatches)
@@ -291,7 +307,8 @@ class StepRunner:
 
     def _microbatch(self, passes: ForwardBackward, loaded: LoadedMicrobatch, last: bool) -> None:
         parts, microbatch = self._parts, loaded.microbatch
-        with passes.microbatch(loaded) as batch:
+        batch = passes.enter(loaded)
+        with passes.scope(microbatch):
             total, weight = parts.computer.loss(batch)
             scaled, sums = passes.loss(microbatch, total, weight, passes.weighted_buffers(microbatch))
             parts.clock.mark("backward")
@@ -303,6 +320,7 @@ class StepRunner:
                 if is_out_of_memory(error) or is_lost_peer(error):
                     raise
                 raise user_error("the backward", error) from error
+        passes.leave()
 
     def _fill(self, microbatch: Microbatch, last: bool) -> None:
         """Computes a microbatch of weight zero, in step with ranks that have more of them."""

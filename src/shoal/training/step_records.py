@@ -29,7 +29,8 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
 from shoal.training.evaluation import EvaluationSets
 from shoal.training.forward_backward import StepParts
-from shoal.training.optimizer_step import Parameters, Update, Updater
+from shoal.training.job_optimizer import Parameters
+from shoal.training.optimizer_step import Update, Updater
 from shoal.training.rank_waits import RankWaits
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.stragglers import WINDOW, StragglerWatch
@@ -96,6 +97,7 @@ class StepRecords:
         self._parts, self._around, self._writer = parts, around, writer
         self._waiting: deque[StepRecord] = deque()  # the last one; where steps are read late two
         self._slowest = parts.mesh.rank
+        self._is_watched = parts.mesh.world_size > 1
         self._waits = RankWaits(parts.mesh.world_size)
         self._step_seconds: list[float] = []
         # The step after which the model was last evaluated, the metrics, and of how many samples they are.
@@ -158,8 +160,8 @@ class StepRecords:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether a model of so many steps is evaluated: each so many, or where a pass over the data has ended."""
-        order, every = self._parts.order, self._around.evaluate_every
-        return step % every == 0 if every is not None else order.epoch(step) != order.epoch(step - 1)
+        every = self._around.evaluate_every
+        return step % (every if every is not None else self._parts.order.steps_per_epoch) == 0
 
     def evaluate(self, state: RunState) -> None:
         """Evaluates the model, outside the step's time. Collective: all ranks."""
@@ -213,9 +215,10 @@ class StepRecords:
             return
         record, slowest = self._waiting.popleft(), self._slowest
         if agreement is not None:
-            by_rank = self._waits.add(agreement)
+            by_rank = self._waits.add(agreement) if self._is_watched else None
             record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
-            self._tell(record)
+            if self._is_watched:
+                self._tell(record)
         self._writer.write(record)
         self._around.on_step(record, slowest)
 

@@ -15,7 +15,7 @@ from shoal.parallel.base import StepSums
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.incidents import NOTICED, RankIncidents
 from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
-from shoal.training.optimizer_step import Update
+from shoal.training.optimizer_step import Update, may_draw
 from shoal.training.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.step_records import Outcome, StepRecords, Surroundings, TrainingParts
 from shoal.training.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
@@ -30,7 +30,7 @@ class Trainer:
     ) -> None:
         self._parts, self._around, self.state, self._num_steps = parts, around, state, num_steps
         self._mesh, self._clock, self._buffers = parts.mesh, parts.clock, parts.buffers
-        self._runner = StepRunner(parts, parts.loader, around.note)
+        self._runner = StepRunner(parts, parts.loader, around.note, rests=not may_draw(parts.updater.optimizer))
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._records = StepRecords(parts, around, writer)
@@ -38,7 +38,7 @@ class Trainer:
         self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
-        self._first_scale = state.loss_scale
+        self._first_scale, self._compares = state.loss_scale, parts.replicas.every is not None
         self._computation: MicrobatchPolicy | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
@@ -93,7 +93,9 @@ class Trainer:
         agreement: Agreement | None = None
         while self.state.step < self._num_steps:
             self._clock.begin(self.state.step + 1)
-            fetched = fetched or self._runner.fetch(self.state.step)
+            if fetched is None:
+                fetched = self._runner.fetch(self.state.step)
+                self._clock.mark("other")
             agreement = self._agree(fetched, agreement)
             saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
             if not self._replicas_agree(saves) or fetched.step != self.state.step:  # back to an earlier state
@@ -107,6 +109,7 @@ class Trainer:
                 break
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
+                self._runner.draws_may_follow()
                 self._records.flush()
                 parts.keeper.save(self.state)
             if self._ahead.applies(self.state, agreement):
@@ -144,7 +147,9 @@ class Trainer:
 
     def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
         """What all agree on before a step: it came with the last step's sums, or is asked for now."""
-        self._clock.mark("exposed_communication")
+        several = self._mesh.world_size > 1
+        if several:
+            self._clock.mark("exposed_communication")
         while agreement is None or self._parts.callbacks.unagreed:
             self._parts.callbacks.unagreed = False
             agreement = agree(self._mesh, self._report(fetched, self.state.step))
@@ -153,7 +158,8 @@ class Trainer:
             self._records.write(agreement)
         if agreement.any_error:
             raise_together(self._mesh, fetched.error)
-        self._clock.mark("other")
+        if several:
+            self._clock.mark("other")
         return agreement
 
     def _heed(self, asked: int) -> None:
@@ -224,7 +230,7 @@ class Trainer:
     def _replicas_agree(self, saves: bool = False) -> bool:
         """Whether replicas are the same, as far as that is looked at now; else the newest checkpoint is taken up."""
         replicas, step = self._parts.replicas, self.state.step
-        if not step or not replicas.is_due(step, saves):
+        if not self._compares or not step or not replicas.is_due(step, saves):
             return True
         said = replicas.differing(step)
         if said is None:
@@ -304,7 +310,9 @@ class Trainer:
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         parts.callbacks.stepped(state, record, late=followed)
         evaluates = self._records.is_evaluation_due(state)
-        if not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
+        if evaluates or parts.callbacks:
+            self._runner.draws_may_follow()
+        if self._compares and not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
             return False
         if evaluates:
             self._records.evaluate(state)

@@ -31,8 +31,8 @@ from shoal.parallel.backward import run_backward
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
+from shoal.training.job_optimizer import Parameters, build_optimizer
 from shoal.training.lr_schedule import Schedule
-from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 

@@ -154,3 +154,46 @@ def test_there_is_no_state_to_keep() -> None:
     one.commit()
     assert one.state() == {}
     one.restore([{}, {}])
+
+
+# ---------------------------------------------------------------------------------------------- several steps at once
+
+
+def test_batches_of_several_steps_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are asked for out of turn; each is a tensor with memory of its own."""
+    data = {"rows": torch.randn(640, 16), "numbers": torch.arange(640)}
+    how = order(640, 32, 8)
+    ahead = loader(data, how)
+    looked_up: list[int] = []
+    original = ahead._fetcher.source.fetch
+
+    def fetch(grains: Any, keys: Any) -> Any:
+        looked_up.append(len(grains))
+        return original(grains, keys)
+
+    monkeypatch.setattr(ahead._fetcher.source, "fetch", fetch)
+    for step in (*range(5), 11, 12, 3):
+        (found,) = microbatches(ahead, step)
+        ids = torch.from_numpy(np.concatenate(found.ids))
+        assert torch.equal(found.batch["numbers"], ids)
+        assert torch.equal(found.batch["rows"], data["rows"][ids])
+        assert found.batch["rows"].untyped_storage().nbytes() == found.batch["rows"].nbytes
+        assert found.words == Microbatch(step, found.grains, found.ids, None, found.read).words
+    assert looked_up == [16 * 8] * 3
+
+
+@pytest.mark.parametrize(
+    ("data", "batch"),
+    [
+        (torch.randn(640, 16), 30),  # the last batch of a pass is short
+        (torch.randn(640, 5), 8),  # rows of 160 bytes, of which the next batch begins elsewhere than its own would
+        (torch.randn(640, 4096), 32),  # too much to read ahead
+        (torch.randn(640, 16).bfloat16(), 32),
+    ],
+)
+def test_batches_that_cannot_share_a_look_up_have_their_own(data: torch.Tensor, batch: int) -> None:
+    own = loader(data, order(640, batch, 2))
+    for step in (10, 16):  # and up to 31
+        for found in microbatches(own, step):
+            assert torch.equal(found.batch, data[torch.from_numpy(np.concatenate(found.ids))])
+    assert not own._read_ahead

@@ -18,7 +18,8 @@ from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import fused
-from shoal.training.optimizer_step import Parameters, Update, Updater, build_optimizer
+from shoal.training.job_optimizer import Parameters, build_optimizer
+from shoal.training.optimizer_step import Update, Updater
 
 START = Progress(0, 10, 0)
 

@@ -212,7 +212,7 @@ class GradientBuckets:
         self._complete()
         if self._plain:
             self._usual, self._usual_there = self._used(), None
-            return flags, extras.cpu()
+            return flags, extras if extras.is_cpu else extras.cpu()
         used = [float(count > 0) for count in self._fired]
         if self._world_size > 1:
             flags, used, extras = self._reduce(flags, used, extras)

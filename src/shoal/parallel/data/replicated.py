@@ -39,6 +39,8 @@ from shoal.plans.plan import Plan
 class DataParallel(AccumulatingStrategy):
     """Data parallelism in fast mode. Collective: all ranks, what the algorithm needs to be opened."""
 
+    begins_with_factor = True
+
     def __init__(
         self,
         model: ShardedModel,
@@ -62,13 +64,14 @@ class DataParallel(AccumulatingStrategy):
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
         self._factor, self._reduce, self._parameters = 1.0, reduce, list(parameters)
+        self._nothing = torch.empty(0, device=mesh.device)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
         super().begin(step, factor)
         self._buckets.begin()
         self._sums = None
-        self._factor = factor
+        self._factor = self._root = factor
         if self.compression is not None:
             self.compression.begin(step)
 
@@ -85,7 +88,7 @@ class DataParallel(AccumulatingStrategy):
         sums = self._own_sums(num_sums)
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
-            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
+            flags, _ = self._buckets.finish(flags, self._nothing)
             return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags, self._mesh.device)
         flags, extras = self._buckets.finish(flags, self._extras(sums, row))
         cut = len(extras) - world_size * len(row)
@@ -128,7 +131,7 @@ class DataParallel(AccumulatingStrategy):
             if norm is not None and norm.device == sums.device:
                 read = torch.cat([sums, norm.reshape(1)]).cpu().numpy()
                 return StepSums(read[:-1], flags, norm=float(read[-1]))
-        return StepSums(sums.cpu().numpy(), flags)
+        return StepSums((sums if sums.is_cpu else sums.cpu()).numpy(), flags)
 
     def gradient_buffers(self) -> list[Tensor]:
         return self._buckets.buffers()

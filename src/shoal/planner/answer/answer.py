@@ -53,8 +53,8 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 from shoal.training.default_grains import deferred_outline, grains_of, outline
+from shoal.training.job_optimizer import Parameters, build_optimizer
 from shoal.training.one_copy_choice import copy_need, is_small
-from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.preflight import one_grain
 
 _TRIALS = 3

@@ -16,7 +16,7 @@ from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRe
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.recording import OperatorRecorder
 from shoal.training.fused_step import fused
-from shoal.training.optimizer_step import Parameters
+from shoal.training.job_optimizer import Parameters
 
 # Of so many parameters a step is traced; the others cost alike.
 _FEW = 6

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.errors import JobError, nearest
 from shoal.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
-from shoal.training.optimizer_step import refuse_optimizer
+from shoal.training.job_optimizer import refuse_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 
