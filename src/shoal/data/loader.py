@@ -267,6 +267,7 @@ class MapLoader(Loader):
         self._next = 0
         self._known: dict[int, list[_Request]] = {}
         self._read_ahead: dict[int, Any] = {}  # batches, of steps that this rank computes in one microbatch
+        self._version: tuple[int, ...] = ()  # of their source
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
@@ -300,7 +301,7 @@ class MapLoader(Loader):
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self._own_requests(step)
-        if step in self._read_ahead:
+        if step in self._read_ahead and self._fetcher.source.version == self._version:
             read = functools.partial(self._read, step)
             (own,) = requests
             ready = Microbatch(step, own.grains, own.ids, self._read_ahead.pop(step), read, own.words)
@@ -329,6 +330,7 @@ class MapLoader(Loader):
             return {}
         if {len(own) for own in every} != {1} or len({sum(map(len, own[0].ids)) for own in every}) != 1:
             return {}
+        self._version = source.version
         return dict(zip(ahead, source.fetch_several([own[0].ids for own in every]), strict=False))
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:

@@ -48,9 +48,14 @@ class MapSource(ABC):
     def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
         """As `fetch` of each, all as long, where one look-up serves them all and nobody can tell; else none.
 
-        Of a source that draws nothing. Raises: as `fetch`.
+        Of a source that draws nothing; the batches are those of its `version`. Raises: as `fetch`.
         """
         return []
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Numbers that change whenever the samples of `fetch_several` do."""
+        return ()
 
     @abstractmethod
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
@@ -108,13 +113,17 @@ class TensorSource(MapSource):
             return [_rows(tensor, index) for tensor in data]
         return _rows(data, index)
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        return tuple(tensor._version for tensor in _leaves(self.data) if _tells_writes(tensor))
+
     def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
         size, ids = sum(map(len, batches[0])), [own for grains in batches for own in grains]
         tensors = _leaves(self.data)
         row_bytes = [t.dtype.itemsize * math.prod(t.shape[1:]) for t in tensors]
         # Kernels may round otherwise where memory begins elsewhere, and a resumed run takes other steps together.
         aligned = all(size * each % _ALIGNED_BYTES == 0 for each in row_bytes)
-        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or not all(map(_is_shared, tensors)):
+        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or not all(map(_tells_writes, tensors)):
             return []
         data = self.data
         whole = self.fetch(ids, ())
@@ -310,11 +319,11 @@ def _leaves(data: Any) -> list[Any]:
     return list(data) if isinstance(data, tuple) else [data]
 
 
-def _is_shared(data: Any) -> bool:
-    """Whether numpy has the rows too, so that those of each batch can be a tensor with a storage of its own."""
-    if isinstance(data, np.ndarray):
-        return True
-    return bool(type(data) is torch.Tensor and data.is_cpu and data.dtype in _NUMPY_DTYPES and not data.requires_grad)
+def _tells_writes(data: Any) -> bool:
+    """Whether rows can be read ahead: torch counts who writes to them, and numpy can have them too."""
+    if type(data) is not torch.Tensor or data.is_inference() or data.requires_grad:
+        return False
+    return data.is_cpu and data.dtype in _NUMPY_DTYPES
 
 
 def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:

@@ -182,18 +182,30 @@ def test_batches_of_several_steps_are_those_of_each(monkeypatch: pytest.MonkeyPa
     assert looked_up == [16 * 8] * 3
 
 
+def test_rows_that_are_written_to_in_between_are_read_again() -> None:
+    data = torch.arange(640.0).repeat(16, 1).T.contiguous()
+    ahead = loader(data, order(640, 32, 8))
+    (before,) = microbatches(ahead, 0)
+    assert ahead._read_ahead
+    data.neg_()
+    (after,) = microbatches(ahead, 1)
+    assert torch.equal(after.batch[:, 0], -torch.from_numpy(np.concatenate(after.ids)).float())
+    assert torch.equal(before.batch[:, 0], torch.from_numpy(np.concatenate(before.ids)).float())
+
+
 @pytest.mark.parametrize(
     ("data", "batch"),
     [
+        (torch.randn(640, 16).numpy(), 32),  # numpy does not tell who writes to them
         (torch.randn(640, 16), 30),  # the last batch of a pass is short
         (torch.randn(640, 5), 8),  # rows of 160 bytes, of which the next batch begins elsewhere than its own would
         (torch.randn(640, 4096), 32),  # too much to read ahead
         (torch.randn(640, 16).bfloat16(), 32),
     ],
 )
-def test_batches_that_cannot_share_a_look_up_have_their_own(data: torch.Tensor, batch: int) -> None:
+def test_batches_that_cannot_share_a_look_up_have_their_own(data: Any, batch: int) -> None:
     own = loader(data, order(640, batch, 2))
     for step in (10, 16):  # and up to 31
         for found in microbatches(own, step):
-            assert torch.equal(found.batch, data[torch.from_numpy(np.concatenate(found.ids))])
+            assert torch.equal(found.batch, torch.as_tensor(data)[torch.from_numpy(np.concatenate(found.ids))])
     assert not own._read_ahead
