@@ -145,9 +145,9 @@ class DataParallel(AccumulatingStrategy):
 
 def all_sums(sums: Tensor, flags: Flags, device: torch.device) -> StepSums:
     """A step's sums and flags over all ranks, summed on the device. Collective: as `queued_sums`."""
-    failures = torch.tensor([flags.errors, flags.redo, 0.0], dtype=torch.float64)
+    failures = torch.tensor([flags.errors, flags.redo], dtype=torch.float64)
     found = torch.cat(queued_sums(device_reads.sent(sums, device), device_reads.sent(failures, device))).cpu().numpy()
-    return StepSums(found[:-3], Flags(int(found[-3]), int(found[-2])))
+    return StepSums(found[:-2], Flags(int(found[-2]), int(found[-1])))
 
 
 def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
