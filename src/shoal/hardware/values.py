@@ -41,6 +41,11 @@ class Curve:
         return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
 
     @cached_property
+    def most(self) -> float:
+        """The largest fraction of any size."""
+        return max(fraction for _, fraction in self.points)
+
+    @cached_property
     def _sizes(self) -> list[float]:
         return [x for x, _ in self.points]
 

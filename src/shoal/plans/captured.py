@@ -71,8 +71,10 @@ CAPTURED: tuple[Rule, ...] = (
 
 def uncapturable(plan: Plan, num_microbatches: int) -> Iterator[Conflict]:
     """Conflicts of a plan that asks for a captured step, of so many microbatches on a rank."""
+    if not plan.execution.cuda_graph:
+        return
     yield from excluded(plan, CAPTURED)
-    if plan.execution.cuda_graph and num_microbatches > 1 and not plan.execution.exact:
+    if num_microbatches > 1 and not plan.execution.exact:
         yield Conflict(
             "execution.cuda_graph",
             shown(plan, "execution.cuda_graph", "batch.grains_per_microbatch"),

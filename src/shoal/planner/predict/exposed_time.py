@@ -301,8 +301,9 @@ class Exchanged:
         # Under ZeRO-1 each rank has all gradients.
         whole = elements if plan.shards_model or plan.shares_memory else size.trainable
         num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
-        seconds, launches = computer.moved(num_bytes, size.touched, _UPDATE, in_place=True), profile.optimizer_launches
-        seconds = max(seconds + launches * device.launch_seconds, launches * device.dispatch_seconds)
+        launches = profile.optimizer_launches
+        seconds = computer.rewritten(num_bytes, size.touched, _UPDATE) + launches * device.launch_seconds
+        seconds = max(seconds, launches * device.dispatch_seconds)
         if plan.shares_memory:  # the ranks meet before it, over the norm, and after it
             return seconds + self._price(layout, agreement(layout.world_size), plan.collectives.all_reduce)
         alone = layout.shard == 1 or plan.shard.level != "optimizer"

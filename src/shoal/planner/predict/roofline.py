@@ -174,22 +174,44 @@ class DeviceModel:
         if not operation.launches:
             return Cost(0.0, host)
         samples, parts = share.local_samples, divided(operation, share)
-        num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / parts
+        read, written = (a.at(samples) / parts for a in (operation.read_bytes, operation.written_bytes))
         compute = cast = 0.0
         if operation.kind in (OperationKind.MATMUL, OperationKind.CONVOLUTION):
             sizes = _sizes(operation, share)
             compute = self._product(operation, sizes)
             if operation.kind is OperationKind.MATMUL:
                 m, n, k, batch = sizes
-                num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
+                width = batch * ITEMSIZE.get(operation.dtype, 4)
+                read, written = (m * k + k * n) * width, m * n * width
                 if operation.dtype in _CAST:
-                    num_bytes += m * n  # the product itself has 16 bits
+                    written += m * n  # the product itself has 16 bits
                     gradient = k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
                     cast = self.moved(_CAST_BYTES * (m * k + gradient), self.held.at(samples))
         elif operation.kind is OperationKind.ATTENTION:
             compute = self._attention(operation, share, parts)
-        memory = self.moved(num_bytes, self.held.at(samples), operation.name)
-        return Cost(max(compute, memory) + cast + operation.launches * device.launch_seconds, host)
+        if device.kind == "cpu":
+            seconds = self._on_a_core(operation, compute, (read, written), self.held.at(samples))
+        else:
+            seconds = max(compute, self.moved(read + written, self.held.at(samples), operation.name))
+        return Cost(seconds + cast + operation.launches * device.launch_seconds, host)
+
+    def _on_a_core(self, operation: Operation, compute: float, moved: tuple[float, float], held: float) -> float:
+        """Seconds of computing, as measured on operands in the caches, and then of what comes from beyond them.
+
+        A core's prefetching hides little of it. A line of new memory is read before it is written, of one that was
+        read it is not; a stream writes as many bytes anew as it reads.
+        """
+        read, written = moved
+        num_bytes, device = read + written, self.device
+        if operation.name == "aten.addmm":  # the bias is laid out as the result, to which the product is added
+            read, written = num_bytes, 2 * written
+        in_place = operation.name.endswith("_") and operation.name not in _ANEW
+        traffic = (read + (1 if in_place else 2) * written) / _STREAM_TRAFFIC
+        memory = self.moved(traffic, held)
+        beyond = max(0.0, memory - traffic / (device.memory_bytes_per_second * device.memory.most))
+        if operation.name in device.operators:
+            compute = num_bytes / (device.memory_bytes_per_second * device.operators[operation.name])
+        return max(memory, compute + beyond if compute else 0.0)
 
     def moved(self, num_bytes: float, held: float, name: str = "", *, in_place: bool = False) -> float:
         """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`.
@@ -205,6 +227,11 @@ class DeviceModel:
             place = min(place, STREAM_BYTES) if in_place else place
         fraction = device.memory.at(place)
         return num_bytes / (device.memory_bytes_per_second * min(fraction, device.operators.get(name, fraction)))
+
+    def rewritten(self, num_bytes: float, held: float, name: str) -> float:
+        """Seconds of reading and writing so many bytes, where nothing is written that was not read."""
+        traffic = num_bytes / _STREAM_TRAFFIC if self.device.kind == "cpu" else num_bytes
+        return self.moved(traffic, held, name, in_place=True)
 
     def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
@@ -286,7 +313,7 @@ class DeviceModel:
 
     def _priced(self, operation: Operation) -> Operation:
         """An operation without what its seconds do not depend on."""
-        named = operation.name if self.device.operators else ""
+        named = operation.name if self.device.kind == "cpu" else ""
         operation = replace(operation, name=named, module="", saved_bytes=NOTHING, selected_bytes=NOTHING)
         if operation.kind is OperationKind.MEMORY:
             return replace(operation, phase=Phase.FORWARD, flops=NOTHING, dtype="")
@@ -341,6 +368,10 @@ _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.0}
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
+# Of what a stream reads and writes, its traffic: what it writes is read before.
+_STREAM_TRAFFIC: Final = 3 / 2
+# Operators that write over what they have not read.
+_ANEW: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.random_", "aten.bernoulli_")
 # Float32 numbers of a 512-bit vector: oneDNN lays channels out in blocks of so many, but for the first layer's.
 _LANES: Final = 16
 _FEW_CHANNELS: Final = 4

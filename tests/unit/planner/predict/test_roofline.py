@@ -141,7 +141,8 @@ def test_layers_of_blocks_are_cast_where_the_device_multiplies_fewer_bits():
 def test_a_core_reads_from_memory_what_its_caches_have_lost():
     """2 MB: 1e12 from the caches, 1e11 where a step goes through 100 MB before it comes back to them."""
     core = replace(DEVICE, kind="cpu", memory=Curve(((1e6, 10.0), (1e7, 1.0))), memory_bytes_per_second=1e11)
-    relu = Operation("aten.relu", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e6))
+    relu = Operation("aten.relu", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 0.5e6))
+    relu = replace(relu, written_bytes=relu.read_bytes)
     assert DeviceModel(core).operation(relu, Share(1)).device == pytest.approx(1e-6)
     assert DeviceModel(core, held=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-5)
     gpu = replace(core, kind="gpu")
@@ -150,7 +151,8 @@ def test_a_core_reads_from_memory_what_its_caches_have_lost():
 
 def test_an_operator_that_computes_longer_than_it_moves():
     core = replace(DEVICE, kind="cpu", operators={"aten.gelu": 0.01})
-    gelu = Operation("aten.gelu", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e9))
+    half = Amount(0, 0.5e9)
+    gelu = Operation("aten.gelu", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=half, written_bytes=half)
     assert DeviceModel(core).operation(gelu, Share(1)).device == pytest.approx(0.1)
     assert DeviceModel(core).operation(replace(gelu, name="aten.relu"), Share(1)).device == pytest.approx(1e-3)
 
@@ -186,3 +188,52 @@ def test_products_with_the_zeros_around_an_image_take_no_time():
     )
     # More zeros than that of the nearest: not faster than that.
     assert seconds(replace(made, window=(64, 64, 3, 4, 1, 2)), Share(1), core) == pytest.approx(2e-3 / 0.5)
+
+
+# A stream runs at 1e12 bytes a second in the caches and at a tenth of that beyond them.
+CORE = replace(DEVICE, kind="cpu", memory=Curve(((1e6, 1.0), (1e7, 0.1))), memory_bytes_per_second=1e12)
+FAR = Amount(1e9)
+
+
+def far(operation: Operation, device=CORE, held: Amount = FAR) -> float:
+    return DeviceModel(device, held=held).operation(operation, Share(1)).device
+
+
+def moves(name: str, read: float, written: float) -> Operation:
+    amounts = Amount(0, read), Amount(0, written)
+    return Operation(name, "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=amounts[0], written_bytes=amounts[1])
+
+
+def test_a_core_computes_and_then_waits_for_what_its_caches_do_not_serve():
+    """2e9 products at 1e12, and two reads and a write of 4e6 bytes: four lines for the three of a stream."""
+    product = matmul("aten.mm", 1000, 1000, 1000)
+    in_caches = replace(CORE, memory=Curve(((1e6, 1.0),)))
+    assert far(product, in_caches) == pytest.approx(2e-3)
+    assert far(product) == pytest.approx(2e-3 + 16e6 / 1.5 * (1e-11 - 1e-12))
+    assert seconds(product, Share(1)) == pytest.approx(2e-3)  # a GPU does both at once
+
+
+def test_a_layer_with_a_bias_on_a_core_writes_its_result_twice():
+    layer, product = (matmul(name, 1000, 1000, 1000) for name in ("aten.addmm", "aten.mm"))
+    assert far(layer) - far(product) == pytest.approx(3 * 4e6 / 1.5 * (1e-11 - 1e-12))
+    assert seconds(layer, Share(1)) == seconds(product, Share(1))
+
+
+def test_new_memory_is_read_before_it_is_written_and_what_was_read_is_not():
+    assert far(moves("aten.relu", 1e6, 1e6)) == pytest.approx(2e6 / 1e11)
+    assert far(moves("aten.add_", 2e6, 1e6)) == pytest.approx(2e6 / 1e11)
+    assert far(moves("aten.add", 2e6, 1e6)) == pytest.approx(4e6 / 1.5 / 1e11)
+    assert far(moves("aten.fill_", 0.0, 1e6)) == pytest.approx(2e6 / 1.5 / 1e11)
+    device = replace(CORE, kind="gpu")
+    assert far(moves("aten.add_", 2e6, 1e6), device) == far(moves("aten.add", 2e6, 1e6), device)
+
+
+def test_an_activation_function_on_a_core_is_computed_and_moved():
+    device = replace(CORE, operators={"aten.gelu": 0.5})
+    assert far(moves("aten.gelu", 1e6, 1e6), device) == pytest.approx(2e6 / 5e11 + 2e6 * (1e-11 - 1e-12))
+
+
+def test_an_update_writes_over_what_it_has_read():
+    core, gpu = (DeviceModel(device) for device in (CORE, DEVICE))
+    assert core.rewritten(3e6, 1e9, "update") == pytest.approx(2e6 / 1e11)
+    assert gpu.rewritten(3e6, 1e9, "update") == pytest.approx(3e6 / 1e12)
