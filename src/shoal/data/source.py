@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ _FEW = 2
 # What rows of several batches take at most that are read at once, and what torch's allocator aligns memory to.
 _AHEAD_BYTES, _ALIGNED_BYTES = 1 << 20, 64
 _NUMPY_DTYPES = {torch.float32, torch.float64, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool}
+_writes_to = operator.attrgetter("_version")
 _REFERENCES = 3  # samples with which the others are compared, where not all can be collated
 SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
@@ -103,6 +105,7 @@ class TensorSource(MapSource):
                 remedy="give tensors whose first dims are equal",
             )
         super().__init__(name, lengths.pop(), data)
+        self._counted = [tensor for tensor in _leaves(data) if _tells_writes(tensor)]
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
@@ -115,7 +118,7 @@ class TensorSource(MapSource):
 
     @property
     def version(self) -> tuple[int, ...]:
-        return tuple(tensor._version for tensor in _leaves(self.data) if _tells_writes(tensor))
+        return tuple(map(_writes_to, self._counted))
 
     def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
         size, ids = sum(map(len, batches[0])), [own for grains in batches for own in grains]
@@ -123,7 +126,7 @@ class TensorSource(MapSource):
         row_bytes = [t.dtype.itemsize * math.prod(t.shape[1:]) for t in tensors]
         # Kernels may round otherwise where memory begins elsewhere, and a resumed run takes other steps together.
         aligned = all(size * each % _ALIGNED_BYTES == 0 for each in row_bytes)
-        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or not all(map(_tells_writes, tensors)):
+        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or len(self._counted) < len(tensors):
             return []
         data = self.data
         whole = self.fetch(ids, ())

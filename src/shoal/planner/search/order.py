@@ -51,6 +51,7 @@ class PlanOrder:
         self._reached: Key = ()  # the largest of those that came out
 
     def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
+        """Predicted plans of the layouts, the best one first."""
         for one in layouts:
             self._wait_class(one, self._search.floor(one.first), partial(self._floored, one))
         watch = self._search.watch
