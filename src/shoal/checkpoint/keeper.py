@@ -14,6 +14,7 @@ from shoal.checkpoint.callback_state import GROUP as CALLBACKS
 from shoal.checkpoint.callback_state import CallbackState, KeptCallbacks
 from shoal.checkpoint.callback_state import restore as restore_callbacks
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
+from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
 from shoal.checkpoint.run_state import RunState
@@ -43,7 +44,7 @@ class AlsoKept(Protocol):
 class Trained:
     """Model, optimizer, loader, strategy and callbacks, whose state a checkpoint saves.
 
-    `schedulers` of a loop of one's own.
+    `schedulers` of a loop of one's own; `has_one_copy`: whether ranks of one host have one of all state, by parts.
     """
 
     sharded_model: ShardedModel
@@ -52,6 +53,7 @@ class Trained:
     strategy: Strategy
     schedulers: AlsoKept | None = None
     callbacks: KeptCallbacks | None = None
+    has_one_copy: bool = False
 
 
 class Keeper:
@@ -69,7 +71,7 @@ class Keeper:
         self._mesh, self._store, self._trained = mesh, store, trained
         self.every_steps = every_steps
         self._writer = CheckpointWriter(store, mtbf_seconds) if store is not None and mesh.rank == 0 else None
-        self._memory = SnapshotMemory()
+        self._memory, self._host_memory = SnapshotMemory(), HostMemory(mesh)
         self._newest = -1
         self._notes: list[str] = []
 
@@ -93,7 +95,7 @@ class Keeper:
             self._writer.told = told
 
     def save(self, state: RunState, wait: bool = False) -> None:
-        """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.
+        """Takes a snapshot after `state.step` steps and starts writing it; divided state but one copy's is written now.
 
         Collective: all ranks, JSON gathers. Raises: StorageError, on every rank, where it waits and the newest snapshot
         could not be written. Where the one before is still being written, and nobody waits, there is none.
@@ -180,10 +182,11 @@ class Keeper:
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        if self._is_divided(compressed):
-            self._write_together(Snapshot(state.step, {}, document, best), hooked)
-        else:
-            together(self._mesh, lambda: self._hand_over(Snapshot(state.step, {}, document, best), hooked))
+        empty = Snapshot(state.step, {}, document, best)
+        if not self._is_divided(compressed):
+            together(self._mesh, lambda: self._hand_over(empty, hooked))
+        elif not (self._trained.has_one_copy and self._hand_over_parts(empty, hooked)):
+            self._write_together(empty, hooked)
 
     def _hooked(self) -> CallbackState | None:
         callbacks, model = self._trained.callbacks, self._trained.sharded_model
@@ -238,6 +241,27 @@ class Keeper:
         document = {**empty.document, "optimizer": optimizer, "tensors": written}
         content = dict(share(held, written, 0, 1, self._memory.copied))
         self._writer.write(replace(empty, tensors=content, document=document))
+
+    def _hand_over_parts(self, empty: Snapshot, hooked: CallbackState | None) -> bool:
+        """The snapshot with what each rank is the first to hold, to the thread that writes; whether there is memory.
+
+        Collective: all ranks. Raises: on every rank, where any could not copy; nothing is written then.
+        """
+
+        def ready() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+            if self._writer is not None:
+                self._writer.wait()  # which reads from the memory that this snapshot goes to
+            return self._held(hooked)
+
+        held, optimizer = together(self._mesh, ready)
+        told = self._mesh.gather_json([described(held), optimizer])
+        written = index([own for own, _ in told])
+        content = self._host_memory.copied(held, written)
+        if content is not None and self._writer is not None:
+            merged = merged_optimizers(own for _, own in told)
+            document = {**empty.document, "optimizer": merged, "tensors": written}
+            self._writer.write(replace(empty, tensors=content, document=document))
+        return content is not None
 
     def _write_together(self, empty: Snapshot, hooked: CallbackState | None) -> None:
         """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""

@@ -177,7 +177,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
-    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
+    shares, kept = plan.shares_memory, callbacks or None
+    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)
     return Engine(
         job=job,
         plan=plan,
@@ -200,7 +201,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *said, *copied, *_notes(data, mesh, options, shared=plan.shares_memory)),
+        notes=(*notes, *said, *copied, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
     )
 

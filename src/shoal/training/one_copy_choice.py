@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from shoal.training.callbacks.base import Callback
 
 # Of parameters. With fewer, what a rank is spared of the update is less than the two meetings that it takes: 0.1 ms.
 WORTH_BYTES = 1 << 20
+# Gloo's threads keep a tensor that they have broadcast for a moment longer: on a busy machine 0.2 s were seen.
+_PATIENCE_SECONDS, _POLL_SECONDS = 2.0, 0.001
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,15 @@ def copy_need(model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Ite
     return None
 
 
-def is_held_elsewhere(parameter: Tensor) -> bool:
-    """Whether another tensor than this one has its memory, or a part of it."""
-    storage = parameter.untyped_storage()
+def is_held_elsewhere(parameter: Tensor, patience_seconds: float = _PATIENCE_SECONDS) -> bool:
+    """Whether another tensor than this one has its memory, or a part of it, and does not let go of it in a while."""
+    storage, began = parameter.untyped_storage(), time.monotonic()
     # The parameter's own reference, and that of `storage`.
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    while torch._C._storage_Use_Count(storage._cdata) > 2:
+        if time.monotonic() - began > patience_seconds:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 def is_small(model: nn.Module) -> bool:
