@@ -266,18 +266,16 @@ class MapLoader(Loader):
         self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
         self._next = 0
         self._known: dict[int, list[_Request]] = {}
-        self._read_ahead: dict[int, Any] = {}  # batches, of steps that this rank computes in one microbatch
-        self._version: tuple[int, ...] = ()  # of their source
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
-        self._known, self._read_ahead = {}, {}
+        self._known = {}
         self._per_microbatch, self._next = grains_per_microbatch, step
 
     def move(self, place: DataRank) -> None:
         """From now on reads what another data rank computes, and a step only once it is asked for."""
         self.close()
-        self._known, self._read_ahead = {}, {}
+        self._known = {}
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
@@ -301,11 +299,6 @@ class MapLoader(Loader):
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self._own_requests(step)
-        if step in self._read_ahead and self._fetcher.source.version == self._version:
-            read = functools.partial(self._read, step)
-            (own,) = requests
-            ready = Microbatch(step, own.grains, own.ids, self._read_ahead.pop(step), read, own.words)
-            return StepData(step, self._order.epoch(step), 1, iter((ready,)))
         microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
@@ -320,18 +313,7 @@ class MapLoader(Loader):
                 number: [_Request(r.step, r.grains, r.ids, next(words)) for r in requests]
                 for number, requests in ahead.items()
             }
-            self._read_ahead = self._batches(ahead)
         return self._known.pop(step)
-
-    def _batches(self, ahead: Mapping[int, Sequence[_Request]]) -> dict[int, Any]:
-        """The batches of these steps, where one look-up in memory serves them all."""
-        source, every = self._fetcher.source, [own for own in ahead.values() if own]
-        if source.draws or self._processes is not None or len(every) < len(ahead):
-            return {}
-        if {len(own) for own in every} != {1} or len({sum(map(len, own[0].ids)) for own in every}) != 1:
-            return {}
-        self._version = source.version
-        return dict(zip(ahead, source.fetch_several([own[0].ids for own in every]), strict=False))
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)

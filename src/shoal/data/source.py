@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +21,6 @@ from shoal.runs.user_frames import place_of, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
-# What rows of several batches take at most that are read at once, and what torch's allocator aligns memory to.
-_AHEAD_BYTES, _ALIGNED_BYTES = 1 << 20, 64
-_NUMPY_DTYPES = {torch.float32, torch.float64, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool}
-_writes_to = operator.attrgetter("_version")
 _REFERENCES = 3  # samples with which the others are compared, where not all can be collated
 SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
@@ -46,18 +40,6 @@ class MapSource(ABC):
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
         return Fetched(self.fetch(grains, keys))
-
-    def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
-        """As `fetch` of each, all as long, where one look-up serves them all and nobody can tell; else none.
-
-        Of a source that draws nothing; the batches are those of its `version`. Raises: as `fetch`.
-        """
-        return []
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Numbers that change whenever the samples of `fetch_several` do."""
-        return ()
 
     @abstractmethod
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
@@ -105,7 +87,6 @@ class TensorSource(MapSource):
                 remedy="give tensors whose first dims are equal",
             )
         super().__init__(name, lengths.pop(), data)
-        self._counted = [tensor for tensor in _leaves(data) if _tells_writes(tensor)]
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
@@ -115,26 +96,6 @@ class TensorSource(MapSource):
         if isinstance(data, tuple):
             return [_rows(tensor, index) for tensor in data]
         return _rows(data, index)
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        return tuple(map(_writes_to, self._counted))
-
-    def fetch_several(self, batches: Sequence[Sequence[Ids]]) -> list[Any]:
-        size, ids = sum(map(len, batches[0])), [own for grains in batches for own in grains]
-        tensors = _leaves(self.data)
-        row_bytes = [t.dtype.itemsize * math.prod(t.shape[1:]) for t in tensors]
-        # Kernels may round otherwise where memory begins elsewhere, and a resumed run takes other steps together.
-        aligned = all(size * each % _ALIGNED_BYTES == 0 for each in row_bytes)
-        if not aligned or size * len(batches) * sum(row_bytes) > _AHEAD_BYTES or len(self._counted) < len(tensors):
-            return []
-        data = self.data
-        whole = self.fetch(ids, ())
-        leaves = whole if isinstance(whole, list) else _leaves(whole)
-        found = [map(torch.from_numpy, rows.numpy().reshape(len(batches), size, *rows.shape[1:])) for rows in leaves]
-        if isinstance(data, Mapping):
-            return [dict(zip(data, own, strict=True)) for own in zip(*found, strict=True)]
-        return list(map(list, zip(*found, strict=True))) if isinstance(data, tuple) else list(found[0])
 
 
 class SampleSource(MapSource):
@@ -320,13 +281,6 @@ def _leaves(data: Any) -> list[Any]:
     if isinstance(data, Mapping):
         return list(data.values())
     return list(data) if isinstance(data, tuple) else [data]
-
-
-def _tells_writes(data: Any) -> bool:
-    """Whether rows can be read ahead: torch counts who writes to them, and numpy can have them too."""
-    if type(data) is not torch.Tensor or data.is_inference() or data.requires_grad:
-        return False
-    return data.is_cpu and data.dtype in _NUMPY_DTYPES
 
 
 def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:

@@ -261,7 +261,7 @@ class Strategy(ABC):
             return self._zeros(1)[0] if own is None else own
         told = self._zeros(2)
         if own is not None:
-            told[0], told[1] = own.square(), ~is_settled(own)
+            told[0], told[1] = own.square(), ~is_settled(own) & (own != 0)  # a part without a gradient adds nothing
         dist.all_reduce(told)
         return torch.where(told[1] > 0, torch.nan, told[0].sqrt())
 

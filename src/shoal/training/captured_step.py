@@ -54,7 +54,7 @@ class StepShape:
     grains: tuple[Grain, ...]
     policy: MicrobatchPolicy
     scale: LossScale
-    settings: tuple[Any, ...]  # the optimizer's, but for what the graph is given
+    settings: tuple[Any, ...]  # the optimizer's, but for what the graph is given; the modes of modules and parameters
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class StepGraph:
         self._kept = [tensor.detach() for tensor in held(parts)]  # nothing else comes to lie at their addresses
         self._addresses = addresses(self._kept)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._known: tuple[Tensor, Tensor | None] | None = None  # the first that has one
 
     @property
     def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
@@ -131,6 +132,7 @@ class StepGraph:
         fill()
         self._recording = recorder.record(self.body, self._draws)
         self._gradients = [(p, p.grad) for p in self._parts.parameters]
+        self._known = next((pair for pair in self._gradients if pair[1] is not None), None)
         fill()
         self._recording.replay()
         if not _same(found[0], self.outputs[0]):
@@ -140,7 +142,7 @@ class StepGraph:
         """Runs the step that was filled in."""
         assert self._recording is not None
         self._recording.replay()
-        if any(p.grad is not gradient for p, gradient in self._gradients[:1]):  # a step without the graph came before
+        if self._known is not None and self._known[0].grad is not self._known[1]:  # a step without the graph was before
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
 
@@ -187,7 +189,7 @@ class CapturedStep:
     ) -> None:
         self._parts, self._runner, self._note, self._recorder = parts, runner, note, recorder
         self._graph: StepGraph | None = None
-        self._refused = False
+        self._refused, self._modules = False, list(parts.model.modules())
         self._num_others = self._num_captures = self._num_slow = 0
 
     def read_at_once(self, *, is_slow: bool = False) -> None:
@@ -226,7 +228,7 @@ class CapturedStep:
         if data.num_microbatches != 1:
             self._refuse(f"a step is {data.num_microbatches} microbatches")
             return None
-        rate = parts.updater.stepper.set_rates(progress)
+        rate = parts.updater.stepper.set_rates(progress)  # a schedule may set what the graph holds, too
         parts.clock.mark("host_to_device")
         leaves, spec = tree_flatten(first.batch())
         graph = self._graph_of(self._shape(spec, leaves, microbatch, scale), microbatch, leaves)
@@ -248,6 +250,8 @@ class CapturedStep:
         optimizer = self._parts.updater.optimizer
         given = ("params", "initial_lr") if self._parts.job.schedule is None else ("params", "initial_lr", "lr")
         settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in given]
+        settings += [("training", module.training) for module in self._modules]
+        settings += [("requires_grad", parameter.requires_grad) for parameter in self._parts.model.parameters()]
         policy = self._parts.computer.computation
         return StepShape(spec, tuple(map(_described, leaves)), microbatch.grains, policy, scale, tuple(settings))
 

@@ -236,13 +236,15 @@ def _with_copies(
 ) -> tuple[CompletePlan, ShardedModel, list[str]]:
     """The plan with a copy of the parameters for each rank where one for all would not do, and a note that says why.
 
-    Collective: all ranks, a JSON gather where the plan has one copy. Raises: JobError where that is asked for.
+    Collective: all ranks, a JSON gather where the plan has one copy. Raises: JobError where that is asked for, and the
+    job does not allow it.
     """
     if not plan.shares_memory:
         return plan, sharded_model, []
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
-    need = need_here() or copy_need(model, optimizer, job.callbacks)
-    if not options.may_copy:
+    lacking = need_here()
+    need = lacking or copy_need(model, optimizer, job.callbacks)
+    if not options.may_copy and lacking is None:  # a plan may be of another machine's making
         together(mesh, lambda: need.refuse() if need is not None else None)
         return plan, sharded_model, []
     if need is None and options.check_replicas:

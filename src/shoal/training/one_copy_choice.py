@@ -62,8 +62,13 @@ def copy_need(model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Ite
 
 
 def is_held_elsewhere(parameter: Tensor, patience_seconds: float = _PATIENCE_SECONDS) -> bool:
-    """Whether another tensor than this one has its memory, or a part of it, and does not let go of it in a while."""
+    """Whether somebody else has a tensor's memory, or a part of it, and does not let go of it in a while.
+
+    Another tensor, another process, or an array or a file that it was made from.
+    """
     storage, began = parameter.untyped_storage(), time.monotonic()
+    if storage.is_shared() or not storage.resizable():
+        return True
     # The parameter's own reference, and that of `storage`.
     while torch._C._storage_Use_Count(storage._cdata) > 2:
         if time.monotonic() - began > patience_seconds:

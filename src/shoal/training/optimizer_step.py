@@ -34,6 +34,8 @@ from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import captured, fused, maskable, masked
 from shoal.training.lr_schedule import Schedule
 
+# Ordinary steps in a row after which the next one was not as learnt: where a rank updates its part alone, none ever is.
+_MOST_LEARNT = 4
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
 _CLIP_EPSILON = 1e-6
 
@@ -83,7 +85,8 @@ class Stepper:
 
         schedule = job.schedule
         self._scheduled = schedule.rates(optimizer) if isinstance(schedule, Schedule) else None
-        self._direct = None if exact else DirectStep(optimizer)
+        self._direct: DirectStep | None = DirectStep(optimizer)
+        self._num_learnt = 0
 
     def multiplier(self, progress: Progress) -> float:
         """The schedule's; one where there is none. Raises: UserCodeError."""
@@ -133,16 +136,26 @@ class Stepper:
         if may_draw(self._optimizer):
             seed_everything(random_key(self._job.seed, "optimizer", step))
 
+    def _learn(self) -> None:
+        if self._direct is None:
+            return
+        self._direct.learn()
+        self._num_learnt += 1
+        if self._num_learnt >= _MOST_LEARNT:
+            self._direct = None
+
     def step(self, *, refuse_noise: bool = False) -> None:
         """Steps the optimizer. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
         before = all_generators() if refuse_noise else None
         try:
-            if self._direct is None:
+            if self._exact:
                 step_optimizer(self._optimizer)
-            elif not self._direct.take():
+            elif self._direct is not None and self._direct.take():
+                self._num_learnt = 0
+            else:
                 with fused(self._optimizer):
                     step_optimizer(self._optimizer)
-                self._direct.learn()
+                self._learn()
         except Exception as error:
             raise user_error("the optimizer", error) from error
         if before is not None and all_generators() != before:

@@ -1,9 +1,12 @@
 """Choice between one copy and a copy each: what else has a parameter's memory is given a while to let go of it."""
 
 import threading
+from collections.abc import Callable
 
+import numpy as np
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.training.one_copy_choice import is_held_elsewhere
 
@@ -16,6 +19,15 @@ def test_a_tensor_that_is_let_go_of_in_a_while_is_none_that_holds_a_parameter() 
     timer.start()
     assert not is_held_elsewhere(parameter, 60.0)
     timer.join()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda: torch.ones(3).share_memory_(), lambda: torch.from_numpy(np.ones(3, np.float32))],
+    ids=["process", "array"],
+)
+def test_what_a_process_or_an_array_has_too_is_held_elsewhere(made: Callable[[], Tensor]) -> None:
+    assert is_held_elsewhere(nn.Parameter(made()), 0.0)
 
 
 def test_a_view_that_stays_holds_it() -> None:
