@@ -1,8 +1,8 @@
-"""Claim: at batch 8 shoal's step takes 0.4 to 0.5 ms more than the leanest bare loop's, of LeNet and a tiny MLP.
+"""Claim: at batch 8 shoal's step takes 0.4 to 0.6 ms more than the leanest bare loop's, of LeNet and a tiny MLP.
 
-LeNet 4.37 and 4.34 ms beside 3.84 and 3.88: 14 and 12 % more (medians of 7 blocks in two runs, quartiles 11 to 15 %).
-An MLP of 20 thousand parameters (`--job mlp20k`) 0.71 and 0.72 beside 0.33: 107 and 120 % more (quartiles 81 to 132 %).
-In the same call, before calls were taken out of a steady step: 17 and 189 %. One thread on a virtual machine of 2 cores
+LeNet 4.19 and 4.39 ms beside 3.71 and 3.77: 12 and 16 % more (medians of 7 blocks in two runs, quartiles 8 to 17 %).
+An MLP of 20 thousand parameters (`--job mlp20k`) 0.72 and 0.73 beside 0.32: 123 % more (quartiles 119 to 127 %).
+Before calls were taken out of a steady step: 17 and 189 %. One thread on a virtual machine of 2 cores
 of an Intel Xeon with no other program beside it, torch 2.13.0. The aim, 5 and 10 %, is missed: some 350 calls are left,
 and each costs a microsecond.
 
