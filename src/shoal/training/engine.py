@@ -236,7 +236,7 @@ def _with_copies(
 ) -> tuple[CompletePlan, ShardedModel, list[str]]:
     """The plan with a copy of the parameters for each rank where one for all would not do, and a note that says why.
 
-    Collective: all ranks, a JSON gather where the plan has one copy. Raises: JobError where that is asked for, and the
+    Collective: all ranks, JSON gathers where the plan has one copy. Raises: JobError where that is asked for, and the
     job does not allow it.
     """
     if not plan.shares_memory:
@@ -244,7 +244,8 @@ def _with_copies(
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
     lacking = need_here()
     need = lacking or copy_need(model, optimizer, job.callbacks)
-    if not options.may_copy and lacking is None:  # a plan may be of another machine's making
+    # A plan may be of another machine's making.
+    if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
         together(mesh, lambda: need.refuse() if need is not None else None)
         return plan, sharded_model, []
     if need is None and options.check_replicas:
@@ -253,8 +254,9 @@ def _with_copies(
     why = next((why for why, _ in told if why is not None), None)
     if why is None and not any(small for _, small in told):
         return plan, sharded_model, []
-    # Of a small model nobody asks.
-    notes = [] if why is None or told[0][1] else [f"each rank has a copy of the model and the optimizer's state: {why}"]
+    # Of a small model nobody asks, but whose plan says it.
+    is_untold = why is None or (told[0][1] and options.may_copy)
+    notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]
     return plan.with_copies, ShardedModel(mesh, model), notes
 
 

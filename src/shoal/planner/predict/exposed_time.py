@@ -7,16 +7,17 @@ collective too, so that nothing of it is hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
+from shoal.planner.predict.remembered import Remembered
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.shard_time import ShardExchanges, price
 from shoal.planner.predict.stage_split import Held
@@ -45,9 +46,6 @@ _CASTS = ("bfloat16", "float16")
 _CAST_BYTES = (4 + 4) + 2 * (4 + 2) - 2 * 2
 
 
-_Known = TypeVar("_Known")
-
-
 class Sums(NamedTuple):
     """Seconds of a rank's gradient sums: of all buckets, of the last, and of all bytes at once."""
 
@@ -65,14 +63,7 @@ class Exchanged:
     network: Network
     program: Program
     accounts: Accounts
-    _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
-
-    def _once(self, key: tuple[object, ...], compute: Callable[[], _Known]) -> _Known:
-        """What was computed for a key; its first part names what, the others are all that it depends on."""
-        if key not in self._known:
-            self._known[key] = compute()
-        found: _Known = self._known[key]
-        return found
+    _known: Remembered = field(default_factory=Remembered, repr=False)
 
     def _price(self, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
         return price(self.network, layout, sent, algorithm)
@@ -125,7 +116,7 @@ class Exchanged:
             return Sums(sum(bucket[0].count for bucket in buckets), self._price(layout, sent), last, at_once)
 
         scatters = self.program.scatter_gradients and layout.shard > 1
-        return self._once(
+        return self._known.once(
             (
                 "sums",
                 held,
@@ -202,7 +193,7 @@ class Exchanged:
         def compute() -> float:
             return self._price(layout, completed(self._partial(layout, held)))
 
-        return self._once(("completed", held, layout.tensor, layout.context, stages), compute)
+        return self._known.once(("completed", held, layout.tensor, layout.context, stages), compute)
 
     def _partial(self, layout: LayoutSection, held: Held) -> Iterator[Partial]:
         def partial(axis: str, weights: Iterable[Weight], num_flags: int) -> Partial:
@@ -332,7 +323,9 @@ class Exchanged:
             sent = (one for one in sharded_optimizer(gradients, plan.degrees) if one.group == "shard")
             return self._price(layout, sent, algorithm)
 
-        return agreed + self._once(("handed out", held, layout.tensor, group, layout.world_size, algorithm), compute)
+        return agreed + self._known.once(
+            ("handed out", held, layout.tensor, group, layout.world_size, algorithm), compute
+        )
 
 
 def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.remembered import Remembered
 from shoal.planner.predict.stage_split import Held
 from shoal.plans.accounting.collectives import Array, Sharding, SizedCollective
 from shoal.plans.plan import LayoutSection, Plan
-
-_Known = TypeVar("_Known")
 
 
 def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str) -> float:
@@ -45,13 +44,7 @@ class ShardExchanges:
 
     network: Network
     accounts: Accounts
-    _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
-
-    def _once(self, key: tuple[object, ...], compute: Callable[[], _Known]) -> _Known:
-        if key not in self._known:
-            self._known[key] = compute()
-        found: _Known = self._known[key]
-        return found
+    _known: Remembered = field(default_factory=Remembered, repr=False)
 
     def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
         """Exchanges of a rank with these units, of a plan on that layout.
@@ -75,7 +68,7 @@ class ShardExchanges:
                 [last + scatters[0], *scatters[1:]],
             )
 
-        return self._once(("exchanges", *self._shard_key(plan, layout, held), data), compute)
+        return self._known.once(("exchanges", *self._shard_key(plan, layout, held), data), compute)
 
     def totals(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[float, float]:
         """Seconds of all gathers before a forward and of all scatters, one after the other: the sums of `exchanges`."""
@@ -89,7 +82,7 @@ class ShardExchanges:
             return sum(one.gather for one in units), sum(one.scatter for one in units), list(parts.items())
 
         key = self._shard_key(plan, layout, held)
-        gathers, scatters, parts = self._once(("shard totals", *key), compute)
+        gathers, scatters, parts = self._known.once(("shard totals", *key), compute)
         asked = self.network.asked
         return gathers, scatters + sum(n * asked(algorithm, "all_reduce", part, data) for part, n in parts)
 
@@ -107,10 +100,10 @@ class ShardExchanges:
             for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
                 key = "unit exchanges", id(unit), *of_shard[1:]
                 algorithm = plan.collectives.all_reduce
-                price[id(unit)] = self._once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
+                price[id(unit)] = self._known.once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
             return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
 
-        return self._once(("shard exchanges", *of_shard), compute)
+        return self._known.once(("shard exchanges", *of_shard), compute)
 
     def _of_unit(
         self, layout: LayoutSection, sharding: Sharding, unit: tuple[Array, ...], algorithm: str
