@@ -270,7 +270,8 @@ def _become(image: _Image, descriptors: list[int]) -> NoReturn:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if image.own_session:
         os.setsid()
     os.chdir(image.folder)

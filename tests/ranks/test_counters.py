@@ -212,7 +212,7 @@ def gpt() -> shoal.Job:
     ("sections", "job"),
     product(TENSOR.values(), [small, gpt]),
     ids=map("-".join, product(TENSOR, ["small", "gpt"])),
-    usual=["tensor-small", "tensor, two microbatches-gpt", "tensor, by positions on 3-gpt"],
+    usual=["tensor-small", "tensor, two microbatches-gpt", "tensor, by positions-gpt"],
 )
 def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(job(), sections, tmp_path / "ranks"):

@@ -17,6 +17,7 @@ import pytest
 from tests.forks import Popen
 from tests.jobs.read_late import STEADY, STEPS
 from tests.launching import ROOT
+from tests.usual import parametrize
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(180)]
 
@@ -122,7 +123,7 @@ PARTS: dict[str, tuple[dict[str, int], str, list[int], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PARTS)
+@parametrize("name", PARTS, rare=["data and ZeRO-3", "data and tensor"])
 def test_ranks_with_parts_of_a_model_read_late_what_they_would_have_read_at_once(name: str) -> None:
     layout, level, reads, others = PARTS[name]
     ranks = courses(layout, level, (*STEADY_CASES, *others))

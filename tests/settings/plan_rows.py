@@ -515,4 +515,9 @@ PLAN: Table = {
     **PREDICTION,
 }
 # Each of these compiles for some seconds.
-SLOW = {"execution.compile", "execution.compile: on a CPU", "server.mode: clip_value"}
+SLOW = {
+    "execution.compile",
+    "execution.compile: on a CPU",
+    "server.mode: clip_value",
+    "tensor.sequence: with a pipeline",
+}

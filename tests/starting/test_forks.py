@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests import forks
+from tests.usual import parametrize
 
 # What a command sees of its start.
 SEEN = """
@@ -29,7 +30,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("kind", ["-c", "script", "-m"])
+@parametrize("kind", ["-c", "script", "-m"], usual=["-m"])
 def test_it_starts_as_after_exec(kind: str, tmp_path: Path) -> None:
     (tmp_path / "seen.py").write_text(SEEN)
     words = {"-c": ["-c", SEEN], "script": ["seen.py"], "-m": ["-m", "seen"]}[kind]
