@@ -27,7 +27,7 @@ from shoal.parallel.model.sharded_model import ShardedModel, local
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
-    from shoal.parallel.shard.owners import DividedUpdate
+    from shoal.parallel.shard.owners import DividedUpdate, Parts
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see
 # numerics/batch_statistics.py).
@@ -272,6 +272,18 @@ class Strategy(ABC):
         """Leaves each rank the gradients that it is to scale and clip; those of `norm`."""
         if self._owners is not None:
             self._owners.own_gradients()
+
+    def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
+        """By parameter whose update is divided this rank's part of it, which the optimizer is to step in its place.
+
+        Called once, when the optimizer is there.
+        """
+        return {} if self._owners is None else self._owners.divide(optimizer)
+
+    def gradients_settle(self) -> None:
+        """Waits until every gradient that this rank has is scaled and clipped. Collective: as the strategy's owners."""
+        if self._owners is not None:
+            self._owners.gradients_settle()
 
     def norm(self, own: float) -> float:
         """The Euclidean norm of the whole gradient from that over the gradients that each rank `counts`, `rounded`.

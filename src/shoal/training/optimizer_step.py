@@ -212,9 +212,10 @@ class Updater:
         self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
-        self._parameters = [
-            (p, sharded_model.counts(name)) for name, p in sharded_model.parameters() if p.requires_grad
-        ]
+        parts = strategy.divide(optimizer)
+        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in parts]
+        self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
+        self._parameters += [(part, True) for part in parts.values() if part is not None]
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._job, self._observer, self._judged = job, observer, False
@@ -246,6 +247,8 @@ class Updater:
         if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
             torch._foreach_mul_(gradients, scale)
         clip_values(gradients, self._job.clip_value)
+        if self._observer.looks:
+            self._strategy.gradients_settle()
         self._observer.clipped(norm)
         self.stepper.seed(progress.step)
         self.num_begun += 1

@@ -28,7 +28,8 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, open_copied, places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.parallel.shard.owners import DividedUpdate, error_of
+from shoal.parallel.shard.owners import DividedUpdate, Parts, error_of
+from shoal.parallel.shard.parameter_pieces import ParameterPieces, can_divide
 from shoal.plans.accounting.partition import shared_part
 
 
@@ -82,6 +83,10 @@ class SharedParameters:
         """Whether this rank has written to a parameter, or has given it other memory, since the last `renew`."""
         return self._memory.is_written() or self._pointers_now() != self._pointers
 
+    def memory_of(self, parameter: Tensor) -> Tensor:
+        """The memory of a parameter that all ranks map, in its shape."""
+        return self._views[id(parameter)][2]
+
     def publish(self, is_owned: Callable[[Tensor], bool]) -> None:
         """Shows all ranks what this one has written to the parameters that it owns. Nobody may read them now."""
         for parameter, _, everybodys in self._views.values():
@@ -124,18 +129,41 @@ class OneCopyUpdate(DividedUpdate):
         mesh: Mesh,
         collective: SharedMemory,
         mark: Callable[[str], None],
+        *,
+        in_pieces: bool = False,
     ) -> None:
-        """`parameters`: those of the model that are updated. Collective: as SharedParameters."""
+        """`parameters`: those of the model that are updated; `in_pieces`: also a single one by several ranks.
+
+        Collective: as SharedParameters.
+        """
         super().__init__(parameters, parameters, range(mesh.world_size), mesh.rank)
         self._mesh, self._collective, self._mark = mesh, collective, mark
         self._shared = SharedParameters(model, collective)
         self._owned = [parameter for parameter in parameters if self.updates(parameter)]
         self._is_written = False  # whether any rank has written to its view of a parameter
         self._is_read = False  # whether other ranks may still read what this one's next backward writes
+        self._in_pieces = in_pieces
+        self._pieces: ParameterPieces | None = None
+        self._is_replaced = False  # whether any rank's optimizer has been given other state
+
+    def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
+        if not self._in_pieces or not can_divide(optimizer):
+            return {}
+        trained = [p for p in self._parameters if isinstance(p, nn.Parameter)]
+        memory, owners = self._shared.memory_of, self._owner
+        self._pieces = ParameterPieces(optimizer, trained, self._collective, self._mesh, memory=memory, owners=owners)
+        return self._pieces.parts
+
+    def gradients_settle(self) -> None:
+        if self._pieces is not None:
+            self._collective.barrier()
 
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; of what is not trained the first is."""
-        return self._root.get(id(parameter), 0) == self._rank
+        return self._owner(parameter) == self._rank
+
+    def _owner(self, parameter: Tensor) -> int:
+        return self._root.get(id(parameter), 0)
 
     def own_part(self, num_bytes: int) -> int:
         return shared_part(num_bytes, len(self._ranks), self._rank)
@@ -147,14 +175,17 @@ class OneCopyUpdate(DividedUpdate):
         self._is_read = True
 
     def own_gradients(self) -> None:
+        if self._pieces is not None:
+            self._pieces.take_gradients()
         self._drop_others()
 
     def norm(self, own: float) -> float:
-        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of two numbers."""
-        summed = torch.tensor([own * own, float(self._shared.is_written())], dtype=torch.float64)
+        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of three numbers."""
+        is_replaced = self._pieces is not None and self._pieces.is_replaced()
+        summed = torch.tensor([own * own, self._shared.is_written(), is_replaced], dtype=torch.float64)
         self._mark("exposed_communication")
         self._collective.all_reduce(summed)
-        self._is_written = bool(summed[1])
+        self._is_written, self._is_replaced = bool(summed[1]), bool(summed[2])
         self._mark("optimizer")
         return math.sqrt(float(summed[0]))
 
@@ -168,21 +199,31 @@ class OneCopyUpdate(DividedUpdate):
         Of a parameter that code of the job has written to (a model that normalises its weights in place) its owner's
         values are those that are updated: ranks with a copy each would have the same ones.
 
-        Collective: all ranks, one all-reduce of a number. Raises: on every rank, where `step` raised on any.
+        Collective: all ranks, one all-reduce of two numbers; more where there is state that other ranks do not see yet.
+        Raises: on every rank, where `step` raised on any.
         """
 
+        pieces = self._pieces
+        if self._is_written:
+            self._shared.publish(self.updates)
+            if pieces is not None:  # who has a part of it steps it
+                self._collective.barrier()
+        if pieces is not None and self._is_replaced:
+            pieces.adopt()
+
         def updated() -> None:
-            if self._is_written:
-                self._shared.publish(self.updates)
-            with self._shared.writable(self._owned):
+            with self._shared.writable(self._owned), contextlib.nullcontext() if pieces is None else pieces.installed():
                 step()
 
         error = error_of(updated)
         self._mark("exposed_communication")
-        failed = torch.tensor([float(error is not None)])
-        self._collective.all_reduce(failed)
-        if failed.item():
+        told = torch.tensor([error is not None, pieces is not None and pieces.is_new()], dtype=torch.float32)
+        self._collective.all_reduce(told)
+        failed, is_new = told.tolist()
+        if failed:
             raise_together(self._mesh, error)
+        if pieces is not None and is_new:
+            pieces.share()
         if self._is_written:
             self._shared.renew()
         self._is_read = False

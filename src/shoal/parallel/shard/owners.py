@@ -8,11 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import ShoalError
 from shoal.plans.accounting.partition import divide
+
+# By parameter whose update is divided this rank's part of it; None where it has none.
+Parts = dict[nn.Parameter, nn.Parameter | None]
 
 
 class DividedUpdate(ABC):
@@ -36,6 +40,14 @@ class DividedUpdate(ABC):
 
         `queued`, where the update `queues`: the ranks do not ask each other whether it has raised.
         """
+
+    def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
+        """Parts of single parameters that the optimizer steps on this rank in place of the whole ones; here none."""
+        return {}
+
+    def gradients_settle(self) -> None:
+        """Waits until others have scaled and clipped their parts of gradients; here there are none."""
+        return
 
     @property
     def queues(self) -> bool:

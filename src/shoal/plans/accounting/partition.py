@@ -17,6 +17,12 @@ END_BUCKET_BYTES, GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES = 1 << 20, 4 << 20, 25 <<
 GATHER_BYTES, GATHER_RANKS = 2 << 20, 4
 # Smaller parameters of one owner travel together, up to this many bytes: a broadcast costs as much as 0.1 MB of it.
 PIECE_BYTES = 1 << 20
+# Elements that stay together where a parameter's update is divided: a row of the gradient's norm, and whole vectors.
+PIECE_ROW = 256
+# An update is divided further where a rank has so much more than its share of the bytes; no run is shorter than this.
+_UNEVEN, _LEAST_RUN = 0.05, 1 << 15
+_ROW_BYTES = PIECE_ROW * 8
+
 
 Range = tuple[int, int]
 
@@ -67,6 +73,37 @@ def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
         load, owners[i] = loads[0]
         heapq.heapreplace(loads, (load + sizes[i], owners[i]))
     return owners
+
+
+def level(
+    sizes: Sequence[int], owners: Sequence[int], num_owners: int, divisible: Sequence[bool]
+) -> dict[int, dict[int, Range]]:
+    """Bytes [begin, end) of a size by owner, for those sizes of which an owner with too much gives the others a part.
+
+    The largest first; each gives as much as its owner has more than its share of all, and keeps a part. The other
+    sizes stay whole.
+    """
+    loads = [0] * num_owners
+    for size, owner in zip(sizes, owners, strict=True):
+        loads[owner] += size
+    fair = -(-sum(sizes) // num_owners)
+    found: dict[int, dict[int, Range]] = {}
+    for i in sorted((i for i, may in enumerate(divisible) if may), key=lambda i: (-sizes[i], i)):
+        spare = min(loads[owners[i]] - fair, sizes[i] - _LEAST_RUN)
+        if spare <= _UNEVEN * fair:
+            continue
+        runs: dict[int, Range] = {}
+        begin = 0
+        for taker in sorted(range(num_owners), key=lambda owner: (loads[owner], owner)):
+            taken = min(spare - begin, fair - loads[taker]) // _ROW_BYTES * _ROW_BYTES
+            if taken >= _LEAST_RUN:
+                runs[taker] = begin, begin + taken
+                begin += taken
+                loads[taker] += taken
+        if begin:
+            loads[owners[i]] -= begin
+            found[i] = {**runs, owners[i]: (begin, sizes[i])}
+    return found
 
 
 def pack(sizes: Sequence[int], alone: Sequence[bool], kinds: Sequence[object]) -> list[list[int]]:

@@ -1,0 +1,257 @@
+"""Pieces of single parameters that ranks with one copy of a model update, where whole ones divide the work badly.
+
+A parameter that is larger than a rank's fair share makes one rank update while the others wait. SGD, Adam and AdamW
+compute each element from its own gradient and state alone. So others step a run of its elements, in memory that all
+ranks map: values, gradients and state. The parameter's owner has its whole state, as of the others, in the same memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
+from shoal.distributed.collectives.shared_memory.region import SharedRegion, exchanged, open_region
+from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
+from shoal.distributed.mesh import Mesh
+from shoal.plans.accounting.partition import PIECE_ROW, level
+
+_BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_DTYPES = (torch.float32, torch.float64)
+
+# The dtype of each state tensor of a parameter that has its shape, by the parameter's place and the tensor's key.
+Layout = dict[str, dict[str, str]]
+
+
+def can_divide(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes each element of a parameter from that element's gradient and state alone."""
+    return type(optimizer) in _BY_ELEMENT
+
+
+def is_divisible(parameter: Tensor) -> bool:
+    """Whether runs of a parameter's elements are a kernel's and the gradient norm's own: whole rows, in order."""
+    return (
+        parameter.dtype in _DTYPES
+        and parameter.is_contiguous()
+        and parameter.numel() % PIECE_ROW == 0
+        and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
+    )
+
+
+@dataclass(eq=False)
+class _Divided:
+    """Parameter of which several ranks step a run of elements; `part` is this rank's, None where it has none."""
+
+    whole: nn.Parameter
+    bounds: tuple[int, int]
+    part: nn.Parameter | None
+    is_owner: bool
+    state: dict[str, Any] = field(default_factory=dict)  # of the part
+    entry: dict[str, Any] | None = None  # the owner's, of the whole parameter, as this has given it to the optimizer
+    shared: dict[str, Tensor] = field(default_factory=dict)  # by key what all ranks map, as one row
+
+    def gradient(self) -> None:
+        """Takes this rank's run of the parameter's gradient."""
+        if self.part is not None:
+            gradient = self.whole.grad
+            self.part.grad = None if gradient is None else gradient.detach().view(-1)[slice(*self.bounds)]
+
+    def is_new(self) -> bool:
+        """Whether a step has made state of the part that other ranks do not see."""
+        return any(
+            _is_like(value, self.part) and not (key in self.shared and _lies_in(value, self.shared[key]))
+            for key, value in self.state.items()
+        )
+
+
+class ParameterPieces:
+    """Division of the largest parameters of overloaded ranks, by one optimizer's update."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        collective: SharedMemory,
+        mesh: Mesh,
+        *,
+        memory: Callable[[Tensor], Tensor],
+        owners: Callable[[Tensor], int],
+    ) -> None:
+        """`memory` is a parameter's that all ranks map, and `owners` says which rank owns it."""
+        self._optimizer, self._collective, self._mesh = optimizer, collective, mesh
+        self._owners = owners
+        sizes = [p.numel() * p.itemsize for p in parameters]
+        held = [owners(p) for p in parameters]
+        found = level(sizes, held, mesh.world_size, [is_divisible(p) for p in parameters])
+        self._divided: list[_Divided] = []
+        for index, runs in found.items():
+            parameter, flat = parameters[index], memory(parameters[index]).view(-1)
+            begin, end = (edge // parameter.itemsize for edge in runs.get(mesh.rank, (0, 0)))
+            part = nn.Parameter(flat[begin:end]) if begin < end else None
+            self._divided.append(_Divided(parameter, (begin, end), part, held[index] == mesh.rank))
+        self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}
+        self._region: SharedRegion | None = None
+
+    @property
+    def parts(self) -> dict[nn.Parameter, nn.Parameter | None]:
+        """By divided parameter this rank's part of it, one row of elements; None where it has none."""
+        return {one.whole: one.part for one in self._divided}
+
+    def take_gradients(self) -> None:
+        """Gives each part its elements of the whole parameter's gradient."""
+        for one in self._divided:
+            one.gradient()
+
+    # -------------------------------------------------------------------------------------------------------- step
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """A context in which the optimizer's groups have this rank's parts in place of the divided parameters."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        before = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = self._own(group["params"])
+        held = [(one, one.part) for one in self._divided if one.part is not None]
+        for one, part in held:
+            if one.state:
+                state[part] = one.state
+        try:
+            yield
+        finally:
+            for group, whole in zip(groups, before, strict=True):
+                group["params"] = whole
+            for one, part in held:
+                part.grad = None
+                one.state = state.pop(part, {})
+
+    def _own(self, whole: list[Any]) -> list[Any]:
+        """A group's parameters that this rank updates: the same list each time, which is what a fused step looks at."""
+        known = self._lists.get(id(whole))
+        if known is None or known[0] is not whole or known[1] != len(whole):
+            parts, rank = self.parts, self._mesh.rank
+            stand = [parts[p] if p in parts else p if self._owners(p) == rank else None for p in whole]
+            known = self._lists[id(whole)] = whole, len(whole), [p for p in stand if p is not None]
+        return known[2]
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def is_new(self) -> bool:
+        """Whether the step has made state that the owner of a parameter does not see."""
+        return any(one.is_new() for one in self._divided)
+
+    def is_replaced(self) -> bool:
+        """Whether somebody has given the optimizer other state of a parameter that this rank owns: a checkpoint."""
+        state = self._optimizer.state
+        return any(one.is_owner and not _is_same(state.get(one.whole), one.entry) for one in self._divided)
+
+    def share(self) -> None:
+        """Puts the parts' state where all ranks map it. Collective: all ranks, as `open_region`, and two meetings."""
+        own = {str(i): _kinds(one.state, one.part) for i, one in enumerate(self._divided)}
+        self._open(_merged(self._mesh.gather_json(own)))
+        for one in self._divided:
+            for key, memory in one.shared.items():
+                mine = memory[slice(*one.bounds)]
+                if key in one.state:
+                    mine.copy_(one.state[key])
+                    one.state[key] = mine
+        self._collective.barrier()
+        self._give_owners()
+
+    def adopt(self) -> None:
+        """Takes up the state that owners' optimizers have now. Collective: as `share`."""
+        state = self._optimizer.state
+        entries = {i: state.get(one.whole) or {} for i, one in enumerate(self._divided) if one.is_owner}
+        own = {str(i): _kinds(entry, self._divided[i].whole) for i, entry in entries.items()}
+        told = self._mesh.gather_json([own, {str(i): _rest(entry) for i, entry in entries.items()}])
+        self._open(_merged([layout for layout, _ in told]))
+        rest = {i: values for _, found in told for i, values in found.items()}
+        for i, one in enumerate(self._divided):
+            if one.is_owner:
+                for key, memory in one.shared.items():
+                    memory.copy_(entries[i][key].reshape(-1))
+            one.state = {key: _decoded(value) for key, value in rest[str(i)].items()}
+            if one.part is not None:
+                one.state |= {key: memory[slice(*one.bounds)] for key, memory in one.shared.items()}
+        self._collective.barrier()
+        self._give_owners()
+
+    def _give_owners(self) -> None:
+        for one in self._divided:
+            if one.is_owner and (one.state or one.shared):
+                whole = {key: memory.view(one.whole.shape) for key, memory in one.shared.items()}
+                one.entry = {**one.state, **whole}
+                self._optimizer.state[one.whole] = dict(one.entry)
+            else:
+                one.entry = None
+
+    def _open(self, layout: Layout) -> None:
+        """Gives each state tensor of the layout its place in new memory, which all ranks map."""
+        places, end = {}, 0
+        for i, kinds in layout.items():
+            for key, dtype in sorted(kinds.items()):
+                numel, kind = self._divided[int(i)].whole.numel(), getattr(torch, dtype)
+                places[i, key] = end, numel, kind
+                end += -(-numel * kind.itemsize // LINE_BYTES) * LINE_BYTES
+        for one in self._divided:
+            one.shared = {}
+        if not end:
+            self._region = None
+            return
+        exchange = functools.partial(exchanged, group=self._collective.group)
+        num_ranks = self._mesh.world_size
+        region = open_region(exchange, self._mesh.rank, num_ranks, -(-end // num_ranks))
+        self._collective.barrier()  # each has set a part of it to zero, which others write to
+        everything = torch.frombuffer(region.memory, dtype=torch.uint8)
+        for (i, key), (start, numel, kind) in places.items():
+            self._divided[int(i)].shared[key] = everything[start : start + numel * kind.itemsize].view(kind)
+        self._region = region
+
+
+def _is_like(value: Any, parameter: Tensor | None) -> bool:
+    return isinstance(value, Tensor) and parameter is not None and value.ndim > 0 and value.shape == parameter.shape
+
+
+def _lies_in(value: Tensor, memory: Tensor) -> bool:
+    return value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def _is_same(found: dict[str, Any] | None, given: dict[str, Any] | None) -> bool:
+    """Whether the optimizer has what it was given: the same tensors and values."""
+    if found is None or given is None or found.keys() != given.keys():
+        return not found and not given
+    return all(found[key] is value for key, value in given.items())
+
+
+def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
+    return {key: str(value.dtype).removeprefix("torch.") for key, value in state.items() if _is_like(value, parameter)}
+
+
+def _merged(layouts: Sequence[Layout]) -> Layout:
+    """The layout of all ranks, in one order; each has told of the parameters of which it has a part or the whole."""
+    found: Layout = {}
+    for layout in layouts:
+        for i, kinds in layout.items():
+            found.setdefault(i, {}).update(kinds)
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+def _rest(entry: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor of the parameter's shape, for JSON: counters of steps, and what is not there yet."""
+    found = {}
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.ndim == 0:
+            found[key] = [str(value.dtype).removeprefix("torch."), value.item()]
+        elif not isinstance(value, Tensor):
+            found[key] = ["", value]
+    return found
+
+
+def _decoded(told: Sequence[Any]) -> Any:
+    dtype, value = told
+    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
