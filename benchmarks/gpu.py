@@ -31,12 +31,16 @@ _DRY = 4  # times as long a part may take on a CPU, on which a large model's ker
 
 @dataclass(frozen=True)
 class Part:
-    """A command with its time limit in seconds, and what stands for it where no GPU is. OUT in a word: its own file."""
+    """A command with its time limit in seconds, and what stands for it where no GPU is. OUT in a word: its own file.
+
+    `dry_told`: how far that goes.
+    """
 
     name: str
     seconds: float
     command: tuple[str, ...]
     dry: tuple[str, ...]
+    dry_told: str = "ran in tiny on the CPU"
 
 
 def step(job: str, seconds: float) -> Part:
@@ -54,16 +58,18 @@ def predicted(job: Sequence[str], cluster: str, plan_only: bool) -> tuple[str, .
     return ("bash", "-ec", "\n".join(lines))
 
 
+DOCTOR = (PYTHON, "-m", "shoal", "doctor", "--json")
 CAPTURED = (PYTHON, "-m", "benchmarks.gpu_captured", "--out", "OUT.json")
 LAYOUTS = (PYTHON, "-m", "benchmarks.gpu_layouts")
 GPT = ("examples/gpt.py", "--set", "batch=32", "--set", "layers=8", "--set", "width=512", "--set", "block=512")
 PARTS = (
-    Part("machine", 20, (PYTHON, "-m", "shoal", "doctor", "--json"), (PYTHON, "-m", "shoal", "doctor", "--json")),
+    Part("machine", 20, DOCTOR, DOCTOR, "the CPU's"),
     Part(
         "tests",
         100,
         (PYTHON, "-m", "pytest", "-q", "tests/gpu"),
         (PYTHON, "-m", "pytest", "-q", "--collect-only", "tests/gpu"),
+        "tests collected, none run",
     ),
     Part("layouts", 90, (*LAYOUTS, "--out", "OUT.json"), (*LAYOUTS, "--out", "OUT.json", "--dry")),
     step("lenet", 65),
@@ -75,8 +81,15 @@ PARTS = (
         45,
         (PYTHON, "-m", "shoal", "bench", "--quick", "-o", "OUT.toml"),
         (PYTHON, "-m", "shoal", "bench", "--help"),
+        "arguments read, nothing measured",
     ),
-    Part("prediction", 55, predicted(GPT, "here", False), predicted(("examples/digits.py",), "1xH100", True)),
+    Part(
+        "prediction",
+        55,
+        predicted(GPT, "here", False),
+        predicted(("examples/digits.py",), "1xH100", True),
+        "examples/digits.py planned for one H100, nothing run",
+    ),
 )
 
 
@@ -101,7 +114,7 @@ def run(part: Part, folder: Path, dry: bool) -> dict[str, Any]:
         "code": code,
         "seconds": round(time.monotonic() - began, 1),
         "limit_seconds": limit,
-        "dry": dry,
+        "dry": part.dry_told if dry else None,
         "tail": tail,
     }
     stem.with_suffix(".part.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -119,9 +132,12 @@ def page(found: Sequence[dict[str, Any]], about: str) -> str:
     """The parts as Markdown: a table, and the end of what each has said."""
     lines = ["# On GPUs", "", f"{about}. Written by `scripts/gpu`.", ""]
     lines += ["| part | status | seconds | limit |", "|---|---|---|---|"]
-    lines += ["| {part} | {status} | {seconds} | {limit_seconds} |".format(**one) for one in found]
     for one in found:
-        lines += ["", f"## {one['part']}", "", "```", one["tail"].rstrip(), "```"]
+        status = f"{one['status']}; dry: {one['dry']}" if one["dry"] else one["status"]
+        lines.append(f"| {one['part']} | {status} | {one['seconds']} | {one['limit_seconds']} |")
+    for one in found:
+        title = f"{one['part']}, no figure of a GPU" if one["dry"] else one["part"]
+        lines += ["", f"## {title}", "", "```", one["tail"].rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 

@@ -231,7 +231,8 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     loud = sum(float(row["others"]) > _QUIET for row in rows)
     if loud:
-        found.append(f"Left out of what follows: {loud} rows of which others had more than {_QUIET:.0%}.")
+        what = "one row" if loud == 1 else f"{loud} rows"
+        found.append(f"Left out of what follows: {what} of which others had more than {_QUIET:.0%}.")
     quiet = [row for row in rows if float(row["others"]) <= _QUIET]
     whole = [row for row in quiet if row["layout"] in _WHOLE]
     divided = [row for row in quiet if row["layout"] not in _WHOLE]
@@ -266,8 +267,7 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         close = sum(one <= _CLOSE for one in lost)
         found.append(
             f"Of {len(lost)} jobs with rows of {_MANY_LAYOUTS} layouts or more, the layout that was predicted to be "
-            f"the fastest took at most {_CLOSE:.0%} longer than the fastest one in {close}, "
-            f"and {max(lost):.1%} at most."
+            f"the fastest was within {_CLOSE:.0%} of the fastest one in {close}; the most that was lost is {max(lost):.1%}."
         )
     return found
 

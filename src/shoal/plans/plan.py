@@ -352,7 +352,7 @@ def described(plan: Plan) -> str:
     if plan.tensor.sequence and plan.layout.tensor > 1:
         words.append("sequence")
     if plan.shares_memory:
-        words.append("shared memory")
+        words.append("one copy of the model")
     if plan.execution.cuda_graph:
         words.append("CUDA graph")
     if plan.memory.recompute != "none":

@@ -94,8 +94,9 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
         near = [p.name for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         raise JobFileError(
             given=target,
-            conflict="there is no such directory" if path.is_dir() else "there is no such file",
-            remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}",
+            conflict="it is a directory, not a job file" if path.is_dir() else "there is no such file",
+            remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}"
+            + (f"; to go on with a run: shoal run JOBFILE --resume --out {path}" if path.is_dir() else ""),
         )
     pairs = [setting for setting in settings if not isinstance(setting, str)]
     for text in (setting for setting in settings if isinstance(setting, str)):

@@ -64,6 +64,12 @@ from shoal.training.trainer import Trainer
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
+# What runs that have not asked for it are told.
+_ONE_COPY = (
+    "the ranks share one copy of the model and the optimizer's state; "
+    "a plan with [memory] shared = false gives each rank its own"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(TrainingParts):
@@ -234,7 +240,7 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) ->
 def _with_copies(
     plan: CompletePlan, sharded_model: ShardedModel, made: tuple[Job, torch.optim.Optimizer], options: Options
 ) -> tuple[CompletePlan, ShardedModel, list[str]]:
-    """The plan with a copy of the parameters for each rank where one for all would not do, and a note that says why.
+    """The plan, with a copy of the parameters for each rank where one for all would not do, and a note on it.
 
     Collective: all ranks, JSON gathers where the plan has one copy. Raises: JobError where that is asked for, and the
     job does not allow it.
@@ -253,7 +259,7 @@ def _with_copies(
     told = mesh.gather_json([None if need is None else f"{need.what}: {need.why}", is_small(model)])
     why = next((why for why, _ in told if why is not None), None)
     if why is None and not any(small for _, small in told):
-        return plan, sharded_model, []
+        return plan, sharded_model, [_ONE_COPY]
     # Of a small model nobody asks, but whose plan says it.
     is_untold = why is None or (told[0][1] and options.may_copy)
     notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]

@@ -194,7 +194,7 @@ def test_a_missing_file_is_refused_with_the_nearest(write: Write) -> None:
     path = write("")
     with pytest.raises(JobFileError, match=r"did you mean 'file0_job\.py'"):
         parse_target(str(path.with_name("file0_jub.py")), [])
-    with pytest.raises(JobFileError, match="no such directory"):
+    with pytest.raises(JobFileError, match="it is a directory, not a job file"):
         parse_target(str(path.parent), [])
     with pytest.raises(JobFileError, match="no such file"):
         parse_target(str(path.parent / "nowhere" / "a.py"), [])
