@@ -3,7 +3,8 @@
 2 cores of a virtual machine without other programs, torch 2.13.0, 6 to 14 rows; quartiles 0.75 to 0.80, 0.81 to 0.87,
 0.84 to 1.11 and 0.70 to 1.01: results/cpu_step.json, with earlier runs (MLP 0.78 to 0.92, LeNet 0.78 to 0.88). The GPT
 takes 1.00 (0.94 to 1.10). Two processes that only meet once a step and sum nothing take 0.72, 0.91, 0.80 and 0.94, and
-0.94 of DDP's. LeNet with channels last takes 0.58 (0.50 to 0.63), ResNet-18 0.98. Against Accelerate 1.15.0, Lightning
+0.94 of DDP's. LeNet with channels last takes 0.58 (0.50 to 0.63), ResNet-18 0.98; on an Intel Xeon LeNet as a run
+chooses takes 0.64 and 0.67 (results/memory_format_step.json). Against Accelerate 1.15.0, Lightning
 Fabric 2.6.6 and DeepSpeed 0.19.8: 0.87, 0.89 and 0.57 on the MLP, 0.83, 0.91 and 0.93 on LeNet, 0.96, 1.00 and 1.01 on
 the GPT, 0.87, 0.81 and 0.83 on ResNet-18. Exact mode over sockets takes 1.9 times DDP's step on the MLP and 1.05 times
 on LeNet. A rank bound to a core takes as long as one that is not (1.01). Beside light work of others, groups of a shard
@@ -51,6 +52,8 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "one_process": (1, 2, ["--tool", "plain"]),
     "exact": (2, 1, ["--tool", "shoal", "--exact"]),
     "channels_last": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--channels-last"]),
+    # As `shoal run` without a plan file, which chooses how images lie in memory.
+    "chosen": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--choose-format"]),
     "accelerate": (2, 1, ["--tool", "accelerate"]),
     "fabric": (2, 1, ["--tool", "fabric"]),
     "deepspeed": (2, 1, ["--tool", "deepspeed"]),
@@ -62,7 +65,8 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
 # What has to be installed for a team; it is left out where that is not.
 PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
-RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last")}
+RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last", "chosen")}
+RATIOS |= {"chosen / shared_memory": ("chosen", "shared_memory")}
 RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
 RATIOS |= {f"{axis}_shared / {axis}": (f"{axis}_shared", axis) for axis in ("shard", "tensor")}
 RATIOS |= {f"{name} / meeting": (name, "meeting") for name in ("shared_memory", "bound_to_cores")}

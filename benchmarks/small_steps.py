@@ -267,7 +267,8 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         close = sum(one <= _CLOSE for one in lost)
         found.append(
             f"Of {len(lost)} jobs with rows of {_MANY_LAYOUTS} layouts or more, the layout that was predicted to be "
-            f"the fastest was within {_CLOSE:.0%} of the fastest one in {close}; the most that was lost is {max(lost):.1%}."
+            f"the fastest was within {_CLOSE:.0%} of the fastest one in {close}; the most that was lost is "
+            f"{max(lost):.1%}."
         )
     return found
 

@@ -17,6 +17,7 @@ from shoal.job import Job
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import console_of_width, show
+from shoal.planner.answer.memory_format import with_chosen_format
 from shoal.planner.answer.shown import Answer
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.configured_job import PREFIX, configured_job
@@ -102,6 +103,7 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
         )
     job, name, precision = _loaded(options, given)
     base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
+    base = with_chosen_format(job, base, options.cluster)
     asked = question(job, base, options.cluster, options.max_devices)
     asked = asked.of_length(tokens=tokens, samples=samples).at_price(dollars)
     progress = SearchProgress(sys.stderr, time.monotonic)

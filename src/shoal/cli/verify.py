@@ -20,6 +20,7 @@ from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.job_file import load
 from shoal.runs.request import RunRequest
+from shoal.training.engine import Options
 from shoal.training.preflight import with_judged_grains
 from shoal.verification import certificate
 from shoal.verification.forked import trace_forked
@@ -60,13 +61,16 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     plan = request.judged.plan.uncompressed
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    judged, may_copy = request.judged, request.may_copy
+    judged = request.judged
+    options = Options(may_copy=request.may_copy, chooses_format=request.chooses_format)
 
     def make() -> Job:
         return with_judged_grains(judged, load(request.job).job)
 
-    trace_forked(make, plan, folder, num_steps, num_threads, may_copy=may_copy)
-    if not read_outcome(folder / "parallel").shares_memory:
+    trace_forked(make, plan, folder, num_steps, num_threads, options=options)
+    found = read_outcome(folder / "parallel")
+    plan = plan.with_format(channels_last=found.channels_last)
+    if not found.shares_memory:
         plan = plan.with_copies
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)

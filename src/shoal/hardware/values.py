@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from math import inf, log
@@ -120,6 +120,7 @@ class Device:
     memory_alone: Points | None = None  # of a CPU that ranks share: the same while the others move nothing
     # Of a CPU: operators that compute longer than they move. By name ("aten.gelu") the fraction of
     # `memory_bytes_per_second` at which they take in and give out what is in the caches; "update": an optimizer's.
+    # Here and in `windows` names with "_channels_last" are of images that lie in memory so.
     operators: Mapping[str, Number] = field(default_factory=dict)
     sustained: Number = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     sustained_dtypes: Mapping[str, Number] = field(default_factory=dict)  # in its place for a named dtype
@@ -137,6 +138,21 @@ class Device:
     watts: Number | None = None  # the most that it draws: its power limit as sold, or the cap that is set
     guesses: tuple[str, ...] = ()  # what is neither published of this device nor measured, for whoever reads an answer
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def with_channels_last(self) -> Device:
+        """The device for images with their channels last, as far as that was measured."""
+        operators, windows = dict(self.operators), dict(self.windows)
+        for name, rate in self.operators.items():
+            operators[name.removesuffix(CHANNELS_LAST)] = rate if CHANNELS_LAST in name else operators[name]
+        for kind in [kind for kind in self.windows if CHANNELS_LAST in kind]:  # of other windows as channels first
+            first = kind.replace(CHANNELS_LAST, "")
+            windows[first] = {**windows.get(first, {}), **self.windows[kind]}
+        return replace(self, operators=operators, windows=windows)
+
+    def in_faster_format(self) -> Device:
+        """The device for images in whichever memory format an operator is faster."""
+        last = self.with_channels_last()
+        return replace(self, operators={name: max(rate, last.operators[name]) for name, rate in self.operators.items()})
 
     def beside(self, axis: str) -> tuple[float, float, float]:
         """`step_seconds`, `tensor_seconds`, `reserved_bytes` of a rank; `axis`: one that divides its model, or ""."""
@@ -202,6 +218,7 @@ class Link:
 SHARED_MEMORY, PROCESS_GROUP = "shared_memory", "process_group"
 # From here on a CPU's caches do not matter; beyond it the curve of a CPU's memory is of page faults.
 STREAM_BYTES = float(1 << 27)
+CHANNELS_LAST = "_channels_last"
 
 
 # Of a device's memory, left free by plans: with it none of the published runs that ended out of memory is planned

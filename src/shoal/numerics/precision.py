@@ -88,7 +88,7 @@ class Precision:
         if wide and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
             return type(batch)(batch)  # a loss may change it, and is given it again
         moved = tree_map(self._input, batch)
-        return tree_map(_channels_last, moved) if self.channels_last else moved
+        return tree_map(channels_last, moved) if self.channels_last else moved
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -115,7 +115,8 @@ def widest(kind: torch.dtype, tensors: Iterable[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else kind
 
 
-def _channels_last(value: Any) -> Any:
+def channels_last(value: Any) -> Any:
+    """Images, float [N, C, H, W], that lie in memory as [N, H, W, C]; anything else as it is."""
     if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
         return value
     _, channels, height, width = value.shape

@@ -97,6 +97,11 @@ class CompletePlan(Plan):
         """The same with a copy of the parameters for each rank."""
         return self.model_copy(update={"memory": self.memory.model_copy(update={"shared": False})})
 
+    def with_format(self, *, channels_last: bool) -> Self:
+        """The same with images in another memory format; for fast mode."""
+        execution = self.execution.model_copy(update={"channels_last": channels_last})
+        return self.model_copy(update={"execution": execution})
+
     def with_workers(self, workers: int) -> Self:
         """The same with so many processes a rank that fetch samples; for a plan without servers."""
         return self.model_copy(update={"data": DataSection(workers=workers)})

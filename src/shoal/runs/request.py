@@ -14,6 +14,7 @@ from shoal.hardware.detect import cores, visible_gpus
 from shoal.plans import Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import conflicts, refuse
+from shoal.plans.plan import read_plan
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory, read_json
@@ -64,6 +65,7 @@ class RunRequest:
     bad_samples: int = 0  # that are left out
     check_replicas: int | None = None  # steps between comparisons of the replicas
     address: str | None = None  # of the run directory, whose working copy `out` is then
+    keeps_format: bool = False  # whether the plan has the memory format that a run which goes on has chosen
 
     @property
     def place(self) -> str:
@@ -94,7 +96,7 @@ class RunRequest:
     def restarted(self, restarts: int) -> RunRequest:
         """The request where an engine has started the ranks anew so often: it goes on with the run that began."""
         begun = restarts > 0 and RunDirectory(self.out).holds_run()
-        return replace(self, resume=True, restarts=restarts) if begun else self
+        return replace(self, resume=True, restarts=restarts).with_kept_format() if begun else self
 
     def again(self, restarts: int, lost_at: float) -> RunRequest:
         """The request that goes on where ranks were lost, from the newest checkpoint if there is one.
@@ -104,7 +106,8 @@ class RunRequest:
         job = RunDirectory(self.out).job
         grains = self.recorded_grains or (read_json(job) or {}).get("grains")
         resume = self.resume or job.exists()
-        return replace(self, resume=resume, restarts=restarts, lost_at=lost_at, recorded_grains=grains)
+        found = replace(self, resume=resume, restarts=restarts, lost_at=lost_at, recorded_grains=grains)
+        return found.with_kept_format()
 
     @property
     def fence(self) -> Fence:
@@ -125,7 +128,7 @@ class RunRequest:
         plan = resized(self.plan, devices, job, visible_gpus())
         grains, wishes = job.get("grains"), replace(self.wishes, devices=devices)
         found = replace(self, plan=plan, wishes=wishes, judged=None, recorded_grains=grains, resume=True, lost_at=at)
-        return found.with_own_sums()
+        return found.with_own_sums().with_kept_format()
 
     def claim(self) -> DirectoryLock:
         """The directory for this process alone, until it is released: `out`, or of another number.
@@ -182,6 +185,23 @@ class RunRequest:
         alike = self.plan.layout.data == self.plan.layout.world_size
         memory = {"shared": alike and name == "shared_memory"}
         return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}, memory=memory))
+
+    def with_kept_format(self) -> RunRequest:
+        """The request of a run that goes on: images lie in memory as they did, where no plan file says another."""
+        kept = RunDirectory(self.out).plan
+        if self.plan_from_file or not kept.exists():
+            return self
+        channels_last = read_plan(kept).execution.channels_last
+        plan = self.plan.with_sections(execution={"channels_last": channels_last})
+        judged = self.judged
+        if judged is not None:
+            judged = replace(judged, plan=judged.plan.with_format(channels_last=channels_last))
+        return replace(self, plan=plan, judged=judged, keeps_format=True)
+
+    @property
+    def chooses_format(self) -> bool:
+        """Whether ranks choose execution.channels_last: no plan file says it, and no run that goes on has done."""
+        return not (self.plan_from_file or self.keeps_format)
 
     @property
     def may_copy(self) -> bool:

@@ -53,6 +53,7 @@ from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts
+from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.optimizer_step import Stepper, Updater
 from shoal.training.preflight import compare_data, compare_models
@@ -129,6 +130,7 @@ class Options:
     `saved` the file that has the newest one's step, `fence` that of the ranks' generation; `remote`: where checkpoints
     are, if not there; `eval_samples` the most that an evaluation reads, None for all; `take_workers`: a DataLoader's
     num_workers becomes data.workers; `may_copy`: memory.shared = true is given up where a job needs copies;
+    `chooses_format`: execution.channels_last is chosen;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
@@ -146,6 +148,7 @@ class Options:
     eval_samples: int | None = None
     take_workers: bool = False
     may_copy: bool = False
+    chooses_format: bool = False
     initial_weights: InitialWeights | None = None
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
@@ -164,6 +167,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
+    if options.chooses_format and not (plan.execution.exact or plan.divides_model):
+        chosen = agreed_format(job, sharded_model, precision, data)
+        plan = plan.with_format(channels_last=chosen.channels_last)
+        precision, notes = replace(precision, channels_last=chosen.channels_last), (*notes, *chosen.notes)
     taken = _taken(options, sharded_model)
     model, divided = sharded_model.model, sharded_model.divided
     together(mesh, lambda: _refuse_dtypes(sharded_model))

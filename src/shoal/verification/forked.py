@@ -25,7 +25,8 @@ from shoal.launch.environments.detect import joined
 from shoal.launch.in_child import fork
 from shoal.launch.process_control import die_with_launcher
 from shoal.plans.resolve import CompletePlan
-from shoal.verification.traced_run import runs, trace_rank
+from shoal.training.engine import Options
+from shoal.verification.traced_run import AS_PLANNED, runs, trace_rank
 
 _POLL_SECONDS = 0.005
 # After one rank has failed the others learn of it in their next collective, or are ended.
@@ -39,18 +40,18 @@ def trace_forked(
     num_steps: int,
     num_threads: int = 1,
     *,
-    may_copy: bool = False,
+    options: Options = AS_PLANNED,
 ) -> None:
     """Traces the plan's `runs` of `make()` on this host, to folders of their names. Raises: a rank's; RankLostError.
 
-    `may_copy` as in Options.
+    `options`: those of its choices.
     """
 
     def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
-        trace_rank(make(), ranks, environment, into, num_steps, may_copy=may_copy)
+        trace_rank(make(), ranks, environment, into, num_steps, options=options)
 
     with contextlib.ExitStack() as groups:
         waits = []

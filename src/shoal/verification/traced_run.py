@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _OUTCOME, _PARTS, _CONDUCTOR = "outcome.json", "parts", "conductor"
 # Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
 EVAL_SAMPLES = 21
+AS_PLANNED = Options()  # nothing is chosen that the plan says
 
 
 def left_out(plan: Plan) -> list[str]:
@@ -67,6 +68,7 @@ class Traced:
     computation: dict[str, Any]
     notes: list[str]
     shares_memory: bool = False  # whether the ranks had one copy of the parameters
+    channels_last: bool = False  # how images lay in their memory
 
     def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
         """The state before the first step, then every step; read one by one."""
@@ -81,11 +83,11 @@ def trace_rank(
     folder: Path,
     num_steps: int,
     *,
-    may_copy: bool = False,
+    options: Options = AS_PLANNED,
 ) -> None:
     """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment.
 
-    `may_copy` as in Options.
+    `options`: those of its choices.
     """
     notes: list[str] = []
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
@@ -111,7 +113,7 @@ def trace_rank(
         else:
             mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             recorder = TraceRecorder(folder, mesh.rank)
-        options = Options(telemetry=False, eval_samples=samples, observer=recorder, may_copy=may_copy)
+        options = replace(options, telemetry=False, eval_samples=samples, observer=recorder)
         engine = build(job, plan, mesh, options)
         opened.callback(engine.close)
         last, writer = min(num_steps, engine.order.num_steps), RecordWriter(None)
@@ -144,6 +146,7 @@ def _traced(engine: Engine, outcome: Outcome, samples: int, notes: list[str]) ->
         computation=outcome.state.computation or {},
         notes=notes,
         shares_memory=engine.plan.shares_memory,
+        channels_last=engine.plan.execution.channels_last,
     )
 
 

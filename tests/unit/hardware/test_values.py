@@ -49,3 +49,17 @@ def test_fewer_ranks_get_more_of_a_host(ranks: int, name: str) -> None:
     cluster = Cluster("c", device("eight"), devices_per_host=8, alternatives=alternatives)
     assert cluster.device_for(ranks).name == name
     assert Cluster("gpu", device("one"), devices_per_host=8).device_for(ranks).name == "one"
+
+
+def test_a_device_for_images_with_their_channels_last_is_as_it_was_measured_with_them() -> None:
+    operators = {"aten.pool": 0.1, "aten.pool_channels_last": 0.8, "aten.sum": 0.5}
+    operators |= {"aten.norm": 0.4, "aten.norm_channels_last": 0.2}
+    windows = {"float32": {"a": 0.5, "b": 0.6}, "float32_channels_last": {"a": 0.7}}
+    made = Device("core", "cpu", 1, 1.0, {"float32": 1.0}, operators=operators, windows=windows)
+    last = made.with_channels_last()
+    assert [last.operators[name] for name in ("aten.pool", "aten.sum", "aten.norm")] == [0.8, 0.5, 0.2]
+    assert last.windows["float32"] == {"a": 0.7, "b": 0.6}
+    faster = made.in_faster_format()
+    assert [faster.operators[name] for name in ("aten.pool", "aten.sum", "aten.norm")] == [0.8, 0.5, 0.4]
+    plain = Device("core", "cpu", 1, 1.0, {"float32": 1.0}, operators={"aten.pool": 0.1})
+    assert plain.with_channels_last() == plain.in_faster_format() == plain

@@ -341,3 +341,26 @@ def test_what_an_engine_starts_again_goes_on_where_a_run_began(tmp_path: Path, m
     again = found.restarted(2)
     assert (again.resume, again.restarts, again.initial_weights) == (True, 2, found.initial_weights)
     assert not found.restarted(0).resume
+
+
+def test_ranks_choose_the_memory_format_where_neither_plan_file_nor_run_says(job: str, tmp_path: Path) -> None:
+    found = request(job, "--devices", "2", "--out", "o")
+    assert found.chooses_format
+    assert found.with_kept_format() == found
+    path = tmp_path / "plan.toml"
+    path.write_text("[layout]\ndata = 2\n")
+    assert not request(job, "--plan", str(path)).chooses_format
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_run_that_goes_on_keeps_the_memory_format_that_it_has_chosen(job: str, last: bool) -> None:
+    found = request(job, "--devices", "2", "--out", "o")
+    found = replace(found, judged=judge(found.plan, ModelFacts(8, 4)))
+    began(Path("o"), {"grains": 8}, Plan().with_sections(execution={"channels_last": last}))
+    for again in (found.again(1, 5.0), found.restarted(1)):
+        assert again.plan.execution.channels_last is last
+        assert again.judged is not None
+        assert again.judged.plan.execution.channels_last is last
+        assert not again.chooses_format
+    assert not request(job, "--resume", "--out", "o").chooses_format
+    assert request(job, "--resume", "--out", "o").plan.execution.channels_last is last

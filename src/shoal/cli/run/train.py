@@ -231,6 +231,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         mtbf_seconds=mtbf_seconds(kept.events, call_began_at(request), time.time()),
         take_workers=not request.says_workers,
         may_copy=request.may_copy,
+        chooses_format=request.chooses_format,
         initial_weights=request.initial_weights,
         observer=observer,
         heartbeat=Heartbeat.joined(os.environ),

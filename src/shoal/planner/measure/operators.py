@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shoal.hardware.values import CHANNELS_LAST
+from shoal.numerics.precision import channels_last
 from shoal.planner.measure.probes import Call, Make, Probe
 from shoal.planner.profile.events import OperatorTrace
 from shoal.planner.profile.operators import costs
@@ -25,9 +27,11 @@ _aten = torch.ops.aten
 
 def operators() -> Iterator[Probe]:
     """A probe for each operator, named after it; the optimizer's update is called so."""
-    for make in (*_elementwise(), *_rows(), *_images(), *_moves(), _update):
+    makes = [*_elementwise(), *_rows(), *_images(torch.randn), *_moves(), _update]
+    last = list(_images(lambda *shape: channels_last(torch.randn(*shape))))
+    for make, kind in (*((make, "") for make in makes), *((make, CHANNELS_LAST) for make in last)):
         name, work = _described(make())
-        yield Probe(f"operator.{name}", work, make, graph=False, operand_bytes=work)
+        yield Probe(f"operator.{name}{kind}", work, make, graph=False, operand_bytes=work)
 
 
 def _described(call: Call) -> tuple[str, float]:
@@ -83,14 +87,14 @@ def _rows() -> Iterator[Make]:
     yield lambda: partial(_aten.embedding_dense_backward, _matrix(), classes, _WIDTH, -1, False)
 
 
-def _images() -> Iterator[Make]:
+def _images(made: Callable[..., Tensor]) -> Iterator[Make]:
     channels = _IMAGES[1]
 
     def image() -> Tensor:
-        return torch.randn(*_IMAGES)
+        return made(*_IMAGES)
 
     def pooled() -> Tensor:
-        return torch.randn(*_IMAGES[:2], _IMAGES[2] // 2, _IMAGES[3] // 2)
+        return made(*_IMAGES[:2], _IMAGES[2] // 2, _IMAGES[3] // 2)
 
     def norm_backward() -> Call:
         x, weight, nothing = image(), torch.ones(channels), torch.zeros(channels)

@@ -17,7 +17,8 @@ from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.shared_memory.process_group import open_group
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.hardware.fastest_all_reduce import shares_memory
-from shoal.hardware.values import SHARED_MEMORY, STREAM_BYTES, intensity
+from shoal.hardware.values import CHANNELS_LAST, SHARED_MEMORY, STREAM_BYTES, intensity
+from shoal.numerics.precision import channels_last
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
@@ -56,6 +57,8 @@ _WINDOWS = (
     (256, 512, 1, 4, 2),
     (64, 256, 1, 14, 1),
 )
+# Of images with their channels last: layers of nets for which that is chosen.
+_WINDOWS_LAST = tuple(window for window in _WINDOWS if max(window[:2]) <= 128 and window[2] > 1)
 # Bytes of a stream. On a CPU those in the middle are many tensors' that take turns, as in a step, which no cache holds
 # in the end; of a single tensor so large the system gives out the pages anew, as the last one shows.
 _STREAMS = {
@@ -168,8 +171,10 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
     return (probe(side) for side in _SIDES)
 
 
-def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor]) -> tuple[float, Make]:
-    """FLOPs of one phase of a convolution, padded as usual, and what makes its call."""
+def _convolution(
+    phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor], *, last: bool = False
+) -> tuple[float, Make]:
+    """FLOPs of one phase of a convolution, padded as usual, and what makes its call; `last`: images' channels."""
     channels, filters, taps, side, stride = window
     around, wanted = taps // 2, list(_PHASES[phase])
 
@@ -177,9 +182,13 @@ def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., 
         x = tensor(images, channels, side * stride, side * stride)
         w = tensor(filters, channels, taps, taps)
         gradient = tensor(images, filters, side, side)
+        if last:
+            x, gradient = channels_last(x), channels_last(gradient)
         if not wanted:
             return lambda: F.conv2d(x, w, stride=stride, padding=around)
         rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
+        if last and wanted[1]:  # gradients of weights are added up in their own order
+            return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)[1].contiguous()
         return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
 
     return 2.0 * images * side * side * taps * taps * channels * filters, make
@@ -200,10 +209,12 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _windows(device: torch.device) -> Iterator[Probe]:
-    def probe(name: str, phase: str, window: Window, images: int) -> Probe:
-        work, made = _convolution(phase, window, images, partial(_tensor, device=device))
-        return Probe(f"{name}.float32{phase}:{'-'.join(map(str, window))}", work, made)
+    def probe(name: str, phase: str, window: Window, images: int, kind: str = "float32") -> Probe:
+        work, made = _convolution(phase, window, images, partial(_tensor, device=device), last=kind != "float32")
+        return Probe(f"{name}.{kind}{phase}:{'-'.join(map(str, window))}", work, made)
 
+    last = f"float32{CHANNELS_LAST}"
+    yield from (probe("window", phase, window, _FEW_IMAGES, last) for phase in _PHASES for window in _WINDOWS_LAST)
     yield from (probe("window", phase, window, _FEW_IMAGES) for phase in _PHASES for window in _WINDOWS)
     yield from (probe("weights", phase, _WEIGHTS, _FEWEST_IMAGES) for phase in _PHASES)
 

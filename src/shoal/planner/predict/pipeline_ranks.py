@@ -124,6 +124,7 @@ class Staging:
         self._runs = [(bodies, sum(1 for _ in alike)) for bodies, alike in of_segments]
         self.parts = flat(self._segments)  # the units as far as stages can divide them
         self._costs_on: dict[int, StageCosts] = {}
+        self._last: dict[int, Device] = {}  # for images with their channels last, by the device
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
         self._cuts: dict[tuple[object, ...], StageDivision] = {}
@@ -137,9 +138,14 @@ class Staging:
     @_latest
     def device(self, plan: Plan) -> Device:
         """The device of each rank of the plan."""
-        if not self._cluster.alternatives:
-            return self._cluster.device
-        return self._cluster.device_for(min(self._cluster.devices_per_host, plan.layout.world_size))
+        found = self._cluster.device
+        if self._cluster.alternatives:
+            found = self._cluster.device_for(min(self._cluster.devices_per_host, plan.layout.world_size))
+        if not plan.execution.channels_last or found.kind != "cpu":
+            return found
+        if id(found) not in self._last:
+            self._last[id(found)] = found.with_channels_last()
+        return self._last[id(found)]
 
     def computer(self, device: Device) -> DeviceModel:
         """The device as the program uses it."""

@@ -148,7 +148,8 @@ class Costs:
     @cached_property
     def _floors(self) -> Floors:
         staging = self._staging
-        return Floors(staging.computer(self._device), self._predictor.network, self._program, staging.parts)
+        computer = staging.computer(self._device.in_faster_format())
+        return Floors(computer, self._predictor.network, self._program, staging.parts)
 
     def floor(self, samples: float, degrees: ModelDegrees) -> float:
         """Seconds that no plan goes below whose replicas have so many samples each, on the ranks that share them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shoal.planner.measure.operators import operators
@@ -32,3 +34,11 @@ def test_each_operator_once_and_ready_to_be_called() -> None:
     assert len(FOUND) == len(list(operators()))
     for probe in FOUND.values():
         probe.make()()
+
+
+def test_pools_are_measured_in_both_memory_formats() -> None:
+    for name in ("aten.max_pool2d_with_indices", "aten.avg_pool2d", "aten.max_pool2d_with_indices_backward"):
+        probe = FOUND[f"{name}_channels_last"]
+        assert probe.work == FOUND[name].work
+        call: Any = probe.make()
+        assert call.args[0].stride()[1] == 1

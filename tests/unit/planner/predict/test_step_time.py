@@ -12,6 +12,7 @@ from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Program
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, Unit
 from shoal.planner.search.costs import Costs
+from shoal.planner.search.space import ModelDegrees
 from shoal.plans.plan import Plan
 
 BLOCK = 12e-3  # seconds a sample
@@ -253,3 +254,18 @@ def test_parameters_that_are_gathered_apart_are_waited_for_and_copied_by_rank():
     for ranks in (2, 4):
         sliced = seconds(ranks, **apart, slice_seconds=1e-3) - seconds(ranks, **apart)
         assert sliced == pytest.approx(4 * 2 * 3 * ranks * 1e-3)
+
+
+def test_images_with_their_channels_last_take_what_was_measured_of_them() -> None:
+    """Also beside the same plan with channels first; a lower bound of the search is one of both."""
+    operators = {"pool": 0.01, "pool_channels_last": 0.1}
+    core = replace(DEVICE, kind="cpu", memory_bytes=10**12, operators=operators)
+    pool = Operation("pool", "", OperationKind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e9))
+    of_pools = Unit("0", Body((pool,)))
+    case = work()
+    case = replace(case, profile=replace(case.profile, units=(of_pools,)))
+    predictor = Predictor(case, cluster(1, device=core), QUIET)
+    first, last = (plan(8, execution={"channels_last": each}) for each in (False, True))
+    told = [predictor.predict(each).terms["compute"] for each in (first, last, first)]
+    assert told == pytest.approx([0.8, 0.08, 0.8])
+    assert Costs(predictor, core).floor(8.0, ModelDegrees(1, 1, 1)) <= 0.08 * (1 + 1e-9)
