@@ -1,10 +1,10 @@
-"""Claim: at batch 8 shoal's step takes 0.4 to 0.6 ms more than the leanest bare loop's, of LeNet and a tiny MLP.
+"""Claim: at batch 8 shoal's step takes 0.3 to 0.6 ms more than the leanest bare loop's, of LeNet and a tiny MLP.
 
-LeNet 4.19 and 4.39 ms beside 3.71 and 3.77: 12 and 16 % more (medians of 7 blocks in two runs, quartiles 8 to 17 %).
-An MLP of 20 thousand parameters (`--job mlp20k`) 0.72 and 0.73 beside 0.32: 123 % more (quartiles 119 to 127 %).
-Before calls were taken out of a steady step: 17 and 189 %. One thread on a virtual machine of 2 cores
-of an Intel Xeon with no other program beside it, torch 2.13.0. The aim, 5 and 10 %, is missed: some 350 calls are left,
-and each costs a microsecond.
+Processor time, medians of blocks in two runs: an MLP of 20 thousand parameters (`--job mlp20k --blocks 31`) 0.67 and
+0.68 ms beside 0.36: 93 and 92 % more (quartiles 73 to 97 %), and 118 % before the dear calls of a step were made
+cheaper. LeNet (`--blocks 9`) 4.83 and 4.40 beside 4.25 and 3.98: 10 and 12 % more (quartiles -7 to 17 %), and 17 and 16
+before. One thread on a virtual machine of 2 cores of an Intel Xeon, which others disturbed, torch 2.13.0. The aim, 10
+and 5 %, is missed: some 290 calls are left, and each costs a microsecond or two.
 
 Repeat with `python -m benchmarks.overhead`: LeNet at global batch 8 (and, with `--batch`, others) on one process of one
 thread. Blocks of steps of shoal's trainer, records and all, and of two bare loops on models of their own take turns in

@@ -26,13 +26,13 @@ from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
-from shoal.plans.grains import Grain, microbatches, random_key, share
+from shoal.plans.grains import Grain, random_key, share
 
 # So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class Microbatch:
     """Neighbouring grains that share one forward; `batch` is the collate function's result.
 
@@ -54,7 +54,7 @@ class Microbatch:
         """The ids of the samples that were read."""
         return with_replaced(self.ids, self.replaced)
 
-    @functools.cached_property
+    @property
     def num_samples(self) -> int:
         """Samples in all its grains."""
         return sum([g.size for g in self.grains])
@@ -79,7 +79,7 @@ class Microbatch:
         return Microbatch(self.step, self.grains, self.ids, None, self.read, self.known_words, self.replaced)
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class StepData:
     """One rank's microbatches of one step: `num_microbatches` of them, which may be none."""
 
@@ -100,7 +100,7 @@ class Transfer:
         """Begins to move a batch; the result gives it, ready for use on the current stream."""
         stream = self._stream
         if stream is None:
-            return lambda: self._move(batch)
+            return functools.partial(self._move, batch)
         pinned = tree_map(_pin, batch)
         with torch.cuda.stream(stream):
             moved = self._move(pinned)
@@ -192,12 +192,9 @@ class _Request(NamedTuple):
     step: int
     grains: tuple[Grain, ...]
     ids: tuple[Ids, ...]
-    words: list[float] | None = None
 
-    @property
-    def digested(self) -> tuple[int, list[int], tuple[Ids, ...]]:
-        """Content of its digest, as `words_of_steps` takes it."""
-        return self.step, [grain.index for grain in self.grains], self.ids
+
+_Digested = tuple[_Request, list[float]]  # a request, and the digests of its grains, added up
 
 
 class _Fetcher(Dataset[Any]):
@@ -208,8 +205,9 @@ class _Fetcher(Dataset[Any]):
 
     def fetch(self, request: _Request) -> Fetched:
         """The microbatch of a request. Raises: DataError."""
-        grains = request.grains if self.source.draws else ()
-        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in grains]
+        keys: list[int] = []
+        if self.source.draws:
+            keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:
             return Fetched(self.source.fetch(request.ids, keys))
         return self.source.tolerant(self.quarantine, request.ids, keys)
@@ -265,7 +263,7 @@ class MapLoader(Loader):
         told, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
         self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
         self._next = 0
-        self._known: dict[int, list[_Request]] = {}
+        self._known: dict[int, list[_Digested]] = {}
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         self.close()
@@ -289,47 +287,47 @@ class MapLoader(Loader):
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
-        runs = zip(
-            *(microbatches(many, self._per_microbatch) for many in (mine, self._order.ids(step, mine))), strict=True
-        )
-        return [_Request(step, tuple(grains), tuple(ids)) for grains, ids in runs]
+        ids, size = self._order.ids(step, mine), max(1, self._per_microbatch)
+        places = range(0, len(mine), size)
+        return [_Request(step, tuple(mine[at : at + size]), tuple(ids[at : at + size])) for at in places]
 
     def step(self, step: int) -> StepData:
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self._own_requests(step)
-        microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
+        microbatches = (self._microbatch(request, self._fetch(request), words) for request, words in requests)
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
-    def _own_requests(self, step: int) -> list[_Request]:
+    def _own_requests(self, step: int) -> list[_Digested]:
         """This rank's, of several steps at once: after a backward, whose data fill the caches, each call is dear."""
         if step not in self._known:
             count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
             ahead = {number: self.requests(number) for number in range(step, step + count)}
             every = [request for requests in ahead.values() for request in requests]
-            words = iter(words_of_steps([request.digested for request in every]))
-            self._known = {
-                number: [_Request(r.step, r.grains, r.ids, next(words)) for r in requests]
-                for number, requests in ahead.items()
-            }
+            parts = [(request.step, [grain.index for grain in request.grains], request.ids) for request in every]
+            words = iter(words_of_steps(parts))
+            known = {number: [(request, next(words)) for request in requests] for number, requests in ahead.items()}
+            self._known = known
         return self._known.pop(step)
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
         return self._microbatch(request, self._noted(self._fetcher.fetch(request)))
 
-    def _microbatch(self, request: _Request, fetched: Fetched) -> Microbatch:
+    def _microbatch(self, request: _Request, fetched: Fetched, words: list[float] | None = None) -> Microbatch:
         read = functools.partial(self._read, request.step)
-        known = None if fetched.replaced else request.words
+        known = None if fetched.replaced else words
         return Microbatch(request.step, request.grains, request.ids, fetched.batch, read, known, fetched.replaced)
 
     def _fetch(self, request: _Request) -> Fetched:
-        found = self._processes.next(request) if self._processes is not None else self._fetcher.fetch(request)
+        if self._processes is None:
+            return self._noted(self._fetcher.fetch(request))
+        found = self._processes.next(request)
         if isinstance(found, ShoalError):
             raise found
         fetched: Fetched = found
-        if self._processes is not None and self._quarantine is not None:
+        if self._quarantine is not None:
             read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
             if not self._quarantine.known.keys().isdisjoint(read):  # a worker knows no more than when it was started
                 fetched = self._fetcher.fetch(request)

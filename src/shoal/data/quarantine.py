@@ -24,7 +24,7 @@ _MOST_DRAWS = 50
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class Fetched:
     """A batch; `replaced`: which sample was read in the place of which; `bad`: what those raised that were new."""
 

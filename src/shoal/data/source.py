@@ -87,10 +87,14 @@ class TensorSource(MapSource):
                 remedy="give tensors whose first dims are equal",
             )
         super().__init__(name, lengths.pop(), data)
+        # Without a function called for each of them in every step.
+        self._is_plain = type(data) is tuple and all(type(t) is torch.Tensor and t.is_cpu for t in data)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
         data = self.data
+        if self._is_plain:
+            return [tensor.index_select(0, index) for tensor in data]  # faster than tensor[index] on CPU
         if isinstance(data, Mapping):
             return {name: _rows(tensor, index) for name, tensor in data.items()}
         if isinstance(data, tuple):
@@ -286,7 +290,7 @@ def _leaves(data: Any) -> list[Any]:
 def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(tensor[index.numpy()]))
-    rows: torch.Tensor = tensor.index_select(0, index.to(tensor.device))  # faster than tensor[index] on CPU
+    rows: torch.Tensor = tensor.index_select(0, index.to(tensor.device))
     return rows
 
 

@@ -23,10 +23,11 @@ _FLAGS = ("has_data", "error", "stop", "checkpoint", "asked")
 _of_spans = operator.itemgetter(*SPANS)  # in one call
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
 _SPREADS = (*_MEASURES, "busy_seconds")
+_ALONE = np.zeros(1)  # nobody waits for it
 _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class Report:
     """One rank's contribution at the start of a step; `measures` are of the step before.
 
@@ -41,7 +42,7 @@ class Report:
     measures: tuple[float, ...] = (0.0,) * len(_MEASURES)
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class Agreement:
     """Common state of all ranks: whether any has data, failed, or was asked to stop; rank 0 calls for checkpoints.
 
@@ -54,7 +55,7 @@ class Agreement:
     checkpoint: bool
     asked: int
     spreads: Mapping[str, Spread]
-    busy_seconds: npt.NDArray[np.float64]  # of each rank in the step before
+    busy_seconds: npt.NDArray[np.float64]  # of each rank in the step before; zero where there is one
 
     @property
     def slowest_rank(self) -> int:
@@ -81,10 +82,10 @@ def agree(mesh: Mesh, report: Report) -> Agreement:
 
 def _own(report: Report) -> Agreement:
     """As `from_rows` of one row."""
-    busy = report.measures[_STEP] - report.measures[_EXPOSED]
-    spreads = OwnSpreads(dict(zip(_SPREADS, (*report.measures, busy), strict=True)))
-    flags = report.has_data, report.error, report.stop, report.checkpoint, report.asked
-    return Agreement(*flags, spreads, np.array([busy]))
+    own = report.measures
+    busy = own[_STEP] - own[_EXPOSED]
+    spreads = OwnSpreads(_SPREADS, (*own, busy))
+    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.asked, spreads, _ALONE)
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:

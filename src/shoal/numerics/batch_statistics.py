@@ -39,7 +39,8 @@ class StepBuffers:
         # Buffers that are not known to change: what they go back to where a forward begins to change them after all.
         self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._shapes = {name: self._now(name).shape for name in self._homes}  # the same on all ranks
-        self._nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
+        self.is_empty = not self._homes  # the model has none
+        self.nothing = torch.zeros(0, dtype=torch.float64, device=self._device)  # values of none
 
     def _now(self, name: str) -> Tensor:
         home, key = self._homes[name]
@@ -91,7 +92,7 @@ class StepBuffers:
         Raises: JobError where a forward has given a buffer another shape.
         """
         if not self.names:
-            return self._nothing
+            return self.nothing
         for name in self.names:
             if self._now(name).shape != self._shapes[name]:
                 raise _reshaped(name, self._shapes[name], self._now(name).shape)

@@ -22,15 +22,17 @@ class DrawWatch:
     def begin(self) -> None:
         """A stretch begins."""
         self._is_fresh = self._left is None
-        if self._left is None:
+        if self._is_fresh:
             self._left = all_generators()
 
     def end(self) -> bool:
         """Whether anybody has drawn: the stretch, or, where it `is_unclear` from then on, somebody before it."""
         now, before = all_generators(), self._left
-        self._left = now
-        self.is_unclear = now != before and not self._is_fresh
-        return now != before
+        if now == before:
+            self.is_unclear = False
+            return False
+        self._left, self.is_unclear = now, not self._is_fresh
+        return True
 
     def forget(self) -> None:
         """Looks at the beginning of the next stretch too."""

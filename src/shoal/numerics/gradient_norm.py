@@ -23,14 +23,15 @@ _SMALL = 4096
 # Squares of numbers near the ends of float32's range are not in it. Elements below 1e-19 lose bits; 10^9 of them add
 # less than 1e-9 to the square of a norm above this one.
 _LEAST = 1e-10
-_device = operator.attrgetter("device")
+_device, _layout = operator.attrgetter("device"), operator.attrgetter("layout")
 # Of a norm from float64 sums in different orders the same bits are left, but where one lies 1e-15 from a tie.
 _BITS, _WIDE_BITS = 24, 40
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
     """The Euclidean norm over all the gradients together: dense or sparse, real or complex, of any floating dtypes."""
-    return settled(gradients, _norm(gradients))
+    found = _norm(gradients)
+    return found if _LEAST < found < math.inf else _scaled(gradients, found)
 
 
 def settled(gradients: Sequence[Tensor], found: float) -> float:
@@ -64,23 +65,28 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
     """The norm, float64 [], where the gradients are, as far as squares stay in range; None where there are none."""
-    small: list[Tensor] = []
-    pieces: list[Tensor] = []  # with the same norm as a gradient and few elements
-    dense = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
-    for gradient, size in zip(dense, map(Tensor.numel, dense), strict=True):
-        if size <= _SMALL:
-            small += (gradient,)
-        else:
-            pieces += _rows(gradient)
-    pieces += small
+    if not gradients:
+        return None
+    if set(map(_layout, gradients)) != {torch.strided}:
+        gradients = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
+    large, small = _by_size(tuple(map(Tensor.numel, gradients)))
+    pieces: list[Tensor] = []  # with the same norm as the gradients and few elements
+    for place in large:
+        pieces += _rows(gradients[place])
+    pieces += [gradients[place] for place in small]
     if len(set(map(_device, pieces))) > 1:
         pieces = [piece.cpu() for piece in pieces]
-    if not pieces:
-        return None
     # In one call what a view of each would take four times as long for.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
-    norm: Tensor = torch.linalg.vector_norm((_real(flat) if flat.is_complex() else flat).double())
+    norm: Tensor = torch.linalg.vector_norm(_real(flat) if flat.is_complex() else flat, dtype=torch.float64)
     return norm
+
+
+@functools.lru_cache(maxsize=64)
+def _by_size(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The places of those with many elements, and of those with few."""
+    large = [place for place, size in enumerate(sizes) if size > _SMALL]
+    return large, [place for place, size in enumerate(sizes) if size <= _SMALL]
 
 
 def _rows(gradient: Tensor) -> list[Tensor]:

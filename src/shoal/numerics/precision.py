@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -84,11 +85,14 @@ class Precision:
         With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
         hand that on from layer to layer; weights stay as they are.
         """
-        wide = self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last)
-        if wide and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
+        if self._leaves_tensors and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
             return type(batch)(batch)  # a loss may change it, and is given it again
         moved = tree_map(self._input, batch)
         return tree_map(channels_last, moved) if self.channels_last else moved
+
+    @functools.cached_property
+    def _leaves_tensors(self) -> bool:
+        return self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last)
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -156,7 +160,7 @@ class LossScale:
         A power of two changes no bit of a gradient that neither overflows nor underflows. Of samples that weigh one in
         a batch of 2^n the summed gradient is the mean then, and no pass over it is needed to make it so.
         """
-        return self.scale / 2.0 ** round(math.log2(global_batch))
+        return self.scale / _power_of_two(global_batch)
 
     @property
     def active(self) -> bool:
@@ -177,6 +181,11 @@ class LossScale:
         if self.good_steps + 1 >= _GROWTH_STEPS:
             return replace(self, scale=self.scale * 2.0, good_steps=0)
         return replace(self, good_steps=self.good_steps + 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _power_of_two(count: int) -> float:
+    return 2.0 ** round(math.log2(count))
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Also over those that share one model: gradients that are partial over an axis, a
 
 from __future__ import annotations
 
-import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from shoal.data.sample_digest import DIGEST_WORDS
 from shoal.numerics import device_reads
 from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.numerics.losses import refuse_weight
-from shoal.parallel.backward import run_backward
+from shoal.parallel.backward import RootGradient, run_backward
 from shoal.parallel.model.sharded_model import ShardedModel, local
 
 if TYPE_CHECKING:
@@ -43,31 +43,32 @@ class Flags:
     redo: int = 0  # out of memory, or a model that has to be computed another way
 
 
-@dataclass(frozen=True)
+NO_FAILURES = Flags()
+
+
 class StepSums:
-    """Sums of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
+    """Sums of a step over all ranks, the same on each of them; `sums` float64 as laid out above.
 
-    sums: npt.NDArray[np.float64]
-    flags: Flags
-    rows: npt.NDArray[np.float64] | None = None  # [world_size, n]: every rank's row, where they travelled with the sums
-    compared: Comparison | None = None  # compressed with exact gradients, in a sampled step
-    norm: float | None = None  # of the summed gradients, as `settled` takes it, where it was read with the sums
+    `loss` is the mean over the global batch, NaN where nothing had a weight.
+    """
 
-    @functools.cached_property
-    def loss(self) -> float:
-        """The mean loss over the global batch; NaN where nothing had a weight."""
-        weight = self.weight
-        return float(self.sums[TOTAL] / weight) if weight else float("nan")
+    def __init__(
+        self,
+        sums: npt.NDArray[np.float64],
+        flags: Flags,
+        rows: npt.NDArray[np.float64] | None = None,
+        compared: Comparison | None = None,
+        norm: float | None = None,
+    ) -> None:
+        """`rows`, [world_size, n], of every rank, where they travelled with the sums.
 
-    @functools.cached_property
-    def weight(self) -> float:
-        """The sum of the weights."""
-        return float(self.sums[WEIGHT])
-
-    @functools.cached_property
-    def num_samples(self) -> int:
-        """Samples computed."""
-        return round(float(self.sums[SAMPLES]))
+        `compared`: compressed with exact gradients, in a sampled step. `norm`: of the summed gradients, as `settled`
+        takes it, where it was read with the sums.
+        """
+        self.sums, self.flags, self.rows, self.compared, self.norm = sums, flags, rows, compared, norm
+        total, self.weight, samples = sums[:DIGEST].tolist()
+        self.loss = total / self.weight if self.weight else math.nan
+        self.num_samples = round(samples)
 
     @property
     def digest(self) -> npt.NDArray[np.float64]:
@@ -215,7 +216,7 @@ class Strategy(ABC):
         """
         self._mark("exposed_communication")
         found = self._sum(flags, num_sums, row)
-        if self._model.division.partial and found.weight and found.flags == Flags():
+        if self._model.division.partial and found.weight and found.flags == NO_FAILURES:
             self._had = [parameter.grad is not None for parameter in self._watched]
             self._added = add_partial(self._model)
         return found
@@ -341,12 +342,13 @@ class AccumulatingStrategy(Strategy):
 
     _sums: Tensor | None = None
     _root = 1.0  # what the gradient of a total begins with
+    _begun: RootGradient | None = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         self.add(sums)
         if last:
             self.arm()
-        run_backward(total, self._root)
+        self._begun = run_backward(total, self._root, self._begun)
 
     def add(self, sums: Tensor) -> None:
         """Adds a microbatch's sums, after its forward."""

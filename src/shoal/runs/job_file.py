@@ -82,21 +82,21 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
 
     Raises: JobFileError for a missing file, SettingError for a text that is not name=value.
     """
-    path_text, _, function = target.partition(":")
-    path = Path(path_text)
-    if path_text == "hf" and not path.is_file():
+    text, _, function = target.partition(":")
+    path = Path(text)
+    if text == "hf" and not path.is_file():
         raise JobFileError(
             given=target,
             conflict="a configuration can be planned, and has no data to train on",
             remedy="write a job file that builds the model, as examples/hugging_face.py",
         )
     if not path.is_file():
-        near = [p.name for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        near = [p.name for p in sorted(path.parent.glob("*.py"))]
+        go_on = f"; to go on with a run: shoal run JOBFILE --resume --out {path}" if path.is_dir() else ""
         raise JobFileError(
             given=target,
             conflict="it is a directory, not a job file" if path.is_dir() else "there is no such file",
-            remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}"
-            + (f"; to go on with a run: shoal run JOBFILE --resume --out {path}" if path.is_dir() else ""),
+            remedy=f"give a Python file that has a job function{nearest(path.name, near)}{go_on}",
         )
     pairs = [setting for setting in settings if not isinstance(setting, str)]
     for text in (setting for setting in settings if isinstance(setting, str)):
@@ -105,14 +105,13 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
             raise SettingError(
                 given=f"--set {text}", conflict="a setting is name=value", remedy=f"write --set {name or 'name'}=VALUE"
             )
-        held = dict(pairs).get(name.strip(), value)
+        name = name.strip()
+        held = dict(pairs).get(name, value)
         if held != value:
             raise SettingError(
-                given=f"{written(name.strip(), held)} --set {text}",
-                conflict=f"{name.strip()} is set twice",
-                remedy="write one of them",
+                given=f"{written(name, held)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
             )
-        pairs.append((name.strip(), value))
+        pairs.append((name, value))
     return JobRequest(path, function or None, tuple(pairs))
 
 

@@ -34,23 +34,27 @@ class Spread:
 
 
 class OwnSpreads(Mapping[str, Spread]):
-    """Quantities of a single rank as spreads, each made where it is asked for."""
+    """Quantities of a single rank as spreads, each made where it is asked for; a value for each name."""
 
-    def __init__(self, values: dict[str, float]) -> None:
-        self._values = values
+    def __init__(self, names: tuple[str, ...], values: tuple[float, ...]) -> None:
+        self._names, self._values = names, values
 
     def __getitem__(self, name: str) -> Spread:
-        return Spread(self._values[name], self._values[name], 0)
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._values[self._names.index(name)]
+        return Spread(value, value, 0)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._names)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """JSON value of them."""
-        return {name: {"min": value, "max": value, "rank_of_max": 0} for name, value in self._values.items()}
+        pairs = zip(self._names, self._values, strict=True)
+        return {name: {"min": value, "max": value, "rank_of_max": 0} for name, value in pairs}
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,17 @@ class RedoError(Exception):
 
 
 class _DrawlessScope(contextlib.AbstractContextManager[None]):
-    """Context of a forward and a backward of a model that draws nothing. Raises: RedoError where it has drawn."""
+    """Context of a forward and a backward of a model that draws nothing. Raises: RedoError where it has drawn.
 
-    def __init__(self, computation: MicrobatchPolicy, draws: DrawWatch) -> None:
-        self._computation, self._draws = computation, draws
+    It may be entered again and again; without `draws`, which watch over all steps, it looks at both ends of each.
+    """
+
+    def __init__(self, computation: MicrobatchPolicy, draws: DrawWatch | None) -> None:
+        self._computation, self._given, self._draws = computation, draws, draws or DrawWatch()
+
+    def serves(self, computation: MicrobatchPolicy, draws: DrawWatch | None) -> bool:
+        """Whether it is a scope of these, and need not be made anew."""
+        return draws is not None and self._given is draws and self._computation is computation
 
     def __enter__(self) -> None:
         self._draws.begin()
@@ -187,6 +194,7 @@ class LossComputer:
         self._cut, self._divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
+        self._drawless: _DrawlessScope | None = None
 
     def scope(
         self, microbatch: Microbatch, grains: GrainScope | None = None, draws: DrawWatch | None = None
@@ -196,7 +204,10 @@ class LossComputer:
         `draws` watches over those of steps that follow each other.
         """
         if self._computes_plainly and self.computation.randomness == "none":
-            return _DrawlessScope(self.computation, draws or DrawWatch())
+            drawless = self._drawless
+            if drawless is None or not drawless.serves(self.computation, draws):
+                drawless = self._drawless = _DrawlessScope(self.computation, draws)
+            return drawless
         return self._scope(microbatch, grains)
 
     @functools.cached_property
@@ -224,7 +235,7 @@ class LossComputer:
             seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
             yield
         elif kind == "none":
-            with _DrawlessScope(self.computation, DrawWatch()):
+            with _DrawlessScope(self.computation, None):
                 yield
         else:
             try:

@@ -112,7 +112,7 @@ def _within(
         yield
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class LoadedMicrobatch:
     """Microbatch that was read; `batch` waits for its transfer to the device."""
 
@@ -120,7 +120,7 @@ class LoadedMicrobatch:
     batch: Callable[[], Any]
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class ForwardBackward:
     """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward.
 
@@ -134,7 +134,8 @@ class ForwardBackward:
     def begin(self, step: int) -> None:
         """Starts the step, perhaps again: no gradients, no sums."""
         self.parts.strategy.begin(step, self.factor)
-        self.parts.buffers.begin()
+        if not self.parts.buffers.is_empty:
+            self.parts.buffers.begin()
 
     @contextlib.contextmanager
     def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
@@ -153,7 +154,8 @@ class ForwardBackward:
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
         parts.clock.mark("forward")
-        parts.observer.microbatch(loaded.microbatch, batch)
+        if parts.observer_looks:
+            parts.observer.microbatch(loaded.microbatch, batch)
         return batch
 
     def scope(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
@@ -164,23 +166,30 @@ class ForwardBackward:
 
     def leave(self) -> None:
         """Ends a microbatch after its `scope`."""
-        self.parts.observer.computed()
-        self.parts.buffers.restore()
+        parts = self.parts
+        if parts.observer_looks:
+            parts.observer.computed()
+        if not parts.buffers.is_empty:
+            parts.buffers.restore()
 
     def weighted_buffers(self, microbatch: Microbatch) -> Tensor:
         """The buffers as this microbatch's forward has left them, times its samples. Raises: RedoError."""
-        self.parts.computer.check_buffers(self.parts.buffers)
-        return self.parts.buffers.weighted(microbatch.num_samples)
+        buffers = self.parts.buffers
+        if buffers.is_empty:
+            return buffers.nothing
+        self.parts.computer.check_buffers(buffers)
+        return buffers.weighted(microbatch.num_samples)
 
     def loss(
         self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The loss to begin the backward with, and what the microbatch adds to the step's sums. Raises: LossError."""
+        parts = self.parts
         check_gradient(total)
-        counts_loss = self.parts.mesh.counts_loss
+        counts_loss = parts.mesh.counts_loss
         sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
-        if self.parts.observer_looks:
-            self.parts.observer.loss(total.detach(), weight)
+        if parts.observer_looks:
+            parts.observer.loss(total.detach(), weight)
         return self.scaled(total), sums
 
     def scaled(self, total: Tensor) -> Tensor:
@@ -202,9 +211,10 @@ class ForwardBackward:
         Gives a line for people where the guard of compressed sums ends the compression.
         """
         parts, compression = self.parts, self.parts.strategy.compression
-        if skipped is None:
+        if skipped is None and not parts.buffers.is_empty:
             parts.buffers.assign(sums.buffers, sums.num_samples)
-        parts.observer.updated(skipped)
+        if parts.observer_looks:
+            parts.observer.updated(skipped)
         if skipped is not None or compression is None or sums.compared is None:
             return None
         return compression.said(sums.compared)

@@ -40,7 +40,7 @@ _MOST_LEARNT = 4
 _CLIP_EPSILON = 1e-6
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class Update:
     """Result of an update: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
 
@@ -112,7 +112,7 @@ class Stepper:
 
     def set_rates(self, progress: Progress) -> float:
         """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
-        rate = self._set(progress)
+        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress)
         if not self._narrow:
             return rate
         for group in self._optimizer.param_groups:
@@ -121,13 +121,13 @@ class Stepper:
         return as_float32(rate)
 
     def _set(self, progress: Progress) -> float:
-        if self._scheduled is not None:
-            return self._scheduled.set(progress)
-        multiplier = self.multiplier(progress)
+        multiplier = self.multiplier(progress) if self._job.schedule is not None else 1.0
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group.get("lr"), Tensor):
+            if "lr" not in group:
+                continue
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
-            elif "lr" in group:
+            else:
                 group["lr"] = rate * multiplier
         return self._rates[0] * multiplier
 
@@ -144,14 +144,22 @@ class Stepper:
         if self._num_learnt >= _MOST_LEARNT:
             self._direct = None
 
-    def step(self, *, refuse_noise: bool = False) -> None:
-        """Steps the optimizer. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
+    def step(self, number: int, *, refuse_noise: bool = False) -> None:
+        """Steps the optimizer, as `seed` says in step `number`.
+
+        Raises: UserCodeError; JobError where it drew random numbers that it is not to draw.
+        """
+        try:
+            if not self._exact and self._direct is not None and self._direct.take():  # which draws nothing
+                self._num_learnt = 0
+                return
+        except Exception as error:
+            raise user_error("the optimizer", error) from error
+        self.seed(number)
         before = all_generators() if refuse_noise else None
         try:
             if self._exact:
                 step_optimizer(self._optimizer)
-            elif self._direct is not None and self._direct.take():
-                self._num_learnt = 0
             else:
                 with fused(self._optimizer):
                     step_optimizer(self._optimizer)
@@ -218,6 +226,7 @@ class Updater:
         self._parameters += [(part, True) for part in parts.values() if part is not None]
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
+        self._divides_state, self._looks = sharded_model.divides_state, type(observer) is not Observer
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, also one that has raised in the midst of it
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
@@ -235,7 +244,8 @@ class Updater:
         if refuse_weight(weight) == 0.0:  # on a device only the sum is looked at: nothing waits for each microbatch
             return Update(0.0, rate, "weightless")
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
-        self._observer.reduced(loss, weight, scale)
+        if self._looks:
+            self._observer.reduced(loss, weight, scale)
         self._strategy.own_gradients()
         gradients, counted = self._gradients()
         own = global_norm(counted) if norm is None else settled(counted, norm)
@@ -246,13 +256,13 @@ class Updater:
         scale *= clipping(self._job.clip_norm, norm)
         if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
             torch._foreach_mul_(gradients, scale)
-        clip_values(gradients, self._job.clip_value)
-        if self._observer.looks:
+        if self._job.clip_value is not None:
+            clip_values(gradients, self._job.clip_value)
+        if self._looks:
             self._strategy.gradients_settle()
-        self._observer.clipped(norm)
-        self.stepper.seed(progress.step)
+            self._observer.clipped(norm)
         self.num_begun += 1
-        self._strategy.update(lambda: self.stepper.step(refuse_noise=self._sharded_model.divides_state))
+        self._strategy.update(lambda: self.stepper.step(progress.step, refuse_noise=self._divides_state))
         if not self._judged:
             self._refuse_whole_state()
             self._judged = True

@@ -17,7 +17,7 @@ from shoal.job import Job
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums
+from shoal.parallel.base import NO_FAILURES, NUM_SUMS, Flags, QueuedSums, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 
@@ -41,7 +41,7 @@ class FetchedStep:
             yield LoadedMicrobatch(microbatch, functools.partial(move, microbatch.batch))
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class StepPasses:
     """This rank's passes of a step: its microbatches, and the next step where it was read.
 
@@ -57,17 +57,19 @@ class StepPasses:
     @property
     def flags(self) -> Flags:
         """Failures that the other ranks have to know of."""
+        if self.error is None and self.proposal is None:
+            return NO_FAILURES
         return Flags(errors=int(self.error is not None), redo=int(self.proposal is not None))
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class ComputedStep(StepPasses):
     """A step that was computed, with its sums over all ranks."""
 
     sums: StepSums
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class UnreadStep(StepPasses):
     """A step that was queued, with its sums over all ranks where the device has them."""
 
@@ -218,13 +220,14 @@ class StepRunner:
     def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
         """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
         done = self._passes(fetched, factor)
-        several = self._parts.mesh.world_size > 1
-        return ComputedStep(**vars(done), sums=done.passes.finish(done.flags, row(done.following) if several else []))
+        sums = done.passes.finish(done.flags, row(done.following) if self._parts.mesh.world_size > 1 else [])
+        return ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
 
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
         parts, passes = self._parts, ForwardBackward(self._parts, factor, self._draws)
         passes.begin(fetched.step)
-        parts.observer.begin(fetched.step, factor)
+        if parts.observer_looks:
+            parts.observer.begin(fetched.step, factor)
         seen: list[Microbatch] = []
         following, proposal, error = None, None, None
         try:
@@ -275,11 +278,10 @@ class StepRunner:
         parts, own = self._parts, fetched.data.num_microbatches if fetched.data is not None else 0
         most = self._loader.most_microbatches(fetched.step) if parts.strategy.syncs_every_microbatch else own
         microbatches = fetched.microbatches(parts.precision.inputs)
-        waits = fetched.first is None
+        is_read = fetched.first is not None
         for number in range(most):
-            if waits:
+            if number or not is_read:
                 parts.clock.mark("data_wait")
-            waits = True
             last = number == most - 1
             if number < own:
                 loaded = next(microbatches)

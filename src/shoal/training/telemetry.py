@@ -59,7 +59,7 @@ class StepListener:
 _UNLABELLED = contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
+@dataclass  # made in every step
 class StepTime:
     """Time of a step that has ended on the host, maybe not yet on the device; `seconds` by span where no event says."""
 
@@ -96,6 +96,8 @@ class StepClock:
         self._device, self._cuda = device, device.type == "cuda"
         self._memory_bytes, self._memory_until = 0, 0.0
         self.enabled, self.heartbeat, self._listener = enabled, heartbeat or Heartbeat(None), listener
+        self.is_listened_to = listener is not None  # whether anybody asks for the names of parts
+        self._is_still = not enabled and listener is None
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
         self._events: list[tuple[str, torch.cuda.Event]] = []
@@ -132,7 +134,7 @@ class StepClock:
             return
         if self.heartbeat.writes:
             self.heartbeat.enter(span)
-        if not self.enabled and self._listener is None:
+        if self._is_still:
             return
         now = time.perf_counter()
         if self._listener is not None:
@@ -151,17 +153,13 @@ class StepClock:
     def stop(self) -> StepTime:
         """Ends the step on the host, without a wait for the device."""
         self.mark("other")
-        self.heartbeat.enter("away")
-        spans_end = not self._cuda and (self.enabled or self._listener is not None)  # and the step with them
+        if self.heartbeat.writes:
+            self.heartbeat.enter("away")
+        spans_end = not (self._cuda or self._is_still)  # and the step with them
         total = (self._since if spans_end else time.perf_counter()) - self._began
         if self._listener is not None:
             self._listener.ended(self._began + total)
         return StepTime(total, self._seconds, self._events)
-
-    @property
-    def is_listened_to(self) -> bool:
-        """Whether anybody asks for the names of parts."""
-        return self._listener is not None
 
     def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
         """A context that is a part of a step with a name, for whoever listens."""

@@ -43,6 +43,7 @@ class Trainer:
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
         self._ended_by: dict[str, Any] | None = None
+        self._has_callbacks = bool(parts.callbacks)
         parts.keeper.tell_failures(self._unwritten)
         self._go_back(state.step)
 
@@ -98,7 +99,8 @@ class Trainer:
                 self._clock.mark("other")
             agreement = self._agree(fetched, agreement)
             saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
-            if not self._replicas_agree(saves) or fetched.step != self.state.step:  # back to an earlier state
+            differ = self._compares and not self._replicas_agree(saves)
+            if differ or fetched.step != self.state.step:  # back to an earlier state
                 fetched = agreement = None
                 continue
             if self._ended_by is not None:
@@ -230,7 +232,7 @@ class Trainer:
     def _replicas_agree(self, saves: bool = False) -> bool:
         """Whether replicas are the same, as far as that is looked at now; else the newest checkpoint is taken up."""
         replicas, step = self._parts.replicas, self.state.step
-        if not self._compares or not step or not replicas.is_due(step, saves):
+        if not step or not replicas.is_due(step, saves):
             return True
         said = replicas.differing(step)
         if said is None:
@@ -310,7 +312,7 @@ class Trainer:
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         parts.callbacks.stepped(state, record, late=followed)
         evaluates = self._records.is_evaluation_due(state)
-        if evaluates or parts.callbacks:
+        if evaluates or self._has_callbacks:
             self._runner.draws_may_follow()
         if self._compares and not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
             return False

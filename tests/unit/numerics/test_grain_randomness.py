@@ -265,6 +265,17 @@ def test_the_half_of_a_pair_that_gauss_keeps_is_state() -> None:
     assert python_generators() != states
 
 
+@pytest.mark.parametrize("words", [1, 7, 624, 625, 6240])
+def test_any_number_of_draws_of_python_is_noticed(words: int) -> None:
+    """624 words are made at once, after which as many of them are left as before."""
+    random.seed(1)
+    random.getrandbits(32)
+    states = python_generators()
+    for _ in range(words):
+        random.getrandbits(32)
+    assert python_generators() != states
+
+
 def test_a_mask_does_not_depend_on_strides() -> None:
     """Rows of one sample are contiguous alone and not among others: the draws must be the same ones."""
     sizes, key = [3, 1], 5

@@ -74,6 +74,10 @@ class GradientBuckets:
         self._fired_before: list[int] | None = None
         # Of each parameter, whether it had a gradient in the last step that was finished, here and on the device.
         self._usual: list[bool] = []
+        # Of a plain one, in this step: which parameters have a gradient; and these, which torch would wrap for Python
+        # anew where each is asked for.
+        self._given: list[bool] = []
+        self._gradients: list[Tensor | None] = []
         self._usual_there: Tensor | None = None
         self._armed = False
         self._open = False  # between begin and finish; another strategy may use the same parameters outside of that
@@ -152,6 +156,9 @@ class GradientBuckets:
         """No gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+        if self._plain:
+            self._gradients = []
+            return
         for bucket in self._buckets:
             bucket.pending, bucket.work = len(bucket.members), None
         self._fired = [0] * len(self._parameters)
@@ -160,8 +167,9 @@ class GradientBuckets:
 
     def arm(self) -> None:
         """From now on a bucket is sent as soon as all its parameters have fired: this is the last backward."""
-        self._armed = self._overlap and self._world_size > 1
-        self._fired_before = list(self._fired)
+        if not self._plain:
+            self._armed = self._overlap and self._world_size > 1
+            self._fired_before = list(self._fired)
 
     def _hook(self, index: int, parameter: Tensor) -> None:
         if not self._open:
@@ -211,7 +219,7 @@ class GradientBuckets:
         self._open = False
         self._complete()
         if self._plain:
-            self._usual, self._usual_there = self._used(), None
+            self._usual, self._usual_there = self._given, None
             return flags, extras if extras.is_cpu else extras.cpu()
         used = [float(count > 0) for count in self._fired]
         if self._world_size > 1:
@@ -244,16 +252,16 @@ class GradientBuckets:
         return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
 
     def _used(self) -> list[bool]:
-        if self._plain:
-            return [parameter.grad is not None for parameter in self._parameters]
-        return [count > 0 for count in self._fired]
+        return self._given if self._plain else [count > 0 for count in self._fired]
 
     def _complete(self) -> None:
         """Zeros where nothing came, in buffers that were not sent; and whether the next step may send them early."""
         if self._plain:
-            for parameter in self._parameters:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
+            self._gradients = gradients = [parameter.grad for parameter in self._parameters]
+            self._given = [gradient is not None for gradient in gradients]
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                if gradient is not None and gradient.is_sparse:
+                    parameter.grad = gradient.to_dense()
             return
         for i in (i for bucket in self._buckets[self._launched :] for i in bucket.members):
             if not self._fired[i]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -284,7 +283,7 @@ class FullySharded(AccumulatingStrategy):
         used = found.sums[num_sums:] > 0
         self._usual, self._is_usual = device_reads.sent(torch.from_numpy(used), self._mesh.device), used.tolist()
         self._drop()
-        return replace(found, sums=found.sums[:num_sums])
+        return StepSums(found.sums[:num_sums], found.flags)
 
     def _sums_and_used(self, num_sums: int) -> Tensor:
         device = self._mesh.device

@@ -99,8 +99,7 @@ class Server:
 def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided: bool, progress: Progress) -> None:
     clip_values([p.grad for p in parameters if p.grad is not None], limit)
     stepper.set_rates(progress)
-    stepper.seed(progress.step)
-    stepper.step(refuse_noise=divided)
+    stepper.step(progress.step, refuse_noise=divided)
 
 
 def _leave_out(model: nn.Module, own: set[str]) -> None:

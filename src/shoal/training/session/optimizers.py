@@ -106,9 +106,9 @@ class OwnStepper(Stepper):
         if any(map(may_draw, self._optimizers)):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
-    def step(self, *, refuse_noise: bool = False) -> None:
+    def step(self, number: int, *, refuse_noise: bool = False) -> None:
         with multiplied(self._optimizer, self._now):
-            super().step(refuse_noise=refuse_noise)
+            super().step(number, refuse_noise=refuse_noise)
 
 
 def turned(seed: int, turn: int) -> int:
