@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import exp, expm1, isinf, sqrt
 
-from shoal.hardware.values import Cluster, Device, Link
+from shoal.hardware.values import Cluster, Link
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
@@ -94,7 +94,7 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
         places = search.by_devices.get(devices, [])
         found = simplest(search.in_order(Aim(), places=places, seen=seen), Aim(), _MOST_TIED)
         if found is None:
-            points.append(Point(devices, None, min(seen.all_missing_bytes.values(), default=None)))
+            points.append(Point(devices, None, seen.least_missing_bytes))
         else:
             points.append(Point(devices, found[0]))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
@@ -138,14 +138,16 @@ def _limits(before: Candidate, after: Candidate) -> str:
 # -------------------------------------------------------------------------------------------------- sensitivity
 
 
-def sensitivity(case: Case, chosen: Candidate, precise: tuple[str, Case] | None = None) -> tuple[Change, ...]:
+def sensitivity(
+    case: Case, search: Search, chosen: Candidate, precise: tuple[str, Case] | None = None
+) -> tuple[Change, ...]:
     """Effects of another precision, recomputation, one more GiB, twice each link, and half or double the batch.
 
-    `precise`: a precision as it is written on the command line, and the case in it.
+    `search`: of this case. `precise`: a precision as it is written on the command line, and the case in it.
     """
     changes = [] if precise is None else [_in_precision(*precise, chosen)]
     changes += _recomputed(case, chosen)
-    changes.append(_more_memory(case, chosen))
+    changes.append(_more_memory(search, chosen))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
         cluster = replace(case.cluster, within=_twice(within))
@@ -187,21 +189,11 @@ def _twice(link: Link) -> Link:
     return replace(link, bytes_per_second=2 * link.bytes_per_second)
 
 
-def _more_memory(case: Case, chosen: Candidate) -> Change:
+def _more_memory(search: Search, chosen: Candidate) -> Change:
     """A better plan on as many devices, if each had a GiB more."""
-
-    def larger(device: Device) -> Device:
-        return replace(device, memory_bytes=device.memory_bytes + (1 << 30))
-
-    old = case.cluster
-    cluster = replace(
-        old,
-        device=larger(old.device),
-        alternatives={ranks: larger(device) for ranks, device in old.alternatives.items()},
-    )
-    search = replace(case, cluster=cluster, space=case.space.at(chosen.devices)).search()
+    places = search.by_devices[chosen.devices]
     better = Limit(seconds=chosen.seconds * (1 - TIE))
-    found = next(search.in_order(Aim(), better), None)
+    found = next(search.with_more_memory(1 << 30).in_order(Aim(), better, places), None)
     seconds = found.seconds if found is not None else chosen.seconds
     return Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds))
 

@@ -17,6 +17,7 @@ class Accounts:
     def __init__(self) -> None:
         self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
         self._of_bodies: dict[tuple[Body, int], tuple[Array, ...]] = {}
+        self._rests: dict[tuple[tuple[Body, ...], int], tuple[Array, ...]] = {}
         self._units: dict[tuple[Held, int], tuple[tuple[tuple[Array, ...], ...], int]] = {}
 
     def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
@@ -37,14 +38,19 @@ class Accounts:
             self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
         return self._gradients[key]
 
-    def sharding(self, plan: Plan, layout: LayoutSection, held: Held, microbatches: int = 1) -> Sharding:
+    def sharding(
+        self, plan: Plan, layout: LayoutSection, held: Held, microbatches: int = 1, *, rounds: bool = True
+    ) -> Sharding:
         """How fully_shard divides what a rank has of a model: each block, and as one unit all the rest."""
         precision = plan.precision
         key = held, layout.tensor
         if key not in self._units:
             arrays = [(unit.body.repeated, self._arrays(unit.body, layout.tensor)) for unit in held.units]
             blocks = (own for repeated, own in arrays if repeated)
-            rest = tuple(a for repeated, own in arrays if not repeated for a in own)
+            others = tuple(unit.body for unit in held.units if not unit.body.repeated)
+            if (others, layout.tensor) not in self._rests:
+                self._rests[others, layout.tensor] = tuple(a for repeated, own in arrays if not repeated for a in own)
+            rest = self._rests[others, layout.tensor]  # one object, by which it is priced once
             self._units[key] = (*blocks, rest), _behind_blocks(held.units, layout.tensor)
         units, behind = self._units[key]
         return Sharding(
@@ -57,6 +63,7 @@ class Accounts:
             reduce_itemsize=ITEMSIZE[precision.reduce],
             reduce_every=plan.shard.reduce == "every_microbatch",
             root_early=behind,
+            rounds=rounds,
         )
 
 

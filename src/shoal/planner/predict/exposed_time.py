@@ -179,9 +179,13 @@ class Exchanged:
         if not self.program.own_buckets:
             return 0.0
         everyone = self.network.group(num_devices, 1)
-        small = [sums(Gradients(()), num_used), rows(num_devices)] if apart else []
-        small += [norm()] if is_divided else []
-        return sum(self.network.seconds(one.kind, one.num_bytes, everyone) for one in small)
+
+        def compute() -> float:
+            small = [sums(Gradients(()), num_used), rows(num_devices)] if apart else []
+            small += [norm()] if is_divided else []
+            return sum(self.network.seconds(one.kind, one.num_bytes, everyone) for one in small)
+
+        return self._known.once(("agreed", everyone, is_divided, apart, num_used), compute)
 
     def _completed(self, plan: Plan, held: Held) -> float:
         """Gradients that each rank has a part of: of blocks over a context axis, of tied weights between stages."""
@@ -203,9 +207,12 @@ class Exchanged:
             num_flags = sum(1 for _ in _trainable(self.profile.units))
             yield partial("context", _trainable(held.units), num_flags)
         if layout.pipeline > 1 and self.profile.tied:
-            tied = {name for name, _ in self.profile.tied}
-            weights = [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
-            yield partial("pipeline", weights, len(weights))
+            yield partial("pipeline", self._tied, len(self._tied))
+
+    @cached_property
+    def _tied(self) -> list[Weight]:
+        tied = {name for name, _ in self.profile.tied}
+        return [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
 
     def ends(self, share: Share) -> float:
         """Sequences of a microbatch put together behind the blocks of a context axis, gradients before them."""
@@ -228,8 +235,7 @@ class Exchanged:
         if self.program.gathers_apart:
             return self._apart(plan, ranks.busiest.held) * microbatches
         exchanges = self.shard.exchanges(plan, plan.layout, ranks.busiest.held)
-        forwards = [p.forward_seconds for p in ranks.of_units]
-        backwards = [p.backward_seconds for p in ranks.of_units][::-1]
+        forwards, backwards = ranks.unit_forwards, ranks.unit_backwards[::-1]
         nothing = [0.0] * len(forwards)
         again = exchanges.again[::-1] if level == "parameters" else nothing
         once = gathered(forwards, exchanges.gathers, nothing, slowed) - sum(forwards)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.roofline import ITEMSIZE, Share, is_layer
@@ -46,6 +46,7 @@ class Sizes:
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
         self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
         self._saving: dict[Body, list[Operation]] = {}
+        self._whole: dict[tuple[int, Share], tuple[float, float]] = {}
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
     def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
@@ -85,10 +86,13 @@ class Sizes:
         return self._known[key]
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
-        if body not in self._saving:
-            self._saving[body] = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
-        saved = sum(self._saved(body, o, share) for o in self._saving[body])
-        working = _working(body.operations, share)
+        key = id(body), share
+        if key not in self._whole:
+            if body not in self._saving:  # the others would add 0.0
+                self._saving[body] = [o for o in body.operations if o.saved_bytes != NOTHING]
+            saved = sum(self._saved(body, o, share) for o in self._saving[body])
+            self._whole[key] = saved, _working(body.operations, share)
+        saved, working = self._whole[key]
         if not body.repeated or recompute == "none":
             return saved, working
         kept = self._kept_on_purpose(body, share, saved, recompute)
@@ -174,6 +178,7 @@ class States:
     program: Program
     accounts: Accounts
     _least: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
+    _gathered: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False)
 
     @property
     def _per_element(self) -> float:
@@ -212,8 +217,11 @@ class States:
         widths = precision.parameters, precision.reduce
         key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
         if key not in self._least:
-            sharding = replace(self.accounts.sharding(plan, plan.layout, held, microbatches), rounds=False)
-            of_units = gathered_parameters(sharding) + scattered_gradients(sharding)
+            sharding = self.accounts.sharding(plan, layout, held, microbatches, rounds=False)
+            same = held, layout.tensor, precision.parameters, shard.level  # unrounded, these are whatever the degree is
+            if same not in self._gathered:
+                self._gathered[same] = gathered_parameters(sharding)
+            of_units = self._gathered[same] + scattered_gradients(sharding)
             self._least[key] = size.parameter_bytes / layout.shard + of_units + self._per_element * trained
         return self._least[key]
 

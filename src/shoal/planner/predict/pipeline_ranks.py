@@ -68,9 +68,19 @@ class Ranks:
         return tuple(found[unit.body] for unit in self.busiest.held.units)
 
     @cached_property
+    def unit_forwards(self) -> list[float]:
+        """Seconds of each of these units' forward."""
+        return [p.forward_seconds for p in self.of_units]
+
+    @cached_property
+    def unit_backwards(self) -> list[float]:
+        """Seconds of each of these units' backward, in the order of the units."""
+        return [p.backward_seconds for p in self.of_units]
+
+    @cached_property
     def unit_seconds(self) -> tuple[float, float]:
         """Seconds of one microbatch's forward and backward of these units, one after the other."""
-        return sum(p.forward_seconds for p in self.of_units), sum(p.backward_seconds for p in self.of_units)
+        return sum(self.unit_forwards), sum(self.unit_backwards)
 
     @cached_property
     def busy_seconds(self) -> float:
@@ -97,14 +107,28 @@ class Ranks:
         return {**terms, "launch": max(0.0, self.busy_seconds - sum(terms.values()))}
 
 
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether plans of one search differ only in what their ranks do not depend on; where not sure, False."""
+    if one.pipeline is not other.pipeline or one.batch is not other.batch or one.memory is not other.memory:
+        return False
+    if one.tensor is not other.tensor or one.collectives is not other.collectives:
+        return False
+    a, b = one.layout, other.layout
+    cut = a.tensor == b.tensor and a.pipeline == b.pipeline and a.context == b.context
+    return cut and a.data * a.shard == b.data * b.shard
+
+
 def _latest(compute: Callable[[Staging, Plan], _Found]) -> Callable[[Staging, Plan], _Found]:
-    """Keeps what was found for the plan that was asked about last: a search asks the same of a plan many times."""
+    """Keeps what was found for the plan that was asked about last, and for all that differ in data and shard alone.
+
+    A search asks the same of a plan many times, and then of the next one of its family.
+    """
     name = f"_latest_{compute.__name__}"
 
     @wraps(compute)
     def of(self: Staging, plan: Plan) -> _Found:
         known: tuple[Plan, _Found] | None = self.__dict__.get(name)
-        if known is not None and known[0] is plan:
+        if known is not None and (known[0] is plan or _alike(known[0], plan)):
             return known[1]
         found = compute(self, plan)
         self.__dict__[name] = plan, found
@@ -130,6 +154,7 @@ class Staging:
         self._cuts: dict[tuple[object, ...], StageDivision] = {}
         # What depends on the stages alone is kept by their division.
         self._divisions: dict[tuple[int, ...], StageDivision] = {}
+        self._held: dict[tuple[bool, tuple[Body, ...]], Held] = {}
         self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by segments of each stage
         self._passes: dict[tuple[object, ...], tuple[Passes, ...]] = {}
         self._ranks: dict[tuple[object, ...], Ranks] = {}
@@ -217,7 +242,7 @@ class Staging:
     def _divided(self, stages: stage_split.Stages, num_stages: int) -> StageDivision:
         """One object for equal divisions; a model of fewer units leaves stages without any."""
         stages += ((),) * (num_stages - len(stages))
-        return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages))
+        return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages, self._held))
 
     @_latest
     def passes(self, plan: Plan) -> tuple[Passes, ...]:
@@ -227,9 +252,8 @@ class Staging:
         key = division, id(self.device(plan)), share, microbatches > 1, plan.memory.recompute
         if key not in self._passes:
             costs = self.costs(plan)
-            self._passes[key] = tuple(
-                costs.stage(counts, share, plan.memory.recompute, microbatches > 1) for counts in division.counts
-            )
+            again, adds = plan.memory.recompute, microbatches > 1
+            self._passes[key] = tuple(division.each(lambda counts: costs.stage(counts, share, again, adds)))
         return self._passes[key]
 
     @_latest
@@ -297,8 +321,8 @@ class Staging:
     def _saved(self, plan: Plan) -> list[float]:
         """Bytes of activation that each stage saves of a microbatch."""
         share, _ = self.share(plan)
-        sizes = self._sizes
-        return [sizes.stage(counts, share, plan.memory.recompute).saved for counts in self.division(plan).counts]
+        sizes, again = self._sizes, plan.memory.recompute
+        return self.division(plan).each(lambda counts: sizes.stage(counts, share, again).saved)
 
     def _every(self, plan: Plan, share: Share) -> tuple[Rank, ...]:
         pipeline, most = plan.layout.pipeline, self.in_flight(plan)

@@ -159,6 +159,9 @@ class DeviceModel:
     layers: str | None = None  # what the layers of repeated blocks are cast to before they multiply
     fuses: bool = False  # elementwise operators of repeated blocks, on a GPU
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
+    _priced_whole: dict[tuple[Body, float, int], list[Cost | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def dtype(self, dtype: str) -> str:
         """The dtype that multiplies numbers of a dtype: a device without it uses the next it has."""
@@ -295,7 +298,12 @@ class DeviceModel:
             alike = [places.setdefault(self._priced(o), len(places)) for o in self.operations(body)]
             self._alike[body] = list(places), alike
         distinct, alike = self._alike[body]
-        costs = [self.operation(operation, share) for operation in distinct]
+        key = body, share.local_samples, share.tensor
+        if key not in self._priced_whole:  # sequence parallelism divides nothing of these
+            whole = (None if o.cut is TensorCut.SEQUENCE else self.operation(o, share) for o in distinct)
+            self._priced_whole[key] = list(whole)
+        pairs = zip(self._priced_whole[key], distinct, strict=True)
+        costs = [cost or self.operation(operation, share) for cost, operation in pairs]
         return [costs[place] for place in alike]
 
     def operations(self, body: Body) -> Iterable[Operation]:

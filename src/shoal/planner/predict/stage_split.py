@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, groupby, islice, pairwise, repeat
@@ -42,6 +42,9 @@ class StageDivision:
     """Units of a model, stage by stage."""
 
     stages: Stages
+    # Units by their bodies, shared by all divisions of a model: what they cost is then computed once. The first rank's
+    # are told apart from equal ones, since what the batch keeps is there.
+    known: dict[tuple[bool, tuple[Body, ...]], Held] = field(default_factory=dict, repr=False)
     _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
     _alike: dict[int, list[tuple[Counts, list[int]]]] = field(default_factory=dict, repr=False)
 
@@ -49,6 +52,18 @@ class StageDivision:
     def counts(self) -> tuple[Counts, ...]:
         """Of each stage."""
         return tuple(map(_counted, self.stages))
+
+    def each(self, measured: Callable[[Counts], _Part]) -> list[_Part]:
+        """A value of each stage; of stages with the same bodies as often it is computed once."""
+        distinct, places = self._distinct
+        known = [measured(counts) for counts in distinct]
+        return [known[place] for place in places]
+
+    @cached_property
+    def _distinct(self) -> tuple[list[Counts], list[int]]:
+        known: dict[Counts, int] = {}
+        places = [known.setdefault(counts, len(known)) for counts in self.counts]
+        return list(known), places
 
     @cached_property
     def firsts(self) -> tuple[str, ...]:
@@ -58,8 +73,11 @@ class StageDivision:
     def held(self, ranks: int) -> tuple[Held, ...]:
         """Units of each of so many ranks: stage s is on rank s % ranks."""
         if ranks not in self._held:
-            own = (self.stages[rank::ranks] for rank in range(ranks))
-            self._held[ranks] = tuple(Held(tuple(unit for stage in stages for unit in stage)) for stages in own)
+            own = (tuple(chain.from_iterable(self.stages[rank::ranks])) for rank in range(ranks))
+            self._held[ranks] = tuple(
+                self.known.setdefault((rank == 0, tuple(unit.body for unit in units)), Held(units))
+                for rank, units in enumerate(own)
+            )
         return self._held[ranks]
 
     def alike(self, ranks: int) -> list[tuple[Counts, list[int]]]:

@@ -11,7 +11,7 @@ from shoal.planner.predict.collective_time import Network, RankGroup
 from shoal.planner.predict.roofline import NO_COST, Cost, DeviceModel, Share, total
 from shoal.planner.predict.stage_split import Counts
 from shoal.planner.predict.workload import Program
-from shoal.planner.profile.values import Body, OperationKind, Phase
+from shoal.planner.profile.values import Body, Operation, OperationKind, Phase
 
 
 class Pass(NamedTuple):
@@ -96,6 +96,20 @@ class Passes:
         return self.forward_seconds + self.backward_seconds
 
 
+class BodyWork(NamedTuple):
+    """Costs of one unit that no recomputation changes: operators, calls of exchanges and exchanges by phase.
+
+    `selected`: the operators that selective recomputation repeats; `added`: adding gradients to those before.
+    """
+
+    operators: dict[Phase, Cost]
+    selected: Cost
+    calls: dict[Phase, Cost]
+    tensor: dict[Phase, float]
+    context: float
+    added: Cost
+
+
 class StageCosts:
     """Costs of bodies on one device under one program, each computed once for each share of a sample."""
 
@@ -103,7 +117,9 @@ class StageCosts:
         self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
         self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
-        self._operations: dict[tuple[int, float, int, bool], list[Cost]] = {}
+        self._operators: dict[tuple[int, float, int, bool], tuple[dict[Phase, Cost], Cost]] = {}
+        self._work: dict[tuple[int, Share], BodyWork] = {}
+        self._places: dict[int, tuple[dict[Phase, list[int]], list[int]]] = {}  # of operations, by body
 
     def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
@@ -124,37 +140,49 @@ class StageCosts:
         return self._known[key]
 
     def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
-        same = id(body), share.local_samples, share.tensor, share.sequence
-        if same not in self._operations:
-            self._operations[same] = self.computer.each(body, share)
-        costs = self._operations[same]
-        of_phases: dict[Phase, list[Cost]] = {phase: [] for phase in Phase}
-        for operation, cost in zip(body.operations, costs, strict=True):
-            of_phases[operation.phase].append(cost)
-        phases = {phase: total(own) for phase, own in of_phases.items()}
+        key = id(body), share
+        if key not in self._work:
+            self._work[key] = self._work_of(body, share)
+        work = self._work[key]
+        operators, calls, tensor = work.operators, work.calls, work.tensor
         again = NO_COST
         if body.repeated and recompute != "none":
             full = recompute == "full"
-            again = phases[Phase.FORWARD] if full else self._again(body, costs)
-            again = again.plus(self._calls(body, share, Phase.FORWARD)) if full else again
-        tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
-        calls = {phase: self._calls(body, share, phase) for phase in Phase}
-        if again.device and recompute == "full":
-            tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
-        context = self._context(body, share)
+            again = operators[Phase.FORWARD].plus(calls[Phase.FORWARD]) if full else work.selected
+        repeats = bool(again.device) and recompute == "full"
+        backward = tensor[Phase.BACKWARD_INPUT]
         return Passes(
-            Pass(phases[Phase.FORWARD].plus(calls[Phase.FORWARD]), NO_COST, tensor[Phase.FORWARD], context),
+            Pass(operators[Phase.FORWARD].plus(calls[Phase.FORWARD]), NO_COST, tensor[Phase.FORWARD], work.context),
             Pass(
-                phases[Phase.BACKWARD_INPUT].plus(calls[Phase.BACKWARD_INPUT]),
+                operators[Phase.BACKWARD_INPUT].plus(calls[Phase.BACKWARD_INPUT]),
                 again,
-                tensor[Phase.BACKWARD_INPUT],
-                context * (2 if again.device and recompute == "full" else 1),
+                backward + tensor[Phase.FORWARD] if repeats else backward,
+                work.context * (2 if repeats else 1),
             ),
             Pass(
-                phases[Phase.BACKWARD_WEIGHT].plus(self._added(body, share) if adds else NO_COST),
+                operators[Phase.BACKWARD_WEIGHT].plus(work.added if adds else NO_COST),
                 NO_COST,
                 tensor[Phase.BACKWARD_WEIGHT],
             ),
+        )
+
+    def _work_of(self, body: Body, share: Share) -> BodyWork:
+        same = id(body), share.local_samples, share.tensor, share.sequence
+        if same not in self._operators:
+            costs = self.computer.each(body, share)
+            if id(body) not in self._places:
+                operations = body.operations
+                phases = {phase: [i for i, o in enumerate(operations) if o.phase is phase] for phase in Phase}
+                self._places[id(body)] = phases, self._selected(operations)
+            phases, selected = self._places[id(body)]
+            operators = {phase: total([costs[i] for i in own]) for phase, own in phases.items()}
+            self._operators[same] = operators, total([costs[i] for i in selected])
+        return BodyWork(
+            *self._operators[same],
+            {phase: self._calls(body, share, phase) for phase in Phase},
+            {phase: self._tensor(body, share, phase) for phase in Phase},
+            self._context(body, share),
+            self._added(body, share),
         )
 
     def _added(self, body: Body, share: Share) -> Cost:
@@ -166,19 +194,19 @@ class StageCosts:
         seconds = self.computer.moved(num_bytes, self.computer.held.at(share.local_samples))
         return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
-    def _again(self, body: Body, costs: Sequence[Cost]) -> Cost:
-        """What selective recomputation computes again, of a body whose operations cost so much."""
-        forward = [(o, c) for o, c in zip(body.operations, costs, strict=True) if o.phase is Phase.FORWARD]
+    def _selected(self, operations: Sequence[Operation]) -> list[int]:
+        """The places of the operations that selective recomputation computes again."""
+        forward = [(i, o) for i, o in enumerate(operations) if o.phase is Phase.FORWARD]
         if self._program.selective == "products":  # the others are cheap, and computed again
-            return total(c for o, c in forward if o.kind is OperationKind.MEMORY)
+            return [i for i, o in forward if o.kind is OperationKind.MEMORY]
         if self._program.selective == "alternate_products":
-            products = [c for o, c in forward if o.kind is OperationKind.MATMUL]
-            return total([*(c for o, c in forward if o.kind is OperationKind.MEMORY), *products[1::2]])
+            products = [i for i, o in forward if o.kind is OperationKind.MATMUL]
+            return [*(i for i, o in forward if o.kind is OperationKind.MEMORY), *products[1::2]]
         # Between the scores and their product with the values.
-        places = [i for i, (o, _) in enumerate(forward) if o.kind is OperationKind.MATMUL and o.batch.per_sample]
+        places = [n for n, (_, o) in enumerate(forward) if o.kind is OperationKind.MATMUL and o.batch.per_sample]
         if places:
-            return total(c for _, c in forward[places[0] : places[-1] + 1])
-        return total(c for o, c in forward if o.kind is OperationKind.ATTENTION)
+            return [i for i, _ in forward[places[0] : places[-1] + 1]]
+        return [i for i, o in forward if o.kind is OperationKind.ATTENTION]
 
     def _tensor(self, body: Body, share: Share, phase: Phase) -> float:
         if share.tensor == 1:

@@ -13,7 +13,7 @@ from shoal.planner.predict.roofline import ITEMSIZE, Share
 from shoal.planner.predict.stage_split import StageDivision
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 from shoal.plans.plan import Plan
-from shoal.plans.schedule import Action, ActionKind, actions, simulate
+from shoal.plans.schedule import ActionKind, actions, simulate
 
 
 class Predictor:
@@ -129,21 +129,15 @@ class Predictor:
         pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
         key = ranks, message
         if key not in self._simulated:
-            seconds = [
-                {
-                    ActionKind.FORWARD: passes.forward_seconds + message,
-                    ActionKind.BACKWARD: passes.backward_seconds + message,
-                    ActionKind.BACKWARD_INPUT: passes.backward_seconds - passes.weight_seconds + message,
-                    ActionKind.BACKWARD_WEIGHT: passes.weight_seconds,
-                }
-                for passes in self.staging.passes(plan)
-            ]
-
-            def of(action: Action) -> float:
-                return seconds[action.stage][action.kind]
-
+            passes = self.staging.passes(plan)
+            seconds = {
+                ActionKind.FORWARD: [one.forward_seconds + message for one in passes],
+                ActionKind.BACKWARD: [one.backward_seconds + message for one in passes],
+                ActionKind.BACKWARD_INPUT: [one.backward_seconds - one.weight_seconds + message for one in passes],
+                ActionKind.BACKWARD_WEIGHT: [one.weight_seconds for one in passes],
+            }
             lists = actions(plan.pipeline.schedule, pipeline, per, ranks.microbatches)
-            self._simulated[key] = simulate(lists, of)[0]
+            self._simulated[key] = simulate(lists, lambda action: seconds[action.kind][action.stage])[0]
         return self._simulated[key]
 
     # -------------------------------------------------------------------------------------------------------- its bytes

@@ -70,6 +70,14 @@ class Seen:
         return self._missing.get(place)
 
     @property
+    def least_missing_bytes(self) -> float | None:
+        """The least that a plan of any place lacks; None where none does. Places are not asked what cannot be less."""
+        least = min(self._missing.values(), default=float("inf"))
+        for lacking in self._unsettled.values():
+            least = min([least, *(later(least) for later in lacking)])
+        return least if least < float("inf") else None
+
+    @property
     def all_missing_bytes(self) -> dict[Degrees, float]:
         """The least that a plan lacks, of each place where one does."""
         for place in tuple(self._unsettled):

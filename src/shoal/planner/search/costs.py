@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
@@ -23,7 +25,7 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.space import Degrees, ModelDegrees, Recompute
+from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, layout_of
 from shoal.plans.accounting.collectives import REPLICAS
 from shoal.plans.layout import divisors
 from shoal.plans.plan import Plan
@@ -123,11 +125,26 @@ class Costs:
         self._predictor, self._device, self._correction = predictor, device, correction or Correction()
         self._staging, self._program, self._exchanged = predictor.staging, predictor.program, predictor.exchanged
         self.memory_bytes = predictor.cluster.usable_bytes(device)
+        self.alike = id(self)  # by which what does not depend on the memory is shared
         self.memory_margin = predictor.cluster.memory_margin
         # The smallest factor: what a bound of the whole step is multiplied by.
         self._least = min([1.0, *self._correction.factors.values()])
         self._sharded: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
+
+    def with_more_memory(self, num_bytes: int) -> Costs:
+        """The costs of the same device with so many more bytes: `alike`, and no second is computed anew."""
+        other, device = copy(self), self._device
+        larger = replace(device, memory_bytes=device.memory_bytes + num_bytes)
+        other.memory_bytes = self._predictor.cluster.usable_bytes(larger)
+        return other
+
+    def judged(self, prediction: Prediction) -> Prediction:
+        """A prediction of such a device, with whether it fits into this one's memory."""
+        missing = max(0.0, prediction.peak_bytes - self.memory_bytes)
+        if missing == prediction.missing_bytes:
+            return prediction
+        return replace(prediction, fits=missing == 0, missing_bytes=missing)
 
     def predict(self, plan: Plan) -> Prediction:
         """The corrected prediction of a plan."""
@@ -195,16 +212,19 @@ class Costs:
         """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
         key = id(passes), ranks
         if key not in self._turns:
-            before, whole = passes[: ranks - 1], [one.seconds for one in passes]
+            forwards = [one.forward_seconds for one in passes]
+            backwards = [one.backward_seconds for one in passes]
+            whole = list(map(add, forwards, backwards))
+            of_ranks = whole if ranks == len(whole) else [sum(whole[rank::ranks]) for rank in range(ranks)]
             self._turns[key] = Turn(
-                sum(one.forward_seconds for one in before),
-                sum(one.backward_seconds for one in before),
-                sum(one.weight_seconds for one in before),
-                sum(whole[ranks - 1 :: ranks]),
+                sum(forwards[: ranks - 1]),
+                sum(backwards[: ranks - 1]),
+                sum(one.weight_seconds for one in passes[: ranks - 1]),
+                of_ranks[-1],
                 sum(whole),
-                max(one.forward_seconds for one in passes) + max(one.backward_seconds for one in passes),
-                max(sum(whole[rank::ranks]) for rank in range(ranks)),
-                passes[-1].seconds,
+                max(forwards) + max(backwards),
+                max(of_ranks),
+                whole[-1],
                 passes[-1].weight_seconds,
             )
         return self._turns[key]
@@ -238,9 +258,9 @@ class Costs:
             return 0.0
         key = held, replicas, layout.context, layout.tensor, plan.precision.parameters, plan.precision.reduce
         if key not in self._sharded:
-            degrees = ({"shard": shard, "data": replicas // shard} for shard in divisors(replicas)[1:])
-            totals = self._exchanged.shard.totals
-            self._sharded[key] = [totals(plan, layout.model_copy(update=one), held) for one in degrees]
+            totals, cut = self._exchanged.shard.totals, ModelDegrees(layout.tensor, layout.pipeline, layout.context)
+            layouts = (layout_of(Degrees(replicas, cut), shard) for shard in divisors(replicas)[1:])
+            self._sharded[key] = [totals(plan, one, held) for one in layouts]
         for gathers, scatters in self._sharded[key]:
             least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
         return least
@@ -271,6 +291,10 @@ class Costs:
         longest, last, through = found.longest * of, found.last * of, found.through * of
         return found._replace(seconds=found.seconds * of, longest=longest, last=last, through=through)
 
+    def is_crowded(self, states: BlockStates, size: BlockSize, pipeline: int, microbatches: int) -> bool:
+        """Whether `uncut_bytes` is more than the memory, where ranks have these states and activations."""
+        return states.is_crowded(size, pipeline, microbatches, self.memory_bytes)
+
     def block_states(self, plan: Plan) -> BlockStates:
         """Bytes of the blocks beside activations, of all plans of these degrees and this level."""
         return self._predictor.block_states(plan, self._beside_states(plan))
@@ -278,10 +302,6 @@ class Costs:
     def block_size(self, plan: Plan) -> BlockSize:
         """Activations of a block, of all plans of a family however long their pipeline is."""
         return self._predictor.block_size(plan)
-
-    def is_crowded(self, states: BlockStates, size: BlockSize, pipeline: int, microbatches: int) -> bool:
-        """Whether `uncut_bytes` is more than the memory, where ranks have these states and activations."""
-        return states.is_crowded(size, pipeline, microbatches, self.memory_bytes)
 
     def uncut_bytes(self, plan: Plan) -> float:
         """A lower bound of `least_bytes` that needs no division into stages."""

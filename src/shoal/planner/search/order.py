@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.planner.search.aims import Aim, Key, Limit
@@ -47,13 +48,14 @@ class PlanOrder:
         self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
         self.ended: set[Degrees] = set()  # of which nothing more is wanted
         self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
+        self._later: Iterator[tuple[Key, LayoutClass]] = iter(())  # layouts that are not in the queue yet, in order
         self._numbers = count()
         self._reached: Key = ()  # the largest of those that came out
 
     def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
         """Predicted plans of the layouts, the best one first."""
-        for one in layouts:
-            self._wait_class(one, self._search.floor(one.first), partial(self._floored, one))
+        self._later = iter(self._floors(layouts))
+        self._next_layout()
         watch = self._search.watch
         while self._queue:
             if watch is not None:
@@ -71,10 +73,13 @@ class PlanOrder:
         if self._limit.allows(place.devices, seconds):
             self._push(self._aim.key(place.devices, seconds), node)
 
+    def _bounded(self, layouts: LayoutClass, seconds: float) -> Key:
+        """The least key of what takes a class so many seconds."""
+        return self._aim.key(layouts.most if self._aim.prefers_more else layouts.fewest, seconds)
+
     def _key(self, layouts: LayoutClass, seconds: float) -> Key:
         """The least key of what takes a class so many seconds, without what it has beside."""
-        devices = layouts.most if self._aim.prefers_more else layouts.fewest
-        return self._aim.key(devices, seconds + layouts.beside)
+        return self._bounded(layouts, seconds + layouts.beside)
 
     def _is_next(self, layouts: LayoutClass, seconds: float) -> bool:
         return not self._queue or self._key(layouts, seconds) <= self._queue[0][0]
@@ -93,7 +98,20 @@ class PlanOrder:
         rank = simplicity(node.branch.plan) if isinstance(node.branch, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), node))
 
+    def _floors(self, layouts: Sequence[LayoutClass]) -> list[tuple[Key, LayoutClass]]:
+        """Layouts in the order of the bounds that their degrees alone give them."""
+        floors = ((one, self._search.floor(one.first) + one.beside) for one in layouts)
+        allowed = ((one, seconds) for one, seconds in floors if self._limit.allows(one.fewest, seconds))
+        return sorted(((self._bounded(one, seconds), one) for one, seconds in allowed), key=itemgetter(0))
+
+    def _next_layout(self) -> None:
+        """Queues the next of the layouts: most are never looked at, and a short queue is a fast one."""
+        for key, layouts in self._later:
+            self._push(key, Node(layouts, partial(self._floored, layouts)))
+            return
+
     def _floored(self, layouts: LayoutClass) -> None:
+        self._next_layout()
         schedules = self._search.schedules(layouts)
         self._seen.lacks_later(layouts.divided, partial(self._least_lacking, layouts, schedules))
         self._next_schedule(layouts, schedules, 0)

@@ -47,9 +47,6 @@ class Schedules:
         seconds, _, one = heapq.heappop(self._waiting)
         if isinstance(one, Whole):
             self._next_family()
-            if self._bounds.is_crowded(one):
-                self.crowded.append((seconds, one))
-                return
             for bound, way in self._bounds.schedules(one):
                 self._wait(max(seconds, bound), (way, False))
             return
@@ -62,8 +59,10 @@ class Schedules:
 
     def _next_family(self) -> None:
         for seconds, whole in self._bounds.families:
-            self._wait(seconds, whole)
-            return
+            if not self._bounds.is_crowded(whole):
+                self._wait(seconds, whole)
+                return
+            self.crowded.append((seconds, whole))
 
     def _wait(self, seconds: float, one: _Waiting) -> None:
         heapq.heappush(self._waiting, (seconds, next(self._numbers), one))

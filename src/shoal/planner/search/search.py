@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import cached_property, partial
 from itertools import product
 from operator import itemgetter
@@ -44,19 +45,37 @@ class Search:
     ) -> None:
         """`costs`: of a number of devices. `watch`: called again and again as the search goes on."""
         self.space, self.costs, self._grain_size, self.watch = space, costs, grain_size, watch
-        self._missing_of: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
-        self._missing_uncut: dict[tuple[Degrees, ScheduleFamily], float] = {}
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
-        self._groups: dict[tuple[int, int, ModelDegrees], list[tuple[float, Whole]]] = {}
-        self._schedules: dict[tuple[int, int, Degrees], Schedules] = {}
         self._states: dict[Degrees, list[BlockStates]] = {}
         self._turns: dict[tuple[object, ...], Turn] = {}
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
         self._least_at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
-        self._plans: dict[tuple[Degrees, MicrobatchSchedule], list[BoundedPlan]] = {}
         self._beside: dict[Degrees, float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
+        self._forget_what_fits()
+
+    def _forget_what_fits(self) -> None:
+        self._missing_of: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
+        self._missing_uncut: dict[tuple[Degrees, ScheduleFamily], float] = {}
+        self._groups: dict[tuple[int, int, ModelDegrees], list[tuple[float, Whole]]] = {}
+        self._schedules: dict[tuple[int, int, Degrees], Schedules] = {}
+        self._plans: dict[tuple[Degrees, MicrobatchSchedule], list[BoundedPlan]] = {}
+
+    def with_more_memory(self, num_bytes: int) -> Search:
+        """The search of devices with so many more bytes each: it shares with this one all but what fits."""
+        other, costs = copy(self), self.costs
+        known: dict[int, Costs] = {}
+
+        def larger(num_devices: int) -> Costs:
+            own = costs(num_devices)
+            if own.alike not in known:
+                known[own.alike] = own.with_more_memory(num_bytes)
+            return known[own.alike]
+
+        other.costs = larger
+        other._forget_what_fits()
+        return other
 
     @cached_property
     def places(self) -> tuple[Degrees, ...]:
@@ -75,7 +94,7 @@ class Search:
         """Layout classes of these places."""
         found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
         for place in places:
-            key = id(self.costs(place.devices)), self.space.share(place), place.cut
+            key = self.costs(place.devices).alike, self.space.share(place), place.cut
             found.setdefault(key, []).append(place.replicas)
         classes = []
         for (_, share, cut), replicas in found.items():
@@ -121,7 +140,7 @@ class Search:
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
         costs, share, cut = self.costs(place.devices), self.space.share(place), place.cut
-        key = id(costs), share, cut
+        key = costs.alike, share, cut
         if key not in self._groups:
             self._groups[key] = list(self._families(costs, share, cut, self.floor(place)))
             self._groups[key].sort(key=itemgetter(0))
@@ -129,7 +148,7 @@ class Search:
 
     def _families(self, costs: Costs, share: int, cut: ModelDegrees, floor: float) -> Iterator[tuple[float, Whole]]:
         alone, pipeline, sizes = cut._replace(pipeline=1), cut.pipeline, self.space.sizes(share)
-        known = self._whole.setdefault((id(costs), alone), {})
+        known = self._whole.setdefault((costs.alike, alone), {})
         for kind in product(self.space.recomputes, self.space.sequences(cut)):
             for grains in reversed(sizes):
                 one = known.get((grains, *kind))
@@ -148,10 +167,11 @@ class Search:
         pipeline = place.cut.pipeline
         if pipeline == 1:
             return False
-        costs, microbatches = self.costs(place.devices), -(-self.space.share(place) // whole.group.grains)
+        costs = self.costs(place.devices)
         if place not in self._states:
             plans = self._most_divided(place, MicrobatchSchedule(1))
             self._states[place] = [costs.block_states(plan) for plan in plans]
+        microbatches = -(-self.space.share(place) // whole.group.grains)
         return all(costs.is_crowded(one, whole.size, pipeline, microbatches) for one in self._states[place])
 
     def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
@@ -188,10 +208,10 @@ class Search:
         """Seconds that no plan of a family goes below."""
         costs = self.costs(place.devices)
         share = self.space.share(place)
-        key = (id(costs), share, place.cut, way)
+        key = (costs.alike, share, place.cut, way)
         if key not in self._least:
             microbatches = -(-share // way.grains)
-            alike = id(costs), place.cut, way._replace(schedule=""), microbatches > 1
+            alike = costs.alike, place.cut, way._replace(schedule=""), microbatches > 1
             if alike not in self._turns:
                 self._turns[alike] = costs.turn(self.space.plan(place, way))
             shape = PipelineShape(way.schedule, place.cut.pipeline, way.stages, microbatches)
@@ -224,7 +244,7 @@ class Search:
 
     def schedules(self, layouts: LayoutClass) -> Schedules:
         """Schedules of a class, which differ by what its most divided place holds."""
-        key = id(self.costs(layouts.first.devices)), layouts.share, layouts.divided
+        key = self.costs(layouts.first.devices).alike, layouts.share, layouts.divided
         if key not in self._schedules:
             self._schedules[key] = Schedules(
                 Bounds(
@@ -288,15 +308,16 @@ class Search:
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
         costs = self.costs(place.devices)
-        divided = place.replicas > 1, plan.layout.shard, plan.num_owners
-        key = id(costs), self.space.share(place), place.cut, way, divided, plan.shard.level
+        shared = plan.num_owners if plan.memory.shared else 1
+        divided = place.replicas > 1, plan.layout.shard, plan.shard.level, shared
+        key = costs.alike, self.space.share(place), place.cut, way, divided
         if key not in self._bytes:
-            self._bytes[key] = costs.least_bytes(plan) - costs.memory_bytes
-        return self._bytes[key]
+            self._bytes[key] = costs.least_bytes(plan)
+        return self._bytes[key] - costs.memory_bytes
 
     def predict(self, plan: Plan) -> Prediction:
         """The prediction of a plan, computed once."""
-        key = simplicity(plan) + tuple(plan.layout.__dict__.values())
+        key, costs = simplicity(plan) + tuple(plan.layout.__dict__.values()), self.costs(plan.layout.world_size)
         if key not in self._predicted:
-            self._predicted[key] = self.costs(plan.layout.world_size).predict(plan)
-        return self._predicted[key]
+            self._predicted[key] = costs.predict(plan)
+        return costs.judged(self._predicted[key])

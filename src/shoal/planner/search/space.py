@@ -240,20 +240,8 @@ class Space:
 
     def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
         """The orders in which a place's ranks may compute microbatches of a group."""
-        for schedule, stages in self._schedules(place.cut.pipeline, -(-self.share(place) // group[0])):
+        for schedule, stages in _orders(self.num_layers, place.cut.pipeline, -(-self.share(place) // group[0])):
             yield MicrobatchSchedule(*group, schedule, stages)
-
-    def _schedules(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
-        """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
-        if pipeline == 1:
-            yield "1f1b", 1
-            return
-        several = [s for s in divisors(self.num_layers // pipeline) if s > 1]
-        choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
-        choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
-        for schedule, stages in choices:
-            if fits(schedule, pipeline, num_microbatches):
-                yield schedule, stages
 
     def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
         """The plan with these degrees, and `shard` of the replicas along the shard axis.
@@ -261,21 +249,17 @@ class Space:
         Built from sections that are known to be right, without pydantic's checks: a search makes many.
         """
         values: dict[str, Any] = {
-            "layout": _layout(place, shard),
-            "batch": _section(BatchSection, grains_per_microbatch=way.grains),
+            "layout": layout_of(place, shard),
             "shard": _section(ShardSection, level=level if shard > 1 else "parameters"),
-            "pipeline": _section(PipelineSection, schedule=way.schedule, stages_per_rank=way.stages),
-            "tensor": _section(TensorSection, sequence=way.sequence),
         }
-        algorithm = self._all_reduce(place, shard == 1 or level == "optimizer")
+        algorithm = self._all_reduce(place, shard == 1 or level == "optimizer") if self.all_reduces else None
         if algorithm and not self.base.execution.exact:
             values["collectives"] = _collectives(self.base.collectives, algorithm)
-        alone = place.replicas > 1 and shard == place.cut.ranks == 1 and self.base.collectives.compression == "none"
-        shared = (
-            self.one_copy and alone and values.get("collectives", self.base.collectives).all_reduce == SHARED_MEMORY
-        )
-        values["memory"] = _section(MemorySection, recompute=way.recompute, shared=shared)
-        return self.base.model_copy(update=values)
+        shared = False
+        if self.one_copy and place.replicas > 1 and shard == place.cut.ranks == 1:
+            summed = values.get("collectives", self.base.collectives)
+            shared = summed.compression == "none" and summed.all_reduce == SHARED_MEMORY
+        return self.base.model_copy(update={**values, **_sections(way, shared)})
 
     def _all_reduce(self, place: Degrees, summed: bool) -> str | None:
         """By what a place's ranks exchange, where another than the base's is faster; `summed`: whole gradients are.
@@ -341,8 +325,30 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _layout(place: Degrees, shard: int) -> LayoutSection:
+def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
+    """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
+    if pipeline == 1:
+        return (("1f1b", 1),)
+    several = [s for s in divisors(num_layers // pipeline) if s > 1]
+    choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
+    choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
+    return tuple((schedule, stages) for schedule, stages in choices if fits(schedule, pipeline, num_microbatches))
+
+
+@lru_cache(maxsize=65536)
+def layout_of(place: Degrees, shard: int) -> LayoutSection:
+    """The degrees of a place, with `shard` of the replicas along the shard axis."""
     return LayoutSection.model_construct(data=place.replicas // shard, shard=shard, **place.cut._asdict())
+
+
+@lru_cache(maxsize=65536)
+def _sections(way: MicrobatchSchedule, shared: bool) -> dict[str, BaseModel]:
+    return {
+        "batch": _section(BatchSection, grains_per_microbatch=way.grains),
+        "pipeline": _section(PipelineSection, schedule=way.schedule, stages_per_rank=way.stages),
+        "tensor": _section(TensorSection, sequence=way.sequence),
+        "memory": _section(MemorySection, recompute=way.recompute, shared=shared),
+    }
 
 
 @lru_cache(maxsize=8192)

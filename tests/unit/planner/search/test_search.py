@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from functools import cached_property
-from itertools import product
+from functools import cached_property, partial
+from itertools import islice, product
 from math import ceil
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -56,7 +56,7 @@ class Invented(Costs):
     """Costs without physics that keep what `Costs` promises."""
 
     def __init__(self, seed: int, num_grains: int) -> None:
-        self.memory_bytes = MEMORY
+        self.memory_bytes, self.alike = MEMORY, id(self)
         self.seed, self.num_grains = seed, num_grains
         self.num_predicted = 0
 
@@ -442,6 +442,48 @@ def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
     best = min(p.step_seconds for p in every if p.fits)
     found = next(search.in_order(Aim(), places=search.by_devices[2]))
     assert found.seconds == pytest.approx(best, rel=1e-12)
+
+
+def test_a_prediction_does_not_depend_on_those_before(real: tuple[Space, Workload, Search]) -> None:
+    space, work, search = real
+    plans = list(every_plan(space))
+    sampled = random.Random(1).sample(range(len(plans) - 3), 12)
+    for plan in (plan for place in sampled for plan in plans[place : place + 3]):  # neighbours are of one family
+        num_devices = plan.layout.world_size
+        alone = costs_of(work, gpus(2, 4, gib=6))(num_devices).predict(plan)
+        assert search.costs(num_devices).predict(plan) == alone
+
+
+def test_with_more_memory_it_is_the_search_of_such_devices(real: tuple[Space, Workload, Search]) -> None:
+    space, work, _ = real
+    more, cluster = 1 << 30, gpus(2, 4, gib=1)
+    search = Search(space, costs_of(work, cluster), work.grain_size)
+    larger = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes + more))
+    places = search.by_devices[4]
+    before = list(islice(search.in_order(Aim(), places=places), 40))
+    found = list(islice(search.with_more_memory(more).in_order(Aim(), places=places), 40))
+    assert found == list(islice(Search(space, costs_of(work, larger), 1).in_order(Aim(), places=places), 40))
+    assert found != before
+    assert before == list(islice(search.in_order(Aim(), places=places), 40))
+
+
+def test_the_least_that_lacks_is_that_of_all_places() -> None:
+    asked: list[float] = []
+
+    def later(least: float, below: float) -> float:
+        asked.append(below)
+        return least if least < below else float("inf")
+
+    def seen() -> Seen:
+        found = Seen()
+        for replicas, least in enumerate((5.0, 3.0, 4.0), 1):
+            found.lacks_later(Degrees(replicas, ModelDegrees()), partial(later, least))
+        found.lacks(Degrees(4, ModelDegrees()), 6.0)
+        return found
+
+    assert seen().least_missing_bytes == min(seen().all_missing_bytes.values()) == 3.0
+    assert asked[:3] == [6.0, 5.0, 3.0]
+    assert Seen().least_missing_bytes is None
 
 
 def test_a_deadline_that_cannot_be_met_says_what_can(real: tuple[Space, Workload, Search]) -> None:
