@@ -6,6 +6,7 @@ It depends on the job alone, never on devices, times or threads: any number of p
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -63,7 +64,8 @@ class FormatChoice:
 def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened) -> FormatChoice:
     """The format for a job where nobody says. Leaves model and generators as they were.
 
-    model: with values, as it is trained. Computes two samples, and that only of a model with convolutions in 2 dims.
+    model: with values, as it is trained. A copy of it computes two samples, and that only with convolutions in 2 dims;
+    where it cannot be copied, channels stay first.
     """
     source = data.source
     if precision.device.type != "cpu" or not precision.is_wide or not isinstance(source, MapSource):
@@ -74,7 +76,8 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
         batch = small_batch(source, data.collate, data.bad_samples)
         if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
             grains = job.grain_size / min(len(source), 2)
-            return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch), grains)
+            # A copy: a forward may count its calls, or keep what it has seen, in attributes of its own.
+            return _tried(_FormatTrial(copy.deepcopy(model), LossPair(job.loss, precision), precision, batch), grains)
     return FormatChoice()
 
 

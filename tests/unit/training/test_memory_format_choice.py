@@ -208,3 +208,25 @@ def test_the_trial_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+class Counting(nn.Module):
+    """Counts its forwards, and keeps what it has seen last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls, self.seen = pooled(), 0, None
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = images
+        found: Tensor = self.body(images)
+        return found
+
+
+def test_attributes_of_the_model_stay_as_they_were() -> None:
+    made = opened(job(Counting))
+    model = build_model(made, FLOAT32)
+    assert choose_format(made, model, FLOAT32, made.train_data).channels_last
+    assert isinstance(model, Counting)
+    assert (model.calls, model.seen) == (0, None)
