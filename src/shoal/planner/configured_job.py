@@ -18,31 +18,87 @@ from shoal.job import Epochs, Job
 from shoal.numerics.losses import cross_entropy
 
 PREFIX = "hf:"
+_PIXELS = "pixel_values"
+_USUAL = 4096  # tokens of a sequence, in advice
+_IMAGE_SIZE = 224  # of a configuration that has none: convolutions take any
 _LEARNING_RATE = 3e-4
 _BETAS = 0.9, 0.95  # as language models use them
 
 
 def configured_job(target: str, sequence: int | None, batch: int | None) -> Job:
-    """Job of the model that `hf:DIR` describes, with AdamW and a stream of sequences of tokens.
+    """Job of the model that `hf:DIR` describes, with AdamW and a stream of sequences of tokens, or of images.
 
     Raises: CommandError where the configuration, a size or transformers is missing, or the architecture is unknown.
     """
     folder = Path(target.removeprefix(PREFIX))
     if not (folder / "config.json").is_file():
         raise _refusal(target, f"{folder} has no config.json", "give a folder that has one, as hf:models/llama")
-    if sequence is None or batch is None:
-        raise _refusal(target, "a configuration says neither length nor batch", "write --seq 4096 --batch 512, say")
     config, build = _model(target, folder)
-    config.use_cache = False
-    vocabulary = config.get_text_config().vocab_size
+    wants = getattr(getattr(build, "func", None), "main_input_name", "input_ids")
+    if wants not in ("input_ids", _PIXELS):
+        raise _refusal(
+            target, f"its model takes {wants}: hf:DIR is for models of tokens and of images", "write a job file"
+        )
+    length, rows = _sizes(target, config, build, (sequence, batch), takes_images=wants == _PIXELS)
+    data: Any
+    if wants == _PIXELS:
+        shape = _image_shape(target, config)
+        data, loss = partial(_Images, shape), _label
+    else:
+        config.use_cache = False
+        data, loss = partial(_Tokens, config.get_text_config().vocab_size, length), _next_token
     return Job(
         model=build,
-        loss=_next_token,
+        loss=loss,
         optimizer=_adamw,
-        train_data=partial(_Tokens, vocabulary, sequence),
-        global_batch=batch,
+        train_data=data,
+        global_batch=rows,
         length=Epochs(1),
     )
+
+
+def _sizes(
+    target: str, config: Any, build: Any, given: tuple[int | None, int | None], *, takes_images: bool
+) -> tuple[int, int]:
+    """Tokens of a sequence (0 of images) and the batch. Raises: CommandError of one missing, or too large a length."""
+    sequence, batch = given
+    if takes_images:
+        if sequence is not None:
+            raise _refusal(
+                f"{target} --seq {sequence}", "its model takes images, which have no length", "leave out --seq"
+            )
+        if batch is None:
+            raise _refusal(target, "a configuration says no batch", "write --batch 512, say")
+        return 0, batch
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    usual = min(longest or _USUAL, _USUAL)
+    missing = {"length": f"--seq {usual}"} if sequence is None else {}
+    missing |= {"batch": "--batch 512"} if batch is None else {}
+    if sequence is None or batch is None:
+        raise _refusal(
+            target, f"a configuration says no {' and no '.join(missing)}", f"write {' '.join(missing.values())}, say"
+        )
+    if longest and sequence > longest and _has_table(build):
+        raise _refusal(
+            f"{target} --seq {sequence}", f"its longest sequence is {longest}", f"write --seq {longest}, or less"
+        )
+    return sequence, batch
+
+
+def _has_table(build: Any) -> bool:
+    """Whether a model looks up its positions in a table, and so has a longest sequence; rotary ones go on."""
+    with torch.device("meta"):
+        modules = build().named_modules()
+    names = (name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Embedding))
+    return any("position" in name or name == "wpe" for name in names)
+
+
+def _image_shape(target: str, config: Any) -> tuple[int, int, int]:
+    size = getattr(config, "image_size", None) or _IMAGE_SIZE
+    channels = getattr(config, "num_channels", 3)
+    if not isinstance(size, int) or not isinstance(channels, int):
+        raise _refusal(target, f"its image_size {size} is no single number", "write a job file with the model's images")
+    return channels, size, size
 
 
 def _model(target: str, folder: Path) -> tuple[Any, Any]:
@@ -91,6 +147,19 @@ def _next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def _label(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The cross entropy of the labels, and their number. Batch: images [B, C, H, W], and labels, int64 [B]."""
+    images, labels = batch
+    logits = getattr(model(pixel_values=images), "logits", None)
+    if logits is None or logits.ndim != 2:
+        raise JobError(
+            given=f"a configuration of {type(model).__name__}",
+            conflict="it gives no logits of one label for each image",
+            remedy="write a job file with the model's own loss",
+        )
+    return cross_entropy(logits, labels)
+
+
 @dataclass(frozen=True)
 class _Tokens(IterableDataset[tuple[Tensor, Tensor]]):
     """Sequences of tokens without end, inputs and targets."""
@@ -102,3 +171,15 @@ class _Tokens(IterableDataset[tuple[Tensor, Tensor]]):
         tokens = torch.arange(self.length + 1) % self.vocabulary
         while True:
             yield tokens[:-1], tokens[1:]
+
+
+@dataclass(frozen=True)
+class _Images(IterableDataset[tuple[Tensor, Tensor]]):
+    """Images of one shape without end, each with a label."""
+
+    shape: tuple[int, int, int]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        image, label = torch.zeros(self.shape), torch.tensor(0)
+        while True:
+            yield image, label

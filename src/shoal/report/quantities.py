@@ -25,6 +25,8 @@ def rate(value: float) -> str:
 
 def dollars(value: float) -> str:
     """US dollars, cents where they count."""
+    if 0.0 < value < 0.005:  # which cents would print as none
+        return "under $0.01"
     return f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
 
 

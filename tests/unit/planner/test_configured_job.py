@@ -11,7 +11,7 @@ import torch
 
 from shoal.cli.options import PlanOptions
 from shoal.cli.plan import plan
-from shoal.errors import CommandError, ExitCode, JobError, JobFileError
+from shoal.errors import CommandError, ExitCode, JobFileError
 from shoal.planner.configured_job import configured_job
 from shoal.runs.job_file import parse_target
 
@@ -52,8 +52,9 @@ def test_a_configuration_is_a_job(tmp_path: Path, architectures: list[str] | Non
 REFUSED: dict[str, tuple[dict[str, Any], tuple[int | None, int | None], str]] = {
     "an unknown architecture": ({"model_type": "unheard_of"}, (24, 16), "makes no language model"),
     "no model type": ({"model_type": None}, (24, 16), "makes no language model"),
-    "no length": ({}, (None, 16), "neither length nor batch"),
-    "no batch": ({}, (24, None), "neither length nor batch"),
+    "no length": ({}, (None, 16), "says no length;.*write --seq 2048, say"),
+    "no batch": ({}, (24, None), "says no batch;.*write --batch 512, say"),
+    "neither": ({}, (None, None), "no length and no batch;.*write --seq 2048 --batch 512"),
 }
 
 
@@ -84,11 +85,11 @@ def test_a_configuration_is_planned(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused(tmp_path: Path) -> None:
-    """On one batch without values nothing looks up a row; a run would, in its first step."""
+    """Before anything is traced."""
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**gpt2, "vocab_size": 96}))
     options = PlanOptions(job=f"hf:{tmp_path}", cluster="2xH100", seq=17, batch=16)
-    with pytest.raises(JobError, match=r"looks up row 16.*at most 16 tokens"):
+    with pytest.raises(CommandError, match=r"its longest sequence is 16"):
         plan(options)
 
 
@@ -99,3 +100,23 @@ def test_options_of_the_other_are_refused(tmp_path: Path) -> None:
         plan(PlanOptions(job="job.py", cluster="2xH100", seq=24))
     with pytest.raises(JobFileError, match="no data to train on"):
         parse_target(written(tmp_path), [])
+
+
+VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8}
+
+
+def test_a_model_of_images_is_planned(tmp_path: Path) -> None:
+    target, output = written(tmp_path, **VIT), str(tmp_path / "plan.toml")
+    image, _ = next(iter(configured_job(target, None, 16).train_data()))
+    assert image.shape == (3, 32, 32)
+    assert plan(PlanOptions(job=target, cluster="2xH100", batch=16, output=output)) is ExitCode.DONE
+    with pytest.raises(CommandError, match="takes images, which have no length"):
+        configured_job(target, 24, 16)
+    with pytest.raises(CommandError, match="says no batch"):
+        configured_job(target, None, None)
+
+
+def test_a_model_of_sound_is_refused(tmp_path: Path) -> None:
+    sound = written(tmp_path, model_type="wav2vec2", architectures=["Wav2Vec2ForCTC"])
+    with pytest.raises(CommandError, match="takes input_values: hf:DIR is for models of tokens and of images"):
+        configured_job(sound, None, 16)

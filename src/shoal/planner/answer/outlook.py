@@ -182,7 +182,9 @@ def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:
         if kind != chosen.plan.memory.recompute:
             plan = chosen.plan.with_sections(memory={"recompute": kind})
             what = f"recompute = {kind}" if kind != "none" else "no recomputation"
-            yield _predicted(case, replace(chosen, plan=plan), what, tells_memory=True)
+            change = _predicted(case, replace(chosen, plan=plan), what, tells_memory=True)
+            if change.effect != "nothing":
+                yield change
 
 
 def _twice(link: Link) -> Link:
@@ -203,7 +205,7 @@ def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *
     if not found.fits:
         return Change(what, None, f"does not fit by {gib(found.missing_bytes)}")
     effect = _effect(chosen.seconds, found.step_seconds / samples)
-    if tells_memory:
+    if tells_memory and gib(found.peak_bytes) != gib(chosen.prediction.peak_bytes):
         effect = f"{effect}, {gib(found.peak_bytes)} instead of {gib(chosen.prediction.peak_bytes)}"
     return Change(what, found.step_seconds, effect)
 

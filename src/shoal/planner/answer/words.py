@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.hardware.values import Device
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.answer import SearchResult
+from shoal.planner.answer.likely_error import step
 from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND
 from shoal.planner.answer.utilisation import lost_shares, wide_products
-from shoal.planner.predict.error_bar import error_bar, likeness
 from shoal.planner.search.aims import TOLD_APART
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import GIB, gib
@@ -80,19 +81,6 @@ def key_rows(answer: SearchResult) -> Rows:
     return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
 
 
-def step(answer: SearchResult) -> str:
-    """Seconds of a step, and where published steps were that were predicted like it."""
-    case, found = answer.question.case, answer.chosen
-    told = seconds(found.seconds)
-    if case.cluster.device.kind != "gpu":  # every published row is of one
-        return told
-    like = likeness(case.cluster.device.name, case.work.profile.num_parameters, found.plan.layout)
-    bar = error_bar(found.seconds, like)
-    told += f", {seconds(bar.least_seconds)} to {seconds(bar.most_seconds)} for four of five like it"
-    told += f" (the errors of {bar.num_rows:,} published rows, {bar.like}"
-    return told + (f"; {bar.num_beyond:,} more took over twice their prediction)" if bar.num_beyond else ")")
-
-
 def needs(answer: SearchResult) -> str:
     """The release of torch that the chosen plan needs; empty where it is any that shoal takes."""
     plan = answer.chosen.plan
@@ -105,7 +93,8 @@ def energy(answer: SearchResult) -> str:
     if watts is None or whole is None:
         return ""
     hours = answer.chosen.devices * watts * whole / 3600.0 / 1000.0
-    return f"at most {rate(hours)} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
+    told = f"at most {rate(hours)}" if hours >= 0.001 else "under 0.001"
+    return f"{told} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
 
 
 def throughput(answer: SearchResult) -> str:
@@ -118,13 +107,18 @@ def throughput(answer: SearchResult) -> str:
     return f"{rate(samples * tokens)} tokens/s, {rate(samples * tokens / devices)} a device ({in_samples})"
 
 
+def _device(answer: SearchResult) -> Device:
+    """The device of a rank, as many as the plan has on a host: of a CPU with its threads."""
+    return answer.question.case.cluster.device_for(answer.ranks_per_host)
+
+
 def share_of_peak(answer: SearchResult) -> str:
     """The share of the device's peak that the model's FLOPs take, of which peak, and where the rest of a step goes."""
     found = answer.chosen.prediction
     if found.mfu is None:
         return "not known"
     dtype, flops = answer.peak
-    device = answer.question.case.cluster.device.name
+    device = _device(answer).name
     told = f"{found.mfu:.0%} of {flops / 1e12:,.4g} TFLOP/s, the dense {dtype} peak of {device}"
     rest = [f"{name} {share:.0%}" for name, share in lost_shares(answer).items() if share >= _TOLD]
     return f"{told}; the rest: {', '.join(rest)}" if rest else told
@@ -163,7 +157,7 @@ def price(answer: SearchResult) -> str:
     """Dollars of the whole job, or of a million tokens or samples, and where the price of a device-hour is from."""
     device, hour = answer.question.case.cluster.device, answer.price
     if hour is None:
-        return f"not known: the catalogue has none of {device.name}; write --price DOLLARS of a device-hour"
+        return f"not known: the catalogue has none of {_device(answer).name}; write --price DOLLARS of a device-hour"
     cost, source = answer.cost(answer.chosen), device.sources.get("price_per_hour", "no source is given")
     told = dollars(cost) if cost is not None else f"{dollars(hour * answer.chosen.devices)} an hour"
     return f"{told} at ${hour:.2f} a device-hour ({source})"
@@ -260,7 +254,11 @@ def hints(answer: SearchResult) -> list[str]:
         return []
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
-    told = [f"{change.what}: {change.effect}" for change in answer.changes if change.what.startswith("--")]
+    told = [
+        f"{change.what}: {change.effect}"
+        for change in answer.changes
+        if change.what.startswith("--") and "-" not in change.effect
+    ]
     told += _in_float32(answer)
     if pays_until is None or not grains <= pays_until or grains >= most:
         return told

@@ -18,6 +18,7 @@ from shoal.plans.plan import LayoutSection
 FEWEST_ROWS: Final = 8  # of which quantiles are taken
 BEYOND: Final = 2.0  # times the predicted seconds
 ANY: Final = "any"
+_APART: Final = 3.0  # A model with more times the parameters of the largest published one, or fewer, is unlike them.
 _SIZES: Final = ((1e9, "below 1 B parameters"), (1e10, "1 to 10 B parameters"))
 
 
@@ -36,22 +37,21 @@ class Likeness(NamedTuple):
         yield self._replace(family=ANY, size=ANY)
         yield Likeness(ANY, ANY, ANY)
 
-    def __str__(self) -> str:
-        return ", ".join(part for part in self if part != ANY) or "of all kinds"
-
 
 class ErrorBar(NamedTuple):
-    """Seconds between which four of five published steps were that were predicted as this one.
+    """Factors of predicted seconds between which four of five published steps were, all of language models.
 
-    `num_rows`: how many rows `like` it that is of. Apart from them `num_beyond` took over twice what was predicted:
-    stalls of a network or a program, which no prediction has.
+    `num_rows`: how many rows `like` it that is of, and `parameters` of their smallest and their largest model. Apart
+    from them `num_beyond` took over twice what was predicted: stalls of a network or a program, which no prediction
+    has.
     """
 
-    least_seconds: float
-    most_seconds: float
+    low: float
+    high: float
     num_rows: int
     num_beyond: int
     like: Likeness
+    parameters: tuple[float, float]
 
 
 def likeness(device: str, parameters: float, layout: LayoutSection) -> Likeness:
@@ -69,12 +69,25 @@ def likeness(device: str, parameters: float, layout: LayoutSection) -> Likeness:
     return Likeness(family, size, kind)
 
 
-def error_bar(seconds: float, like: Likeness) -> ErrorBar:
-    """The error bar of so many predicted seconds, of the narrowest group that has enough published rows."""
-    known = _groups()
-    group = next(group for group in like.wider() if group in known)
-    found = known[group]
-    return ErrorBar(seconds * found["low"], seconds * found["high"], found["rows"], found["beyond"], group)
+def error_bar(like: Likeness, parameters: float) -> ErrorBar | None:
+    """The error bar of the narrowest group of a device's rows that has enough, of models of about so many parameters.
+
+    None where no published row is like it.
+    """
+    known = (_bar(group) for group in like.wider() if group.family != ANY and group in _groups())
+    return next((bar for bar in known if bar.parameters[0] / _APART <= parameters <= bar.parameters[1] * _APART), None)
+
+
+def of_device(like: Likeness) -> ErrorBar | None:
+    """The error bar of all rows of the device; None where there are none."""
+    group = Likeness(like.family, ANY, ANY)
+    return _bar(group) if group in _groups() else None
+
+
+def _bar(group: Likeness) -> ErrorBar:
+    found = _groups()[group]
+    sizes = found["least_parameters"], found["most_parameters"]
+    return ErrorBar(found["low"], found["high"], found["rows"], found["beyond"], group, sizes)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import ceil
 
 from shoal.errors import CommandError, nearest
 
@@ -96,6 +97,12 @@ def _deadline(text: str, value: str) -> float:
             remedy="write --aim deadline=2h, say",
         )
     return seconds
+
+
+def written_time(seconds: float) -> str:
+    """A time of at least so many seconds as a deadline is written, in the largest unit of which it has two."""
+    unit = next((name for name in ("d", "h", "m") if seconds >= 2 * _UNITS[name]), "s")
+    return f"{ceil(10 * seconds / _UNITS[unit]) / 10:.12g}{unit}"
 
 
 def _share(text: str, name: str, value: str) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from shoal.errors import PlanError
-from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Key, Limit, tied
+from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Key, Limit, tied, written_time
 from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, Illegal, simplicity
@@ -193,8 +193,8 @@ def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsE
     if limit != Limit() and (fastest := next(search.in_order(Aim()), None)) is not None:
         needs = fastest.seconds / limit.seconds * aim.value
         step = f"{fastest.seconds:.3g} s a step on {counted(fastest.devices)}"
-        conflict = f"the fastest plan takes {needs:.3g} s for the whole job ({step})"
-        remedy = f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster"
+        conflict = f"the fastest plan takes {written_time(needs)} for the whole job ({step})"
+        remedy = f"write --aim deadline={written_time(needs)}, or give a larger cluster"
     elif not seen.all_missing_bytes:
         conflict = "no layout is legal: " + "; ".join(seen.refused.values() or ("the space is empty",))
         remedy = "give another --max-devices, or a larger cluster"

@@ -186,7 +186,8 @@ class Space:
         if heads is not None and most > 1:
             yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
         if self.facts.sequence is None or heads is None:
-            yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
+            lacks = "sequences" if self.facts.sequence is None else "number of heads: name the attribute num_heads"
+            yield Illegal("context > 1", f"the model shows no {lacks}")
         if most > self.num_layers:
             yield Illegal(f"pipeline > {self.num_layers}", self._why_not_more())
         seen: set[str] = set()

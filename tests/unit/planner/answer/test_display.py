@@ -14,7 +14,7 @@ from shoal.errors import PlanError
 from shoal.planner.answer import words
 from shoal.planner.answer.answer import Question, SearchResult, answer
 from shoal.planner.answer.display import show
-from shoal.planner.answer.outlook import Case
+from shoal.planner.answer.outlook import Case, Change
 from shoal.planner.predict.error_bar import error_bar, likeness
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
@@ -117,15 +117,38 @@ def in_cluster(found: SearchResult, **changes: Any) -> SearchResult:
     )
 
 
+def with_device(found: SearchResult, name: str) -> SearchResult:
+    return in_cluster(found, device=replace(found.question.case.cluster.device, name=name))
+
+
 def test_the_step_has_the_errors_of_published_rows(one: SearchResult) -> None:
-    case = one.question.case
-    like = likeness(case.cluster.device.name, case.work.profile.num_parameters, one.chosen.plan.layout)
-    bar = error_bar(one.chosen.seconds, like)
-    assert bar.least_seconds < bar.most_seconds
-    told = words.step(one)
-    assert told.startswith(words.seconds(one.chosen.seconds))
-    assert f"{words.seconds(bar.least_seconds)} to {words.seconds(bar.most_seconds)}" in told
-    assert f"{bar.num_rows:,} published rows" in told
+    plan = one.chosen.plan.with_sections(layout={"data": 8, "shard": 1, "tensor": 1, "context": 1, "pipeline": 1})
+    copies = replace(one, choice=replace(one.choice, chosen=replace(one.chosen, plan=plan)))
+    found = with_device(copies, "A100-80-SXM")
+    case, taken = found.question.case, one.chosen.seconds
+    parameters = case.work.profile.num_parameters
+    bar = error_bar(likeness("A100-80-SXM", parameters, plan.layout), parameters)
+    assert bar is not None
+    told = words.step(found)
+    assert told.startswith(words.seconds(taken))
+    assert f"{words.seconds(taken * bar.low)} to {words.seconds(taken * bar.high)}" in told
+    assert f"{bar.num_rows:,} rows of language models of 0.2 to 0.36 B parameters on A100" in told
+    # All of these took longer than predicted, and the estimate is outside: it is said.
+    assert bar.low > 1.0
+    assert f"took {bar.low - 1:.0%} to {bar.high - 1:.0%} more than predicted" in told
+
+
+def test_no_errors_of_rows_that_are_unlike(one: SearchResult) -> None:
+    told = words.step(with_device(one, "B200-SXM"))
+    assert told == f"{words.seconds(one.chosen.seconds)}; no published step is like it: none is of B200"
+    small = words.step(with_device(one, "H100-SXM-80"))
+    assert small.endswith("is like it: they are of language models of 3.6 to 8.9 B parameters on H100")
+    images = with_device(replace(one, question=replace(one.question, sample_tokens=None)), "A100-80-SXM")
+    assert "like it (its samples are no sequences of tokens): they are of language" in words.step(images)
+    terms = {**one.chosen.prediction.terms, "launch": 0.8 * one.chosen.seconds}
+    chosen = replace(one.chosen, prediction=replace(one.chosen.prediction, terms=terms))
+    late = with_device(replace(one, choice=replace(one.choice, chosen=chosen)), "A100-80-SXM")
+    assert "no published step is like it (most of it is launches)" in words.step(late)
 
 
 def test_no_error_bar_of_gpus_for_a_cpu(one: SearchResult) -> None:
@@ -179,3 +202,27 @@ def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
 
     assert needs(shard={"level": "optimizer"}) == ""
     assert needs(shard={"level": "parameters"}) == 'torch 2.13 or newer, for shard.level = "parameters"'
+
+
+def test_the_peak_and_the_price_name_the_device_of_the_plans_ranks(one: SearchResult) -> None:
+    device = replace(one.question.case.cluster.device, name="a core, 2 threads", price_per_hour=None)
+    found = in_cluster(one, device=replace(device, name="a core, 1 thread"), alternatives={one.ranks_per_host: device})
+    assert "peak of a core, 2 threads" in words.share_of_peak(found)
+    assert "has none of a core, 2 threads" in words.price(found)
+
+
+def test_the_model_without_a_number_of_heads_is_told_what_to_write(one: SearchResult) -> None:
+    space = one.question.case.space
+    found = replace(space, facts=replace(space.facts, num_heads=None)).illegal()
+    assert "no number of heads: name the attribute num_heads" in {i.what: i.reason for i in found}["context > 1"]
+
+
+def test_amounts_too_small_to_print_and_losses_are_no_advice(one: SearchResult) -> None:
+    device = replace(one.question.case.cluster.device, watts=1.0, price_per_hour=1e-6)
+    short = in_cluster(one, device=device)
+    assert words.energy(short).startswith("under 0.001 kWh")
+    assert words.price(short).startswith("under $0.01")
+    slower = Change("--precision bf16, which changes the run", 1.0, "-36% samples a second")
+    assert not any("bf16" in hint for hint in words.hints(replace(one, changes=(slower,))))
+    quicker = replace(slower, effect="+36% samples a second")
+    assert any("bf16" in hint for hint in words.hints(replace(one, changes=(quicker,), finer=None)))

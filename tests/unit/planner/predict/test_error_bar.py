@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import pytest
 
-from shoal.planner.predict.error_bar import ANY, FEWEST_ROWS, Likeness, error_bar, likeness
+from shoal.planner.predict.error_bar import ANY, FEWEST_ROWS, Likeness, error_bar, likeness, of_device
 from shoal.plans.plan import LayoutSection
 
 
@@ -23,14 +23,21 @@ def test_what_rows_are_like(device, parameters, layout, expected):
 
 
 def test_a_bar_is_of_the_narrowest_group_that_is_known():
-    near = error_bar(2.0, Likeness("A100", "1 to 10 B parameters", "sharded"))
+    near = error_bar(Likeness("A100", "1 to 10 B parameters", "sharded"), 3e9)
     assert near.like == Likeness("A100", "1 to 10 B parameters", "sharded")
-    assert near.least_seconds < near.most_seconds < 2 * 2.0
-    assert error_bar(4.0, near.like).most_seconds == pytest.approx(2 * near.most_seconds)
-    assert error_bar(2.0, Likeness("A100", "of no size", "sharded")).like == Likeness("A100", ANY, "sharded")
-    far = error_bar(2.0, Likeness("ABACUS", "below 1 B parameters", "replicas"))
-    assert far.like == Likeness(ANY, ANY, "replicas")
-    assert error_bar(2.0, Likeness("ABACUS", "of no size", "of no kind")).like == Likeness(ANY, ANY, ANY)
+    assert near.low < near.high < 2
+    assert error_bar(Likeness("A100", "of no size", "sharded"), 3e9).like == Likeness("A100", ANY, "sharded")
+    assert error_bar(Likeness("A100", "of no size", "of no kind"), 3e9).like == Likeness("A100", ANY, ANY)
+
+
+def test_rows_of_another_device_or_size_are_unlike():
+    assert error_bar(Likeness("B200", "1 to 10 B parameters", "replicas"), 3e9) is None
+    assert of_device(Likeness("B200", "1 to 10 B parameters", "replicas")) is None
+    unlike = Likeness("H100", "below 1 B parameters", "replicas")
+    assert error_bar(unlike, 38_000) is None
+    assert of_device(unlike).parameters == (3.57e9, 8.86e9)
+    # No row of A100 that divides sequences has so many parameters, and rows that shard have.
+    assert error_bar(Likeness("A100", "over 10 B parameters", "tensor or context"), 6e10).like.layout == ANY
 
 
 def test_no_group_of_the_table_is_of_a_few_rows():
@@ -39,3 +46,4 @@ def test_no_group_of_the_table_is_of_a_few_rows():
     assert groups
     assert min(group["rows"] for group in groups) >= FEWEST_ROWS
     assert all(0.3 < group["low"] <= group["high"] <= 2.0 for group in groups)
+    assert all(1e8 < group["least_parameters"] <= group["most_parameters"] < 1e11 for group in groups)

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import CommandError
-from shoal.planner.search.aims import Aim, parse, tied
+from shoal.planner.search.aims import Aim, parse, tied, written_time
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,9 @@ def test_ties_are_of_seconds_alone() -> None:
     assert tied((1.005,), (1.0,))
     assert not tied((1.02,), (1.0,))
     assert not tied((200.0, 1.0), (199.0, 1.0))
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(321_881.0, "3.8d"), (8000.0, "2.3h"), (500.0, "8.4m"), (0.32, "0.4s")])
+def test_a_deadline_is_written_in_the_unit_that_people_read(seconds: float, told: str) -> None:
+    assert written_time(seconds) == told
+    assert parse(f"deadline={told}").value >= seconds
