@@ -130,7 +130,7 @@ def plan(
     | `cluster` | "8xH100", "4x8xA100", "FILE.toml" or "here" |
     | `aim` | "fastest", "cheapest", "deadline=2h", "efficiency=0.8" or "widest=0.8" |
     | `max_devices` | use at most so many devices |
-    | `seq`, `batch` | of "hf:DIR", tokens of a sequence and sequences of a step |
+    | `seq`, `batch` | of "hf:DIR", tokens of a sequence, and sequences or images of a step |
     | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
     | `mtbf` | hours between failures of one device, on average |
     | `price` | US dollars of a device-hour; the catalogue's |

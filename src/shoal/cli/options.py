@@ -149,7 +149,7 @@ class PlanOptions:
     )
     max_devices: int | None = _option("use at most N devices", "N", least=1)
     seq: int | None = _option("of hf:DIR, tokens of a sequence", "N", least=1)
-    batch: int | None = _option("of hf:DIR, sequences of a step", "N", least=1)
+    batch: int | None = _option("of hf:DIR, sequences or images of a step", "N", least=1)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str | tuple[str, Setting], ...] = _option(*_SET, default=(), action="append")
     mtbf: str | float | None = _option("hours between failures of one device, on average", "HOURS")
