@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.jobs import one_large
 from tests.launching import JOBS, Ended, Run, run, run_all, start_command
 from tests.ranks.test_one_copy import in_ranks, plan
@@ -17,6 +19,7 @@ from tests.usual import parametrize
 
 from shoal.parallel.shard.one_copy import OneCopyUpdate
 from shoal.training.engine import Engine
+from shoal.training.forward_backward import Observer
 
 pytestmark = pytest.mark.ranks
 
@@ -44,6 +47,54 @@ def test_ranks_step_as_much_and_the_owner_has_the_state(ranks: int, tmp_path: Pa
     assert sum(stepped) == 1 << 20
     assert max(stepped) < 1.1 * (1 << 20) / ranks
     assert [shapes for _, shapes in told if shapes] == [{"exp_avg": [512, 512], "exp_avg_sq": [512, 512]}]
+
+
+def written(folder: Path, ranks: int, is_shared: bool) -> Any:
+    """The weights after a step, a change of the optimizer's state in place by its owner, and two steps more."""
+
+    def change(step: int, engine: Engine) -> None:
+        weight = dict(engine.sharded_model.parameters())[LARGE]
+        state = engine.updater.optimizer.state.get(weight)
+        if step == 1 and state:
+            state["step"].zero_()
+            state["exp_avg"].zero_()
+            state["mine"] = {"kept": 1}
+
+    def weights(engine: Engine) -> Any:
+        state = engine.updater.optimizer.state.get(dict(engine.sharded_model.parameters())[LARGE])
+        kept = None if state is None else state["mine"]
+        return [kept, [p.detach().view(torch.uint8).flatten().tolist() for _, p in engine.sharded_model.parameters()]]
+
+    job = partial(one_large.job, "Adam")
+    return in_ranks(job, folder, weights, ranks=ranks, steps=3, shared=is_shared, observer=Changing(change))
+
+
+class Changing(Observer):
+    """Calls a function after each update."""
+
+    def __init__(self, change: Callable[[int, Engine], None]) -> None:
+        self.change, self.step = change, 0
+
+    def updated(self, skipped: str | None) -> None:
+        self.step += 1
+        self.change(self.step, ENGINES[-1])
+
+
+ENGINES: list[Engine] = []
+
+
+def test_what_somebody_writes_to_the_owners_state_all_ranks_have(tmp_path: Path, monkeypatch: Any) -> None:
+    """A counter too, of which each rank has its own; and what no step looks at stays in it."""
+    whole = Engine.trainer
+
+    def trainer(self: Engine, *of: Any, **named: Any) -> Any:
+        ENGINES.append(self)
+        return whole(self, *of, **named)
+
+    monkeypatch.setattr(Engine, "trainer", trainer)
+    one, other = (written(tmp_path / str(shared), 2, shared) for shared in (True, False))
+    assert [weights for _, weights in one] == [weights for _, weights in other]
+    assert {"kept": 1} in [kept for kept, _ in one]
 
 
 @parametrize("optimizer", ["SGD", "AdamW"], usual=["AdamW"])

@@ -47,39 +47,9 @@ def run_engine(
     return () if accumulate else tuple(found)
 
 
-@dataclass(frozen=True)
-class RootGradient:
-    """Gradient that a backward on a CPU began with: the tensor, its version, and its value; it may serve the next one.
-
-    A device's would be captured in a graph, which does not keep it.
-    """
-
-    values: Tensor
-    version: int
-    factor: float
-
-    @classmethod
-    def of(cls, total: Tensor, factor: float) -> RootGradient:
-        """A new one, of the total's shape, dtype and device."""
-        values = torch.full_like(total, factor)
-        return cls(values, values._version, factor)
-
-    def serves(self, total: Tensor, factor: float) -> bool:
-        """Whether it is that of another total: nobody has written to it, as a hook may."""
-        values = self.values
-        same = self.factor == factor and values.dtype is total.dtype and values.is_cpu and total.is_cpu
-        return same and values._version == self.version and values.shape == total.shape
-
-
-def run_backward(total: Tensor, factor: float = 1.0, begun: RootGradient | None = None) -> RootGradient:
-    """Backward of a total times a factor, which the gradient begins with: no operation, and no node in the graph.
-
-    `begun`: what an earlier one has given.
-    """
-    root = begun if begun is not None and begun.serves(total, factor) else RootGradient.of(total, factor)
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward((total,), (root.values,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    return root
+def run_backward(total: Tensor, factor: float = 1.0) -> None:
+    """Backward of a total times a factor, which the gradient begins with: no operation, and no node in the graph."""
+    run_engine((total,), (torch.full_like(total, factor),))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from shoal.data.sample_digest import DIGEST_WORDS
 from shoal.numerics import device_reads
 from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.numerics.losses import refuse_weight
-from shoal.parallel.backward import RootGradient, run_backward
+from shoal.parallel.backward import run_backward
 from shoal.parallel.model.sharded_model import ShardedModel, local
 
 if TYPE_CHECKING:
@@ -342,13 +342,12 @@ class AccumulatingStrategy(Strategy):
 
     _sums: Tensor | None = None
     _root = 1.0  # what the gradient of a total begins with
-    _begun: RootGradient | None = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         self.add(sums)
         if last:
             self.arm()
-        self._begun = run_backward(total, self._root, self._begun)
+        run_backward(total, self._root)
 
     def add(self, sums: Tensor) -> None:
         """Adds a microbatch's sums, after its forward."""

@@ -76,8 +76,9 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
         batch = small_batch(source, data.collate, data.bad_samples)
         if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
             grains = job.grain_size / min(len(source), 2)
-            # A copy: a forward may count its calls, or keep what it has seen, in attributes of its own.
-            return _tried(_FormatTrial(copy.deepcopy(model), LossPair(job.loss, precision), precision, batch), grains)
+            # Copies: a forward or a loss may count its calls, or keep what it has seen, in attributes of its own.
+            copied, loss = copy.deepcopy((model, job.loss))
+            return _tried(_FormatTrial(copied, LossPair(loss, precision), precision, batch), grains)
     return FormatChoice()
 
 

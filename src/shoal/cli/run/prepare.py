@@ -168,7 +168,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     plan = read_plan(kept.plan) if resumed_plan else _plan_of(options.plan)
     says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
     if resumed_plan and options.exact and not plan.execution.exact:
-        plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
+        # The run's own number and format, which nobody wrote.
+        plan = plan.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
     if resumed_plan and asked.layout != plan.layout:
         print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)

@@ -55,6 +55,8 @@ class _Divided:
     state: dict[str, Any] = field(default_factory=dict)  # of the part
     entry: dict[str, Any] | None = None  # the owner's, of the whole parameter, as this has given it to the optimizer
     shared: dict[str, Tensor] = field(default_factory=dict)  # by key what all ranks map, as one row
+    others: dict[str, Any] = field(default_factory=dict)  # in the owner's entry, what no step of a part looks at
+    versions: list[int] = field(default_factory=list)  # of the owner's counters, of which each rank has its own
 
     def gradient(self) -> None:
         """Takes this rank's run of the parameter's gradient."""
@@ -68,6 +70,16 @@ class _Divided:
             _is_like(value, self.part) and not (key in self.shared and _lies_in(value, self.shared[key]))
             for key, value in self.state.items()
         )
+
+    def is_replaced(self, found: dict[str, Any] | None) -> bool:
+        """Whether the owner's optimizer has something else than it was given, or a counter that others have not."""
+        if not self.is_owner:
+            return False
+        return not _is_same(found, self.entry) or self.versions != _versions(self.entry)
+
+    def settle(self) -> None:
+        """Notes how the owner's counters are, after a step."""
+        self.versions = _versions(self.entry) if self.is_owner else []
 
 
 class ParameterPieces:
@@ -129,6 +141,7 @@ class ParameterPieces:
             for one, part in held:
                 part.grad = None
                 one.state = state.pop(part, {})
+                one.settle()
 
     def _own(self, whole: list[Any]) -> list[Any]:
         """A group's parameters that this rank updates: the same list each time, which is what a fused step looks at."""
@@ -148,7 +161,7 @@ class ParameterPieces:
     def is_replaced(self) -> bool:
         """Whether somebody has given the optimizer other state of a parameter that this rank owns: a checkpoint."""
         state = self._optimizer.state
-        return any(one.is_owner and not _is_same(state.get(one.whole), one.entry) for one in self._divided)
+        return any(one.is_replaced(state.get(one.whole)) for one in self._divided)
 
     def share(self) -> None:
         """Puts the parts' state where all ranks map it. Collective: all ranks, as `open_region`, and two meetings."""
@@ -175,6 +188,8 @@ class ParameterPieces:
             if one.is_owner:
                 for key, memory in one.shared.items():
                     memory.copy_(entries[i][key].reshape(-1))
+                known = {*one.shared, *rest[str(i)]}
+                one.others = {key: value for key, value in entries[i].items() if key not in known}
             one.state = {key: _decoded(value) for key, value in rest[str(i)].items()}
             if one.part is not None:
                 one.state |= {key: memory[slice(*one.bounds)] for key, memory in one.shared.items()}
@@ -185,10 +200,11 @@ class ParameterPieces:
         for one in self._divided:
             if one.is_owner and (one.state or one.shared):
                 whole = {key: memory.view(one.whole.shape) for key, memory in one.shared.items()}
-                one.entry = {**one.state, **whole}
+                one.entry = {**one.state, **whole, **one.others}
                 self._optimizer.state[one.whole] = dict(one.entry)
             else:
                 one.entry = None
+            one.settle()
 
     def _open(self, layout: Layout) -> None:
         """Gives each state tensor of the layout its place in new memory, which all ranks map."""
@@ -207,9 +223,9 @@ class ParameterPieces:
         num_ranks = self._mesh.world_size
         region = open_region(exchange, self._mesh.rank, num_ranks, -(-end // num_ranks))
         self._collective.barrier()  # each has set a part of it to zero, which others write to
-        everything = torch.frombuffer(region.memory, dtype=torch.uint8)
-        for (i, key), (start, numel, kind) in places.items():
-            self._divided[int(i)].shared[key] = everything[start : start + numel * kind.itemsize].view(kind)
+        for (i, key), (start, numel, kind) in places.items():  # each a storage of its own size, as memory is counted
+            tensor = torch.frombuffer(region.memory, dtype=kind, count=numel, offset=start)
+            self._divided[int(i)].shared[key] = tensor
         self._region = region
 
 
@@ -228,6 +244,11 @@ def _is_same(found: dict[str, Any] | None, given: dict[str, Any] | None) -> bool
     return all(found[key] is value for key, value in given.items())
 
 
+def _versions(entry: dict[str, Any] | None) -> list[int]:
+    values = () if entry is None else entry.values()
+    return [value._version for value in values if isinstance(value, Tensor) and value.ndim == 0]
+
+
 def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
     return {key: str(value.dtype).removeprefix("torch.") for key, value in state.items() if _is_like(value, parameter)}
 
@@ -243,11 +264,11 @@ def _merged(layouts: Sequence[Layout]) -> Layout:
 
 def _rest(entry: dict[str, Any]) -> dict[str, Any]:
     """What is no tensor of the parameter's shape, for JSON: counters of steps, and what is not there yet."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.ndim == 0:
             found[key] = [str(value.dtype).removeprefix("torch."), value.item()]
-        elif not isinstance(value, Tensor):
+        elif value is None or isinstance(value, bool | int | float | str):
             found[key] = ["", value]
     return found
 
