@@ -239,9 +239,8 @@ def assemble(
         from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared
 
         collective = open_shared(mesh)
-        in_pieces = (
-            reduce == torch.float32 and not plan.execution.exact
-        )  # a part of a gradient is one of the sum itself
+        # A gradient in the dtype of the sums is the sum itself, of which each rank may take a part.
+        in_pieces = reduce == torch.float32 and not plan.execution.exact
         owner = OneCopyUpdate(sharded_model.model, trained, mesh, collective, mark, in_pieces=in_pieces)
         if plan.execution.exact:
             shared_tree = SharedTreeSum(num_grains, _flat(parameters, reduce), collective, one_sum=True)

@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 
 # What runs that have not asked for it are told.
 _ONE_COPY = (
-    "the ranks share one copy of the model and the optimizer's state; "
-    "a plan with [memory] shared = false gives each rank its own"
+    "the ranks share one copy of the model and the optimizer's state; to give each its own, run with --plan and a copy "
+    "of this run's plan.toml in which [memory] shared = false"
 )
 
 

@@ -32,9 +32,14 @@ class Observer:
     """
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether its hooks may do anything."""
+        return type(self) is not Observer
+
+    @property
     def looks(self) -> bool:
         """Whether each step that comes is read before the next one, to be looked at. The same on all ranks."""
-        return type(self) is not Observer
+        return self.has_hooks
 
     def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
         """A run's parts are built, before its first step. Called by who has built them, not by the engine."""
@@ -90,7 +95,7 @@ class StepParts:
     @functools.cached_property
     def observer_looks(self) -> bool:
         """Whether the observer's hooks may do anything."""
-        return type(self.observer) is not Observer
+        return self.observer.has_hooks
 
 
 def labelled(

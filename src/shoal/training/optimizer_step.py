@@ -121,7 +121,7 @@ class Stepper:
         return as_float32(rate)
 
     def _set(self, progress: Progress) -> float:
-        multiplier = self.multiplier(progress) if self._job.schedule is not None else 1.0
+        multiplier = self.multiplier(progress)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if "lr" not in group:
                 continue
@@ -226,7 +226,7 @@ class Updater:
         self._parameters += [(part, True) for part in parts.values() if part is not None]
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
-        self._divides_state, self._looks = sharded_model.divides_state, type(observer) is not Observer
+        self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
         self._job, self._observer, self._judged = job, observer, False
         self.num_begun = 0  # updates, also one that has raised in the midst of it
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)

@@ -23,10 +23,9 @@ from shoal.distributed.mesh import Mesh
 from shoal.plans.accounting.partition import PIECE_ROW, level
 
 _BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-_DTYPES = (torch.float32, torch.float64)
 
 # The dtype of each state tensor of a parameter that has its shape, by the parameter's place and the tensor's key.
-Layout = dict[str, dict[str, str]]
+Kinds = dict[str, dict[str, str]]
 
 
 def can_divide(optimizer: torch.optim.Optimizer) -> bool:
@@ -37,7 +36,7 @@ def can_divide(optimizer: torch.optim.Optimizer) -> bool:
 def is_divisible(parameter: Tensor) -> bool:
     """Whether runs of a parameter's elements are a kernel's and the gradient norm's own: whole rows, in order."""
     return (
-        parameter.dtype in _DTYPES
+        parameter.dtype == torch.float32
         and parameter.is_contiguous()
         and parameter.numel() % PIECE_ROW == 0
         and parameter.untyped_storage().nbytes() == parameter.numel() * parameter.itemsize
@@ -206,7 +205,7 @@ class ParameterPieces:
                 one.entry = None
             one.settle()
 
-    def _open(self, layout: Layout) -> None:
+    def _open(self, layout: Kinds) -> None:
         """Gives each state tensor of the layout its place in new memory, which all ranks map."""
         places, end = {}, 0
         for i, kinds in layout.items():
@@ -253,9 +252,9 @@ def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
     return {key: str(value.dtype).removeprefix("torch.") for key, value in state.items() if _is_like(value, parameter)}
 
 
-def _merged(layouts: Sequence[Layout]) -> Layout:
+def _merged(layouts: Sequence[Kinds]) -> Kinds:
     """The layout of all ranks, in one order; each has told of the parameters of which it has a part or the whole."""
-    found: Layout = {}
+    found: Kinds = {}
     for layout in layouts:
         for i, kinds in layout.items():
             found.setdefault(i, {}).update(kinds)
