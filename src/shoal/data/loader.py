@@ -26,7 +26,7 @@ from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
-from shoal.plans.grains import Grain, random_key, share
+from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
@@ -287,9 +287,9 @@ class MapLoader(Loader):
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
-        ids, size = self._order.ids(step, mine), max(1, self._per_microbatch)
-        places = range(0, len(mine), size)
-        return [_Request(step, tuple(mine[at : at + size]), tuple(ids[at : at + size])) for at in places]
+        ids, most = self._order.ids(step, mine), self._per_microbatch
+        runs = zip(microbatches(mine, most), microbatches(ids, most), strict=True)
+        return [_Request(step, tuple(grains), tuple(own)) for grains, own in runs]
 
     def step(self, step: int) -> StepData:
         if step != self._next:
