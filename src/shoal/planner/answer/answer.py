@@ -21,6 +21,7 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import PlanError, ShoalError
 from shoal.hardware import cluster as find_cluster
+from shoal.hardware.detect import cores
 from shoal.hardware.fastest_all_reduce import fastest_on
 from shoal.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
@@ -364,24 +365,24 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
 def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     case = question.case
     began = clock()
-    search = case.search()
-    try:
-        choice = choose(search, aim, question.num_steps)
-    except NothingFitsError as error:
-        raise _ways_out(error, case, aim) from None
-    seconds = clock() - began
-    hours = device_hours or case.cluster.mean_hours_between_failures
-    devices = choice.chosen.devices
-    return SearchResult(
-        question=question,
-        choice=choice,
-        curve=curve(search, devices),
-        changes=sensitivity(case, search, choice.chosen, _made(question.precise)),
-        goodput=goodput(failures(case, devices, hours)) if hours else None,
-        search_seconds=seconds,
-        job=job,
-        finer=finer(case, aim, choice.chosen),
-    )
+    with case.search_on(cores()) as search:
+        try:
+            choice = choose(search, aim, question.num_steps)
+        except NothingFitsError as error:
+            raise _ways_out(error, case, aim) from None
+        seconds = clock() - began
+        hours = device_hours or case.cluster.mean_hours_between_failures
+        devices = choice.chosen.devices
+        return SearchResult(
+            question=question,
+            choice=choice,
+            curve=curve(search, devices),
+            changes=sensitivity(case, search, choice.chosen, _made(question.precise)),
+            goodput=goodput(failures(case, devices, hours)) if hours else None,
+            search_seconds=seconds,
+            job=job,
+            finer=finer(case, aim, choice.chosen),
+        )
 
 
 def _ways_out(error: NothingFitsError, case: Case, aim: Aim) -> NothingFitsError:

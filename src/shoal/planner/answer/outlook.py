@@ -8,6 +8,7 @@ checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import exp, expm1, isinf, sqrt
 
@@ -16,14 +17,19 @@ from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.search.aims import TIE, Aim, Limit
-from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib, simplest
 from shoal.planner.search.costs import costs_of
+from shoal.planner.search.divided import in_parts
+from shoal.planner.search.part import Costed
+from shoal.planner.search.passes import Wanted
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Space
 
 # Devices that are added stop paying where each brings less than half of the throughput that a device brings at best.
 PAYS = 0.5
+# Degrees that share grains from whose number on more processes are worth their start, half a second; and how many are.
+_LARGE, _MOST_PARTS = 500, 8
 _MOST_TIED = 20  # candidates of a point of the curve among which the simplest is taken
 # Where a cluster does not say how fast it writes checkpoints: bytes a second of a host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
@@ -52,8 +58,17 @@ class Case:
 
     def search(self) -> Search:
         """The search of this case."""
-        costs = costs_of(self.work, self.cluster, self._program, self.correction)
-        return Search(self.space, costs, self.work.grain_size, self.watch)
+        return Search(self.space, costs_of(*self._costed), self.work.grain_size, self.watch)
+
+    @property
+    def _costed(self) -> Costed:
+        return Costed(self.work, self.cluster, self._program, self.correction)
+
+    def search_on(self, num_cores: int) -> AbstractContextManager[Search]:
+        """The search of this case in a process on each of so many cores, where it is large."""
+        search, number = self.search(), min(num_cores, _MOST_PARTS)
+        is_large = number > 1 and len(self.space.cuts) >= _LARGE
+        return in_parts(search, self._costed, number) if is_large else nullcontext(search)
 
 
 @dataclass(frozen=True)
@@ -90,13 +105,12 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
     points, counts = [], sorted(search.space.counts)
     wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
     for devices in sorted(wanted & set(counts)):
-        seen = Seen()
-        places = search.by_devices.get(devices, [])
-        found = simplest(search.in_order(Aim(), places=places, seen=seen), Aim(), _MOST_TIED)
-        if found is None:
-            points.append(Point(devices, None, seen.least_missing_bytes))
+        passes = search.passes()
+        close = passes.take(Wanted(fewest=devices, most=devices, number=1 + _MOST_TIED, ties=True))
+        if close:
+            points.append(Point(devices, simplest(close)))
         else:
-            points.append(Point(devices, found[0]))
+            points.append(Point(devices, None, passes.least_missing()))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
     if not rates:
         return ScalingCurve(tuple(points), None, "nothing fits")
@@ -193,10 +207,10 @@ def _twice(link: Link) -> Link:
 
 def _more_memory(search: Search, chosen: Candidate) -> Change:
     """A better plan on as many devices, if each had a GiB more."""
-    places = search.by_devices[chosen.devices]
     better = Limit(seconds=chosen.seconds * (1 - TIE))
-    found = next(search.with_more_memory(1 << 30).in_order(Aim(), better, places), None)
-    seconds = found.seconds if found is not None else chosen.seconds
+    wanted = Wanted(Aim(), better, chosen.devices, chosen.devices)
+    found = search.with_more_memory(1 << 30).passes().take(wanted)
+    seconds = found[0].seconds if found else chosen.seconds
     return Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds))
 
 

@@ -66,6 +66,27 @@ class Limit:
         return seconds <= self.seconds and devices * seconds <= self.device_seconds
 
 
+class Ceiling:
+    """Key above which a pass wants nothing, as far as is known.
+
+    Where parts of a space are searched at once, `shared` has a number of each part: the first of the key that it found.
+    """
+
+    def __init__(self, shared: memoryview[float] | None = None, own: int = 0) -> None:
+        self.key: Key = (float("inf"),)
+        self._shared, self._own = shared, own
+
+    def lower(self, key: Key) -> None:
+        """Nothing above this key is wanted."""
+        self.key = min(self.key, key)
+        if self._shared is not None:
+            self._shared[self._own] = self.key[0]
+
+    def allows(self, key: Key) -> bool:
+        """Whether plans with this key may be wanted."""
+        return key <= self.key and (self._shared is None or key[0] <= min(self._shared))
+
+
 def tied(key: Key, best: Key) -> bool:
     """Whether two keys are too close to tell apart."""
     return key[:-1] == best[:-1] and key[-1] <= best[-1] * (1 + TIE)

@@ -46,12 +46,28 @@ _Lacking = Callable[[float], float]  # the least that plans lack, where it is be
 class Seen:
     """Statistics of a search on the places that it did not choose."""
 
-    predicted: dict[Degrees, Candidate] = field(default_factory=dict)  # a place's best plan so far
+    predicted: dict[Degrees, Candidate] = field(default_factory=dict)  # a place's best plan that fits, so far
     refused: dict[Degrees, str] = field(default_factory=dict)  # why plans are illegal, where some are
     num_predicted: int = 0
     num_bounded: int = 0
     _missing: dict[Degrees, float] = field(default_factory=dict)
     _unsettled: dict[Degrees, list[_Lacking]] = field(default_factory=dict)
+
+    def bounded(self, number: int) -> None:
+        """Notes plans that were bounded."""
+        self.num_bounded += number
+
+    def predicts(self, place: Degrees, candidate: Candidate) -> None:
+        """Notes a plan that was predicted."""
+        self.num_predicted += 1
+        if not candidate.prediction.fits:
+            self.lacks(place, candidate.prediction.missing_bytes)
+        elif place not in self.predicted or candidate.rank < self.predicted[place].rank:
+            self.predicted[place] = candidate
+
+    def refuses(self, place: Degrees, refusal: str) -> None:
+        """Notes a plan that is illegal."""
+        self.refused[place] = min(refusal, self.refused.get(place, refusal))
 
     def lacks(self, place: Degrees, missing: float) -> None:
         """Notes a plan that does not fit."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
 
 from shoal.errors import PlanError
-from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Key, Limit, tied, written_time
-from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Limit, written_time
+from shoal.planner.search.candidates import Candidate
+from shoal.planner.search.passes import Looked, SearchPasses, Wanted
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, Illegal, simplicity
 
@@ -58,63 +58,55 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
             )
         return Limit(seconds=aim.value / num_steps)
     if aim.name in SHARES:
-        cheapest = next(search.in_order(Aim("cheapest")), None)
-        if cheapest is not None:
-            return Limit(device_seconds=cheapest.devices * cheapest.seconds / aim.value)
+        cheapest = search.passes().take(Wanted(Aim("cheapest")))
+        if cheapest:
+            return Limit(device_seconds=cheapest[0].devices * cheapest[0].seconds / aim.value)
     return Limit()
 
 
-def simplest(order: Iterator[Candidate], aim: Aim, most: int | None = None) -> tuple[Candidate, list[Candidate]] | None:
-    """The simplest of those that are as good as the first of an order (of `most` at most), and all of these."""
-    best = next(order, None)
-    if best is None:
-        return None
-    close = [best, *takewhile(lambda candidate: tied(_key(aim, candidate), _key(aim, best)), islice(order, most))]
-    return min(close, key=lambda candidate: simplicity(candidate.plan)), close
+def simplest(close: Sequence[Candidate]) -> Candidate:
+    """The simplest of some."""
+    return min(close, key=lambda candidate: simplicity(candidate.plan))
 
 
 def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     """The simplest of the plans that are as good as the best. Raises: NothingFitsError."""
-    seen = Seen()
-    limit = limit_of(search, aim, num_steps)
-    found = simplest(search.in_order(aim, limit, seen=seen), aim)
-    if found is None:
-        raise _nothing(search, aim, seen, limit)
-    chosen, close = found
-    fewer = _fewer(search, aim, chosen, seen)
+    passes, limit = search.passes(), limit_of(search, aim, num_steps)
+    close = passes.take(Wanted(aim, limit, number=_NEVER, ties=True))
+    if not close:
+        raise _nothing(search, passes, aim, limit)
+    chosen = simplest(close)
+    fewer = _fewer(passes, aim, chosen)
     faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
-    others = [place for place in search.by_devices[chosen.devices] if place != chosen.place]
-    alternatives = tuple(islice(search.best_of_each(aim, others, seen), NUM_ALTERNATIVES))
+    devices = chosen.devices
+    others = Wanted(aim, fewest=devices, most=devices, but=chosen.place, number=NUM_ALTERNATIVES, each_place=True)
+    alternatives = tuple(passes.take(others))
+    num_predicted, num_bounded = passes.counts()
     return Choice(
         aim=aim,
         chosen=chosen,
         faster=faster,
         alternatives=alternatives,
-        rejected=tuple(_rejected(search, seen, chosen)),
+        rejected=tuple(_rejected(search, passes, chosen)),
         illegal=tuple(search.space.illegal()),
         num_tied=len(close) - 1,
         num_places=len(search.places),
-        num_predicted=seen.num_predicted,
-        num_bounded=seen.num_bounded - seen.num_predicted,
+        num_predicted=num_predicted,
+        num_bounded=num_bounded,
     )
 
 
-def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate | None:
+def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
     """A plan on fewer devices that no prediction tells from the fastest: more have to be worth more than its error."""
     if aim.name != "fastest" or best.devices == 1:
         return None
     within = Limit(seconds=best.seconds * (1 + TOLD_APART))
-    fewest = Aim("efficiency")  # by devices, then by seconds
-    places = [place for place in search.places if place.devices < best.devices]
-    first = next(search.in_order(fewest, within, places, seen), None)
-    if first is None:
+    # "efficiency" orders by devices, then by seconds.
+    first = passes.take(Wanted(Aim("efficiency"), within, most=best.devices - 1))
+    if not first:
         return None
-    found = simplest(search.in_order(Aim(), within, search.by_devices[first.devices], seen), Aim())
-    return found[0] if found else first
-
-
-def _key(aim: Aim, candidate: Candidate) -> Key:
-    return aim.key(candidate.devices, candidate.seconds)
+    devices = first[0].devices
+    return simplest(passes.take(Wanted(Aim(), within, devices, devices, number=_NEVER, ties=True)))
 
 
 # ------------------------------------------------------------------------------------------------------ reasons
@@ -133,34 +125,30 @@ def counted(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejected]:
+def _rejected(search: Search, passes: SearchPasses, chosen: Candidate) -> list[Rejected]:
     """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
-    own = chosen.place
-    for place in search.by_devices.get(chosen.devices, []):
-        if place != own:
-            yield _reason(search, seen, place, chosen)
-    for devices, places in sorted(search.by_devices.items()):
-        if devices == chosen.devices:
-            continue
-        nearest = min(places, key=lambda place: seen.predicted[place].rank if place in seen.predicted else (_NEVER, ()))
-        found = _reason(search, seen, nearest, chosen)
-        yield replace(found, what=f"{counted(devices)}, nearest: {found.what}")
+    own = [place for place in search.by_devices.get(chosen.devices, []) if place != chosen.place]
+    nearest = {devices: found.place for devices, found in passes.nearest().items() if devices != chosen.devices}
+    looked = passes.looked_at([*own, *nearest.values()])
+    found = [_reason(place, looked[place], chosen) for place in own]
+    for devices, place in sorted(nearest.items()):
+        one = _reason(place, looked[place], chosen)
+        found.append(replace(one, what=f"{counted(devices)}, nearest: {one.what}"))
+    return found
 
 
-def _reason(search: Search, seen: Seen, place: Degrees, chosen: Candidate) -> Rejected:
-    best = seen.predicted.get(place)
-    if best is not None:
-        return Rejected(str(place), place.devices, compared(best, chosen), best.seconds)
-    missing = search.missing_at_least(place)
-    if missing > 0:
-        return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
-    if place in seen.refused:
-        return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")
+def _reason(place: Degrees, looked: Looked, chosen: Candidate) -> Rejected:
+    if looked.best is not None:
+        return Rejected(str(place), place.devices, compared(looked.best, chosen), looked.best.seconds)
+    if looked.missing > 0:
+        return Rejected(str(place), place.devices, f"does not fit by {gib(looked.missing)}")
+    if looked.refused:
+        return Rejected(str(place), place.devices, f"illegal: {looked.refused}")
     bounded = "is bounded to be no better for this aim"
-    lacking = seen.missing_bytes(place)
-    if lacking is None:
+    if looked.lacking is None:
         return Rejected(str(place), place.devices, f"every plan of it {bounded}")
-    return Rejected(str(place), place.devices, f"what of it fits {bounded}; the rest lacks {gib(lacking)} or more")
+    words = f"what of it fits {bounded}; the rest lacks {gib(looked.lacking)} or more"
+    return Rejected(str(place), place.devices, words)
 
 
 def compared(other: Candidate, chosen: Candidate) -> str:
@@ -185,23 +173,25 @@ def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
     return f"{name} takes {growth[name] * 1e3:.3g} ms more"
 
 
-def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsError:
+def _nothing(search: Search, passes: SearchPasses, aim: Aim, limit: Limit) -> NothingFitsError:
     """By how much the nearest misses it: in bytes, or in time."""
     counts = sorted(search.space.counts)
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"
-    if limit != Limit() and (fastest := next(search.in_order(Aim()), None)) is not None:
-        needs = fastest.seconds / limit.seconds * aim.value
-        step = f"{fastest.seconds:.3g} s a step on {counted(fastest.devices)}"
+    fastest = search.passes().take(Wanted()) if limit != Limit() else []
+    if fastest:
+        needs = fastest[0].seconds / limit.seconds * aim.value
+        step = f"{fastest[0].seconds:.3g} s a step on {counted(fastest[0].devices)}"
         conflict = f"the fastest plan takes {written_time(needs)} for the whole job ({step})"
         remedy = f"write --aim deadline={written_time(needs)}, or give a larger cluster"
-    elif not seen.all_missing_bytes:
-        conflict = "no layout is legal: " + "; ".join(seen.refused.values() or ("the space is empty",))
-        remedy = "give another --max-devices, or a larger cluster"
-    else:
-        missing, place = min((missing, place) for place, missing in seen.all_missing_bytes.items())
+    elif (nearest := passes.nearest_missing()) is not None:
+        missing, place = nearest
         margin = search.costs(counts[-1]).memory_margin
         free = f" beside the {margin:.0%} that plans leave free (memory_margin of the cluster)" if margin else ""
         conflict = f"no layout fits: the nearest ({place}) needs {gib(missing)} more on each device{free}"
         remedy = f"give devices with {gib(missing)} more memory, more devices, or a smaller batch or model"
+    else:
+        reasons = sorted(set(passes.refused().values()))
+        conflict = "no layout is legal: " + "; ".join(reasons or ("the space is empty",))
+        remedy = "give another --max-devices, or a larger cluster"
     return NothingFitsError(given=given, conflict=conflict, remedy=remedy)

@@ -15,7 +15,7 @@ from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.planner.search.aims import Aim, Key, Limit
+from shoal.planner.search.aims import Aim, Ceiling, Key, Limit
 from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.costs import LayoutClass
 from shoal.planner.search.schedules import Schedules
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.planner.search.search import Search
 
 _NEVER = float("inf")
+_Noted = tuple[Key, Callable[..., None], tuple[object, ...]]  # at which key, and what
 
 
 class Node(NamedTuple):
@@ -44,22 +45,25 @@ class Node(NamedTuple):
 class PlanOrder:
     """One pass in the order of one aim."""
 
-    def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
-        self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+    def __init__(self, search: Search, aim: Aim, limit: Limit, ceiling: Ceiling) -> None:
+        self._search, self._aim, self._limit, self._ceiling = search, aim, limit, ceiling
         self.ended: set[Degrees] = set()  # of which nothing more is wanted
         self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
         self._later: Iterator[tuple[Key, LayoutClass]] = iter(())  # layouts that are not in the queue yet, in order
         self._numbers = count()
         self._reached: Key = ()  # the largest of those that came out
+        self._noted: list[_Noted] = []
 
     def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
-        """Predicted plans of the layouts, the best one first."""
+        """Predicted plans of the layouts up to the ceiling, the best one first."""
         self._later = iter(self._floors(layouts))
         self._next_layout()
         watch = self._search.watch
         while self._queue:
             if watch is not None:
                 watch()
+            if not self._ceiling.allows(self._queue[0][0]):
+                return
             key, *_, node = heapq.heappop(self._queue)
             self._reached = max(self._reached, key)
             if self.ended and node.is_within(self.ended):
@@ -68,6 +72,16 @@ class PlanOrder:
                 yield node.branch
             else:
                 node.branch()
+
+    def settle(self, key: Key, seen: Seen) -> None:
+        """Adds what was noted up to this key; what is asked later is asked as if no larger key had come out."""
+        self._reached = key
+        for reached, note, arguments in self._noted:
+            if reached <= key:
+                note(seen, *arguments)
+
+    def _note(self, note: Callable[..., None], *arguments: object) -> None:
+        self._noted.append((self._reached, note, arguments))
 
     def _wait(self, place: Degrees, seconds: float, node: Node) -> None:
         if self._limit.allows(place.devices, seconds):
@@ -82,7 +96,8 @@ class PlanOrder:
         return self._bounded(layouts, seconds + layouts.beside)
 
     def _is_next(self, layouts: LayoutClass, seconds: float) -> bool:
-        return not self._queue or self._key(layouts, seconds) <= self._queue[0][0]
+        key = self._key(layouts, seconds)
+        return self._ceiling.allows(key) and (not self._queue or key <= self._queue[0][0])
 
     def _is_passed(self, layouts: LayoutClass, seconds: float) -> bool:
         """Whether what takes so many seconds would have come out of the queue by now."""
@@ -113,7 +128,7 @@ class PlanOrder:
     def _floored(self, layouts: LayoutClass) -> None:
         self._next_layout()
         schedules = self._search.schedules(layouts)
-        self._seen.lacks_later(layouts.divided, partial(self._least_lacking, layouts, schedules))
+        self._note(Seen.lacks_later, layouts.divided, partial(self._least_lacking, layouts, schedules))
         self._next_schedule(layouts, schedules, 0)
 
     def _next_schedule(self, layouts: LayoutClass, schedules: Schedules, number: int) -> None:
@@ -151,7 +166,7 @@ class PlanOrder:
         """Goes on where the place whose replicas divide most may fit."""
         missing = self._search.missing_bytes(layouts.divided, way)
         if missing > 0:
-            self._seen.lacks(layouts.divided, missing)
+            self._note(Seen.lacks, layouts.divided, missing)
             return
         self._next_place(layouts, way, self._replicas(layouts))
 
@@ -177,31 +192,25 @@ class PlanOrder:
         self._wait(place, search.least_at(place, way), Node(place, partial(self._way, place, way)))
 
     def _way(self, place: Degrees, way: MicrobatchSchedule) -> None:
-        search, seen = self._search, self._seen
+        search = self._search
         missing = search.missing_bytes(place, way)
         if missing > 0:
-            seen.lacks(place, missing)
+            self._note(Seen.lacks, place, missing)
             return
-        for plan, missing, seconds in search.plans(place, way):
-            seen.num_bounded += 1
+        plans = search.plans(place, way)
+        self._note(Seen.bounded, len(plans))
+        for plan, missing, seconds in plans:
             if missing > 0:
-                seen.lacks(place, missing)
+                self._note(Seen.lacks, place, missing)
             else:
                 self._wait(place, seconds, Node(place, partial(self._plan, place, plan)))
 
     def _plan(self, place: Degrees, plan: Plan) -> None:
-        seen = self._seen
         refusal = self._search.space.refusal(plan)
         if refusal is not None:
-            seen.refused[place] = min(refusal, seen.refused.get(place, refusal))
+            self._note(Seen.refuses, place, refusal)
             return
-        prediction = self._search.predict(plan)
-        seen.num_predicted += 1
-        if not prediction.fits:
-            seen.lacks(place, prediction.missing_bytes)
-            return
-        candidate = Candidate(plan, prediction)
-        best = seen.predicted.get(place)
-        if best is None or candidate.rank < best.rank:
-            seen.predicted[place] = candidate
-        self._wait(place, candidate.seconds, Node(place, candidate))
+        candidate = Candidate(plan, self._search.predict(plan))
+        self._note(Seen.predicts, place, candidate)
+        if candidate.prediction.fits:
+            self._wait(place, candidate.seconds, Node(place, candidate))

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from shoal.planner.predict.lower_bounds import BlockStates, PipelineShape
 from shoal.planner.predict.workload import Prediction
-from shoal.planner.search.aims import Aim, Limit
-from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.aims import Aim, Ceiling, Limit
+from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Turn, Whole
 from shoal.planner.search.order import PlanOrder
+from shoal.planner.search.passes import SearchPasses, Wanted
 from shoal.planner.search.schedules import Bounds, Schedules
 from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
@@ -44,7 +45,7 @@ class Search:
         watch: Callable[[], None] | None = None,
     ) -> None:
         """`costs`: of a number of devices. `watch`: called again and again as the search goes on."""
-        self.space, self.costs, self._grain_size, self.watch = space, costs, grain_size, watch
+        self.space, self.costs, self.grain_size, self.watch = space, costs, grain_size, watch
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
         self._states: dict[Degrees, list[BlockStates]] = {}
         self._turns: dict[tuple[object, ...], Turn] = {}
@@ -108,25 +109,26 @@ class Search:
         """All places."""
         return self.classes(self.places)
 
-    def in_order(
-        self, aim: Aim, limit: Limit = _ANY, places: Sequence[Degrees] | None = None, seen: Seen | None = None
-    ) -> Iterator[Candidate]:
-        """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
-        layouts = self.all_classes if places is None else self.classes(places)
-        return PlanOrder(self, aim, limit, seen if seen is not None else Seen()).run(layouts)
+    def classes_of(self, wanted: Wanted) -> list[LayoutClass]:
+        """The layout classes of a pass."""
+        if wanted.takes_all:
+            return self.all_classes
+        counts = sorted(n for n in self.by_devices if wanted.fewest <= n <= wanted.most)
+        return self.classes([place for n in counts for place in self.by_devices[n] if place != wanted.but])
 
-    def best_of_each(self, aim: Aim, places: Sequence[Degrees], seen: Seen) -> Iterator[Candidate]:
-        """The best candidate of each of these places, the best of all first; what a place has beside it is left."""
-        order = PlanOrder(self, aim, _ANY, seen)
-        for candidate in order.run(self.classes(places)):
-            order.ended.add(candidate.place)
-            yield candidate
+    def passes(self) -> SearchPasses:
+        """SearchPasses of one answer."""
+        return SearchPasses(self)
+
+    def in_order(self, aim: Aim, limit: Limit = _ANY) -> Iterator[Candidate]:
+        """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
+        return PlanOrder(self, aim, limit, Ceiling()).run(self.all_classes)
 
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Degrees) -> float:
         """Seconds that no plan of a place goes below, from its degrees alone; without what is beside."""
-        return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut)
+        return self.costs(place.devices).floor(self.space.share(place) * self.grain_size, place.cut)
 
     def beside(self, place: Degrees) -> float:
         """Seconds of any plan of a place that no other bound but that of a whole plan has."""

@@ -5,7 +5,7 @@ Place: degrees, data x shard as one. Family: a place and a schedule, where only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -115,6 +115,7 @@ class Space:
     whole: str = ""  # why gradients and parameters cannot be divided at all
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
     one_copy: bool = False  # whether ranks that sum through shared memory have one copy of the parameters
+    only: Collection[ModelDegrees] | None = None  # of the degrees that share grains, where they are searched in parts
     _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
@@ -125,6 +126,8 @@ class Space:
     @cached_property
     def cuts(self) -> tuple[ModelDegrees, ...]:
         """The degrees that share grains, as far as they are legal."""
+        if self.only is not None:
+            return tuple(self.only)
         most = max(self.counts)
         tensors = [t for t in self._tensor_degrees if t <= most]
         found = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice, product
+from itertools import product
 from math import ceil
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
 from shoal.planner.search.costs import Costs, ScheduleFamily, Whole, costs_of
+from shoal.planner.search.passes import Wanted
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import (
     Degrees,
@@ -291,9 +292,10 @@ def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
         best[candidate.place] = min(candidate.seconds, best.get(candidate.place, candidate.seconds))
     costs = invented.costs()
     search = Search(space, lambda devices: costs, 1)
-    for places in search.by_devices.values():
+    for devices, places in search.by_devices.items():
         wanted = sorted((best[place], place) for place in places if place in best)
-        assert [(c.seconds, c.place) for c in search.best_of_each(Aim(), places, Seen())] == wanted
+        asked = Wanted(fewest=devices, most=devices, number=len(places), each_place=True)
+        assert [(c.seconds, c.place) for c in search.passes().take(asked)] == wanted
 
 
 def test_what_efficiency_means() -> None:
@@ -440,7 +442,7 @@ def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
     on_two = space.at(2)
     every = [search.costs(2).predict(plan) for plan in every_plan(on_two)]
     best = min(p.step_seconds for p in every if p.fits)
-    found = next(search.in_order(Aim(), places=search.by_devices[2]))
+    (found,) = search.passes().take(Wanted(fewest=2, most=2))
     assert found.seconds == pytest.approx(best, rel=1e-12)
 
 
@@ -459,12 +461,12 @@ def test_with_more_memory_it_is_the_search_of_such_devices(real: tuple[Space, Wo
     more, cluster = 1 << 30, gpus(2, 4, gib=1)
     search = Search(space, costs_of(work, cluster), work.grain_size)
     larger = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes + more))
-    places = search.by_devices[4]
-    before = list(islice(search.in_order(Aim(), places=places), 40))
-    found = list(islice(search.with_more_memory(more).in_order(Aim(), places=places), 40))
-    assert found == list(islice(Search(space, costs_of(work, larger), 1).in_order(Aim(), places=places), 40))
+    asked = Wanted(fewest=4, most=4, number=40)
+    before = search.passes().take(asked)
+    found = search.with_more_memory(more).passes().take(asked)
+    assert found == Search(space, costs_of(work, larger), 1).passes().take(asked)
     assert found != before
-    assert before == list(islice(search.in_order(Aim(), places=places), 40))
+    assert before == search.passes().take(asked)
 
 
 def test_the_least_that_lacks_is_that_of_all_places() -> None:
