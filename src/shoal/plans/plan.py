@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +20,17 @@ Degree = Annotated[int, Field(ge=1)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def trusted_copy(self, values: Mapping[str, Any]) -> Self:
+        """A copy with these values, which nothing checks, as `model_copy` makes it in several times as long."""
+        copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
+        if not fields_set >= values.keys():
+            fields_set = fields_set | values.keys()
+        object.__setattr__(copied, "__dict__", {**self.__dict__, **values})
+        object.__setattr__(copied, "__pydantic_fields_set__", fields_set)
+        object.__setattr__(copied, "__pydantic_extra__", None)
+        object.__setattr__(copied, "__pydantic_private__", None)
+        return copied
 
 
 class LayoutSection(_Section):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from shoal.errors import PlanError
@@ -33,6 +35,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
+_STAGE, _MICROBATCH = attrgetter("stage"), attrgetter("microbatch")
 Actions = tuple[Action, ...]
 Schedule = tuple[Actions, ...]
 
@@ -143,8 +146,8 @@ def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], flo
     A forward begins with a message of the stage before, a backward (whole, or of inputs) with one of the stage after.
     The bubble of a rank is the first less its own of the second. Raises: ValueError where the ranks wait forever.
     """
-    num_stages = 1 + max((stage for own in lists for _, stage, _ in own), default=0)
-    width = 1 + max((microbatch for own in lists for *_, microbatch in own), default=0)
+    num_stages = 1 + max(map(_STAGE, chain.from_iterable(lists)), default=0)
+    width = 1 + max(map(_MICROBATCH, chain.from_iterable(lists)), default=0)
     sent: tuple[dict[int, float], dict[int, float]] = ({}, {})  # backwards, forwards: by stage * width + microbatch
     clocks, busy, places = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
     forward_kind, alone_kind = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT  # names that are looked up once

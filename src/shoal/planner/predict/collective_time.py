@@ -46,16 +46,21 @@ class Network:
 
     def axis(self, layout: LayoutSection, name: str) -> RankGroup:
         """A group by its name in the accounts: an axis of a layout, WORLD, or REPLICAS; tensor ranks are neighbours."""
-        inner, shared = layout.tensor * layout.context, layout.data * layout.shard
-        size, stride = {
-            "tensor": (layout.tensor, 1),
-            "context": (layout.context, layout.tensor),
-            "shard": (layout.shard, inner),
-            "data": (layout.data, layout.shard * inner),
-            "pipeline": (layout.pipeline, shared * inner),
-            REPLICAS: (shared, inner),
-            WORLD: (layout.world_size, 1),
-        }[name]
+        inner = layout.tensor * layout.context
+        if name == "shard":
+            size, stride = layout.shard, inner
+        elif name == "data":
+            size, stride = layout.data, layout.shard * inner
+        elif name == REPLICAS:
+            size, stride = layout.data * layout.shard, inner
+        elif name == WORLD:
+            size, stride = layout.world_size, 1
+        elif name == "pipeline":
+            size, stride = layout.pipeline, layout.data * layout.shard * inner
+        elif name == "context":
+            size, stride = layout.context, layout.tensor
+        else:
+            size, stride = layout.tensor, 1
         return self.group(size, stride)
 
     def hop(self, size: int, stride: int) -> RankGroup:
@@ -116,9 +121,10 @@ class Network:
     def seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
         """Seconds of one collective of `num_bytes` by itself. 0 for a lone rank."""
         key = kind, num_bytes, group
-        if key not in self._known:
-            self._known[key] = self._seconds(kind, num_bytes, group)
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._seconds(kind, num_bytes, group)
+        return found
 
     def all_reduce(self, algorithm: str, num_bytes: float, group: RankGroup) -> float:
         """Seconds of an all_reduce by one of shoal's algorithms, where it was measured by itself; else of any."""

@@ -7,7 +7,7 @@ collective too, so that nothing of it is hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.memory import Rank, StageSize
 from shoal.planner.predict.overlap import gathered, hidden
-from shoal.planner.predict.pipeline_ranks import Rank, Ranks
+from shoal.planner.predict.pipeline_ranks import Ranks
 from shoal.planner.predict.remembered import Remembered
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.shard_time import ShardExchanges, price
@@ -75,8 +76,10 @@ class Exchanged:
 
     # -------------------------------------------------------------------------------------------------- the gradients
 
-    def gradients(self, plan: Plan, computer: DeviceModel, rank: Rank, behind: float, waits: bool) -> float:
-        """Exposed seconds of gradient sums over data and shard ranks, and of a step's small sums.
+    def gradients(
+        self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], behind: float, *, waits: bool
+    ) -> float:
+        """Exposed seconds of gradient sums over data and shard ranks, and of a step's small sums; the most of a rank.
 
         `behind`: seconds of the last backward, which may hide them; `waits`: the device does, for the host.
         """
@@ -86,13 +89,16 @@ class Exchanged:
         is_divided = plan.shards_model or layout.tensor * layout.pipeline * layout.context > 1
         apart = is_divided or plan.precision.reduce != "float32"
         num_used = self._num_tensors if plan.shards_model else 0
-        small = self.agreed(layout.world_size, is_divided, apart=apart, num_used=num_used)
-        small += self._completed(plan, rank.held)
+        agreed = self.agreed(layout.world_size, is_divided, apart=apart, num_used=num_used)
+        small = [agreed + self._completed(plan, rank.held) for rank in ranks]
         if plan.shards_model or layout.data * layout.shard == 1:
-            return small
+            return max(small)
         if computer.device.kind == "cpu":
-            return small + self._on_cores(plan, computer, rank)
-        sums = self._sums(plan, rank.held)
+            return max(own + self._on_cores(plan, computer, rank) for own, rank in zip(small, ranks, strict=True))
+        sums = (self._sums(plan, rank.held) for rank in ranks)
+        return max(self._exposed(own, of_rank, behind, waits) for own, of_rank in zip(small, sums, strict=True))
+
+    def _exposed(self, small: float, sums: Sums, behind: float, waits: bool) -> float:
         if not self.program.overlap:
             return small + sums.at_once
         shown = hidden(sums.total, sums.last, behind)
@@ -234,15 +240,22 @@ class Exchanged:
             return 0.0
         if self.program.gathers_apart:
             return self._apart(plan, ranks.busiest.held) * microbatches
-        exchanges = self.shard.exchanges(plan, plan.layout, ranks.busiest.held)
-        forwards, backwards = ranks.unit_forwards, ranks.unit_backwards[::-1]
-        nothing = [0.0] * len(forwards)
-        again = exchanges.again[::-1] if level == "parameters" else nothing
-        once = gathered(forwards, exchanges.gathers, nothing, slowed) - sum(forwards)
-        back = gathered(backwards, again, exchanges.scatters[::-1], slowed) - sum(backwards)
-        if plan.shard.reduce == "every_microbatch" or microbatches == 1:
+        busiest = ranks.busiest
+        exchanges = self.shard.exchanges(plan, plan.layout, busiest.held)
+
+        def compute() -> tuple[float, float, float]:
+            forwards, backwards = busiest.unit_forwards, busiest.unit_backwards[::-1]
+            nothing = [0.0] * len(forwards)
+            again = exchanges.again[::-1] if level == "parameters" else nothing
+            once = gathered(forwards, exchanges.gathers, nothing, slowed) - sum(forwards)
+            back = gathered(backwards, again, exchanges.scatters[::-1], slowed) - sum(backwards)
+            return once, back, gathered(backwards, again, nothing, slowed) - sum(backwards) if late else 0.0
+
+        # Of as many microbatches or more, and of other schedules, the busiest rank is one and the same.
+        late = plan.shard.reduce != "every_microbatch"
+        once, back, quiet = self._known.once(("exposed", busiest, id(exchanges), level, slowed, late), compute)
+        if microbatches == 1 or not late:
             return (once + back) * microbatches
-        quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
     def copied(self, plan: Plan, computer: DeviceModel, ranks: Ranks) -> float:
@@ -281,44 +294,51 @@ class Exchanged:
 
     # ----------------------------------------------------------------------------------------------------- the update
 
-    def update(self, plan: Plan, computer: DeviceModel, rank: Rank, *, bound: bool = False) -> float:
-        """The reads and writes of clipping and update, and under ZeRO-1 the updated parameters handed out.
+    def update(self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], *, bound: bool = False) -> float:
+        """The reads and writes of clipping and update, and under ZeRO-1 the updated parameters handed out, of a rank.
 
-        `bound`: at least so long, and cheaper to say.
+        It is the rank that takes longest. `bound`: at least so long, and cheaper to say.
         """
-        size = rank.size
-        profile, layout, device, program = self.profile, plan.layout, computer.device, self.program
-        elements = size.trainable / plan.num_owners
-        width = size.parameter_bytes / size.numel if size.numel else 4.0
-        per_element = width * profile.optimizer_passes
-        if program.fused_optimizer:
-            state = profile.state_bytes_per_element + program.master_bytes
-            per_element = 2 * (width + state) + (program.gradient_bytes or width)
-        num_bytes = elements * per_element
-        # Under ZeRO-1 each rank has all gradients.
-        whole = elements if plan.shards_model or plan.shares_memory else size.trainable
-        num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
-        launches = profile.optimizer_launches
-        seconds = computer.rewritten(num_bytes, size.touched, _UPDATE) + launches * device.launch_seconds
-        seconds = max(seconds, launches * device.dispatch_seconds)
+        layout, seconds = plan.layout, self._rewritten(plan, computer, [rank.size for rank in ranks])
         if plan.shares_memory:  # the ranks meet before it, over the norm, and after it
-            return seconds + self._price(layout, agreement(layout.world_size), plan.collectives.all_reduce)
-        alone = layout.shard == 1 or plan.shard.level != "optimizer"
-        return seconds if alone else seconds + self._handed_out(plan, rank, bound)
+            return max(seconds) + self._price(layout, agreement(layout.world_size), plan.collectives.all_reduce)
+        if layout.shard == 1 or plan.shard.level != "optimizer":
+            return max(seconds)
+        agreed = self._price(layout, agreement(layout.world_size)) if self.program.own_buckets else 0.0
+        handed_out = [self._handed_out(plan, rank, agreed, bound) for rank in ranks]
+        return max(own + others for own, others in zip(seconds, handed_out, strict=True))
 
-    def _handed_out(self, plan: Plan, rank: Rank, bound: bool) -> float:
+    def _rewritten(self, plan: Plan, computer: DeviceModel, sizes: Sequence[StageSize]) -> list[float]:
+        """Seconds of the reads and writes by ranks of these sizes."""
+        profile, device, program = self.profile, computer.device, self.program
+        owners, launches, passes = plan.num_owners, profile.optimizer_launches, profile.optimizer_passes
+        has_part = plan.shards_model or plan.shares_memory  # under ZeRO-1 each rank has all gradients
+        found = []
+        for size in sizes:
+            elements = size.trainable / owners
+            width = size.parameter_bytes / size.numel if size.numel else 4.0
+            per_element = width * passes
+            if program.fused_optimizer:
+                state = profile.state_bytes_per_element + program.master_bytes
+                per_element = 2 * (width + state) + (program.gradient_bytes or width)
+            num_bytes = elements * per_element
+            whole = elements if has_part else size.trainable
+            num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
+            seconds = computer.rewritten(num_bytes, size.touched, _UPDATE) + launches * device.launch_seconds
+            found.append(max(seconds, launches * device.dispatch_seconds))
+        return found
+
+    def _handed_out(self, plan: Plan, rank: Rank, agreed: float, bound: bool) -> float:
         """Each owner's parameters to the others, by broadcasts of pieces; before that all agree that it went well.
 
         At least one message an owner, and no less than all bytes in one.
         """
         layout, held, algorithm = plan.layout, rank.held, plan.collectives.all_reduce
         group = self.network.axis(layout, "shard")
-        network = self.network.serving(algorithm, group)
         if not self.program.own_buckets:
             return self.network.seconds("all_gather", rank.size.parameter_bytes, group)
-        agreed = self._price(layout, agreement(layout.world_size))
         if bound:
-            num_owners = min(layout.shard, held.num_tensors)
+            network, num_owners = self.network.serving(algorithm, group), min(layout.shard, held.num_tensors)
             start = network.call(group) + (group.size - 1) * network.latency(group)
             all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
             at_once = network.seconds("broadcast", all_bytes, group)

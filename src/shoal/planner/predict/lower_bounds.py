@@ -183,11 +183,17 @@ class BlockStates(NamedTuple):
         if left <= 0 or pipeline * int(left / (self.block + each)) < self.number:
             return once > memory or self.number > 0
         most = min(pipeline, microbatches)
-        room = (pipeline - most) * int(left / (self.block + most * each))
+        least = int(left / (self.block + most * each))
+        if pipeline * least >= self.number:
+            return False
+        room = (pipeline - most) * least
         for in_flight in range(1, most + 1):
-            room += int(left / (self.block + in_flight * each))
+            fitting = int(left / (self.block + in_flight * each))
+            room += fitting
             if room >= self.number:
                 return False
+            if room + (most - in_flight) * fitting < self.number:  # the others have no more
+                return True
         return True
 
 
@@ -217,10 +223,15 @@ class Blocks(NamedTuple):
         Where it has no more than n = ceil(number / ranks) blocks, no other rank has, and the rank with the longest
         other unit has those that are left.
         """
-        most = -(-self.number // ranks)
-        left = max(0, self.number - (ranks - 1) * most)
-        with_other = max(most * self.seconds, left * self.seconds + self.longest)
-        return max(self.longest, min(with_other, (most + 1) * self.seconds))
+        most, seconds, longest = -(-self.number // ranks), self.seconds, self.longest
+        left = self.number - (ranks - 1) * most
+        # Comparisons, since a search asks for this hundreds of thousands of times.
+        busiest = left * seconds + longest if left > 0 else longest
+        if most * seconds > busiest:
+            busiest = most * seconds
+        if (most + 1) * seconds < busiest:
+            busiest = (most + 1) * seconds
+        return longest if longest > busiest else busiest
 
 
 @cache

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.roofline import ITEMSIZE, Share, is_layer
 from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
-from shoal.planner.profile.values import NOTHING, Body, Operation, OperationKind, Phase, Profile, TensorCut
+from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, Profile, TensorCut
 from shoal.plans.accounting.all_reduce import compression_buffers
-from shoal.plans.accounting.collectives import Array, owned
+from shoal.plans.accounting.collectives import Array, Gradients, owned
 from shoal.plans.accounting.memory import (
     bucketed,
     cut,
     gathered_parameters,
     scattered_gradients,
+    scattered_peak,
     sharded_parameters,
+    waiting_gradients,
 )
 from shoal.plans.plan import Plan
 
@@ -38,6 +42,21 @@ class StageSize:
         return self.saved + 4 * self.parameter_bytes
 
 
+class Rank(NamedTuple):
+    """Pipeline rank at this place: its units, its size, its microbatches, and their activations in bytes."""
+
+    place: int
+    held: Held
+    size: StageSize
+    in_flight: float  # microbatches of all of its stages together whose activations would be as many bytes
+    activations: float
+
+
+def rank_at(place: int, held: Held, size: StageSize, in_flight: float) -> Rank:
+    """The rank with so many microbatches in flight."""
+    return Rank(place, held, size, in_flight, in_flight * size.saved + size.transient)
+
+
 class Sizes:
     """Bytes of bodies, each computed once for each share of a sample."""
 
@@ -45,7 +64,7 @@ class Sizes:
         self._program = program
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
         self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
-        self._saving: dict[Body, list[Operation]] = {}
+        self._parts: dict[tuple[int, int, bool], OperationBytes] = {}
         self._whole: dict[tuple[int, Share], tuple[float, float]] = {}
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
@@ -81,28 +100,41 @@ class Sizes:
         """(what a unit keeps of a microbatch, what its backward needs beside that)."""
         share = share.of(body, self._program.divides_ends)
         key = id(body), share, recompute
-        if key not in self._known:
-            self._known[key] = self._body(body, share, recompute)
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._body(body, share, recompute)
+        return found
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
-        key = id(body), share
+        key, samples = (id(body), share), share.local_samples
         if key not in self._whole:
-            if body not in self._saving:  # the others would add 0.0
-                self._saving[body] = [o for o in body.operations if o.saved_bytes != NOTHING]
-            saved = sum(self._saved(body, o, share) for o in self._saving[body])
-            self._whole[key] = saved, _working(body.operations, share)
+            parts = self._parts_of(body, share)
+            self._whole[key] = _sum(parts.saved, samples), _working(parts.written, samples)
         saved, working = self._whole[key]
         if not body.repeated or recompute == "none":
             return saved, working
         kept = self._kept_on_purpose(body, share, saved, recompute)
         return kept, saved - kept + working
 
-    def _saved(self, body: Body, operation: Operation, share: Share) -> float:
+    def _parts_of(self, body: Body, share: Share) -> OperationBytes:
+        """Bytes of a unit's operations on one rank, whatever the samples are."""
+        key = id(body), share.tensor, share.sequence
+        if key not in self._parts:
+            every, selective = body.operations, self._program.selective
+            chosen = every if selective == "products" else kept_alternately(every)
+            later = [o for o in every if o.phase is not Phase.FORWARD]
+            self._parts[key] = OperationBytes(  # those without bytes would add 0.0
+                [self._saved(body, o, share) for o in every if o.saved_bytes != NOTHING],
+                [_Part(o.selected_bytes, _output_divided(o, share)) for o in chosen if o.selected_bytes != NOTHING],
+                [(_Part(o.written_bytes, _output_divided(o, share)), o.phase is Phase.BACKWARD_INPUT) for o in later],
+            )
+        return self._parts[key]
+
+    def _saved(self, body: Body, operation: Operation, share: Share) -> _Part:
         """Bytes that autograd keeps for an operation; of a layer that is cast its input may be kept as it was cast."""
-        num_bytes = operation.saved_bytes.at(share.local_samples) / _saved_divided(operation, share, self._program)
-        cast = self._program.layers if self._program.keeps_cast and body.repeated else None
-        return num_bytes * ITEMSIZE[cast] / 2 if cast is not None and is_layer(operation) else num_bytes
+        cast = self._program.layers if self._program.keeps_cast and body.repeated and is_layer(operation) else None
+        by = _saved_divided(operation, share, self._program)
+        return _Part(operation.saved_bytes, by, 2 if cast is None else ITEMSIZE[cast])
 
     def _kept_on_purpose(self, body: Body, share: Share, saved: float, recompute: str) -> float:
         """Bytes that a block keeps of `saved`, where the rest is computed again."""
@@ -111,27 +143,46 @@ class Sizes:
         if recompute == "full":
             return min(entering, saved)
         if selective == "all_but_attention":
-            return saved - sum(self._saved(body, o, share) for o in _scores(body.operations))
-        chosen = body.operations if selective == "products" else kept_alternately(body.operations)
-        kept = sum(o.selected_bytes.at(samples) / _output_divided(o, share) for o in chosen)
+            return saved - _sum([self._saved(body, o, share) for o in _scores(body.operations)], samples)
+        kept = _sum(self._parts_of(body, share).selected, samples)
         return min(kept if selective == "products" else kept + entering, saved)
 
 
-def _working(operations: Sequence[Operation], share: Share) -> float:
+class _Part(NamedTuple):
+    """One rank's part of an operation's bytes: divided by `by`; of 16 bits an element there are `width` bytes."""
+
+    whole: Amount
+    by: float
+    width: int = 2
+
+
+class OperationBytes(NamedTuple):
+    """Bytes of a unit's operations on one rank: saved, kept by selective recomputation, and written in the backward.
+
+    Of what is written: whether the operation before reads it.
+    """
+
+    saved: list[_Part]
+    selected: list[_Part]
+    written: list[tuple[_Part, bool]]
+
+
+def _sum(parts: Sequence[_Part], samples: float) -> float:
+    return sum((whole.fixed + whole.per_sample * samples) / by * width / 2 for whole, by, width in parts)
+
+
+def _working(written: Sequence[tuple[_Part, bool]], samples: float) -> float:
     """Bytes beside what is saved at the worst moment of a backward: an operator's output, and the gradient it reads.
 
     That gradient is what the operator before it wrote.
     """
-    samples, worst, before = share.local_samples, 0.0, 0.0
-    for operation in operations:
-        phase = operation.phase
-        if phase is Phase.FORWARD:
-            continue
-        written = operation.written_bytes.at(samples) / _output_divided(operation, share)
-        if written + before > worst:
-            worst = written + before
-        if phase is Phase.BACKWARD_INPUT:
-            before = written
+    worst = before = 0.0
+    for (whole, by, _), is_read in written:
+        own = (whole.fixed + whole.per_sample * samples) / by
+        if own + before > worst:
+            worst = own + before
+        if is_read:
+            before = own
     return worst
 
 
@@ -171,16 +222,37 @@ _Bytes = dict[str, float]  # by category
 
 
 @dataclass(frozen=True)
+class Unrounded:
+    """Bytes of units that a rank gathers and scatters, where no row is rounded up, whatever the degree is.
+
+    `every`: gradients of several microbatches are scattered.
+    """
+
+    gathered: int
+    flat: Sequence[int]
+    waiting: Sequence[int]
+    every: bool
+    _known: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def on(self, degree: int) -> int:
+        """The most on one of so many ranks."""
+        if degree not in self._known:
+            scattered = scattered_peak(self.flat, self.waiting, degree, every=self.every)
+            self._known[degree] = self.gathered + scattered
+        return self._known[degree]
+
+
+@dataclass(frozen=True)
 class States:
     """Bytes of a rank's parameters, gradients and optimizer state, by the formulas that a run is compared with."""
 
     profile: Profile
     program: Program
     accounts: Accounts
-    _least: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
-    _gathered: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False)
+    _owned: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _unrounded: dict[tuple[object, ...], Unrounded] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def _per_element(self) -> float:
         return self.profile.state_bytes_per_element + self.program.master_bytes
 
@@ -204,26 +276,32 @@ class States:
             "optimizer": self._per_element * sum(sharding.each(updated)),
         }
 
-    def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> float:
-        """Bytes that such a rank has at least, whatever rows are rounded up to and whoever owns which state.
+    def least(self, plan: Plan, ranks: Sequence[Rank], microbatches: int) -> list[float]:
+        """Bytes that such ranks have at least, whatever rows are rounded up to and whoever owns which state.
 
         They shrink with the shard axis, and the data axis does not matter.
         """
-        layout, shard, precision = plan.layout, plan.shard, plan.precision
-        trained = size.trainable / layout.shard
-        if not plan.shards_model:
-            summed, trained = size.trainable * self._per_gradient(plan), size.trainable / plan.num_owners
-            return size.parameter_bytes / plan.num_copies_shared + summed + self._per_element * trained
+        per_element, shard = self._per_element, plan.layout.shard
+        if plan.shards_model:
+            units = [self._of_units(plan, rank.held, microbatches).on(shard) for rank in ranks]
+            sizes = [(rank.size, own) for rank, own in zip(ranks, units, strict=True)]
+            return [s.parameter_bytes / shard + own + per_element * (s.trainable / shard) for s, own in sizes]
+        per_gradient, copies, owners = self._per_gradient(plan), plan.num_copies_shared, plan.num_owners
+        return [
+            s.parameter_bytes / copies + s.trainable * per_gradient + per_element * (s.trainable / owners)
+            for s in (rank.size for rank in ranks)
+        ]
+
+    def _of_units(self, plan: Plan, held: Held, microbatches: int) -> Unrounded:
+        shard, precision = plan.shard, plan.precision
         widths = precision.parameters, precision.reduce
-        key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
-        if key not in self._least:
-            sharding = self.accounts.sharding(plan, layout, held, microbatches, rounds=False)
-            same = held, layout.tensor, precision.parameters, shard.level  # unrounded, these are whatever the degree is
-            if same not in self._gathered:
-                self._gathered[same] = gathered_parameters(sharding)
-            of_units = self._gathered[same] + scattered_gradients(sharding)
-            self._least[key] = size.parameter_bytes / layout.shard + of_units + self._per_element * trained
-        return self._least[key]
+        key = held, plan.layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
+        if key not in self._unrounded:
+            sharding = self.accounts.sharding(plan, plan.layout, held, microbatches, rounds=False)
+            every = microbatches > 1 and sharding.reduce_every
+            own = gathered_parameters(sharding), sharding.scattered_bytes, waiting_gradients(sharding)
+            self._unrounded[key] = Unrounded(*own, every)
+        return self._unrounded[key]
 
     def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
         """Bytes that `least` has at least for each such block of a rank, and once where there is any."""
@@ -247,11 +325,18 @@ class States:
             compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
             native = plan.collectives.all_reduce == "native"
             summed = compression_buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
-            owners = owned(gradients.parameters, plan.num_owners)
-            trained = max(sum(array.numel for array in mine) for mine in owners)
+            trained = self._most_owned(gradients, plan.num_owners)
         return {
             "parameters": size.parameter_bytes / plan.num_copies_shared,
             "gathered": 0.0,
             "gradients": summed,
             "optimizer": self._per_element * trained,
         }
+
+    def _most_owned(self, gradients: Gradients, num_owners: int) -> int:
+        """Elements of the owner with most of a rank's parameters."""
+        key = id(gradients), num_owners
+        if key not in self._owned:
+            owners = owned(gradients.parameters, num_owners)
+            self._owned[key] = max(sum(array.numel for array in mine) for mine in owners)
+        return self._owned[key]

@@ -11,20 +11,17 @@ def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequ
     One unit is gathered ahead while another computes, as fully_shard prefetches; collectives are one after another on a
     stream of their own. Compute beside a collective takes `slowed` of the collective's time longer.
     """
-    computed = scattered = 0.0
+    computed = scattered = before = 0.0
     ready = stream = gathers[0] if gathers else 0.0
-    for number, compute in enumerate(computes):
-        start = max(computed, ready)
-        beside = 0.0
-        if number + 1 < len(computes):
-            stream = max(stream, start) + gathers[number + 1]
-            ready = stream
-            beside += gathers[number + 1]
-        if number and scatters[number - 1]:
-            beside += scatters[number - 1]
+    for compute, following, scatter in zip(computes, [*gathers[1:], None], scatters, strict=False):
+        start, beside = max(computed, ready), before
+        if following is not None:
+            ready = stream = max(stream, start) + following
+            beside = following + before
         computed = start + compute + slowed * min(beside, compute)
-        if scatters[number]:
-            stream = scattered = max(stream, computed) + scatters[number]
+        if scatter:
+            stream = scattered = max(stream, computed) + scatter
+        before = scatter
     return max(computed, scattered)
 
 

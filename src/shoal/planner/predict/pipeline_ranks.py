@@ -7,104 +7,171 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, lru_cache
 from itertools import groupby, islice
-from typing import NamedTuple, TypeVar
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict import stage_split
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.memory import Sizes, StageSize
+from shoal.planner.predict.lower_bounds import PipelineShape
+from shoal.planner.predict.memory import Rank, Sizes, StageSize, rank_at
 from shoal.planner.predict.roofline import DeviceModel, Share
 from shoal.planner.predict.segments import flat, segments
-from shoal.planner.predict.stage_split import Held, StageDivision
-from shoal.planner.predict.stage_time import Passes, StageCosts
+from shoal.planner.predict.stage_split import Counts, Held, StageDivision
+from shoal.planner.predict.stage_time import Passes, StageCosts, together
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.values import Amount, Body, Profile
 from shoal.plans.plan import Plan
 from shoal.plans.schedule import in_flight, in_flight_by_stage
 
-_Found = TypeVar("_Found")
 
+class BusiestRank:
+    """Busiest rank of a pipeline: its units, their size and their passes of one microbatch, unit by unit and stage."""
 
-@dataclass(frozen=True, eq=False)
-class Rank:
-    """One pipeline rank: its units, the passes of its stages, its size, and its microbatches."""
+    def __init__(
+        self, held: Held, size: StageSize, passes: Sequence[Passes], of_body: Callable[[Body], Passes]
+    ) -> None:
+        self.held, self.size = held, size
+        self.seconds = sum(p.forward_seconds + p.backward_seconds for p in passes)
+        self.last_seconds = sum(p.backward_seconds for p in passes)  # of the backward
+        self._whole = together([(one, 1) for one in passes])
+        of_bodies = {body: of_body(body) for body, _ in held.counts}
+        of_units = [of_bodies[unit.body] for unit in held.units]
+        self.unit_forwards = [p.forward_seconds for p in of_units]
+        self.unit_backwards = [p.backward_seconds for p in of_units]  # in the order of the units
+        self.unit_seconds = sum(self.unit_forwards), sum(self.unit_backwards)  # one after the other
 
-    held: Held
-    passes: tuple[Passes, ...]
-    size: StageSize
-    in_flight: float  # microbatches of all of its stages together whose activations would be as many bytes
-
-
-class Filled(NamedTuple):
-    """Pipeline rank at this place, without its seconds: its units, its size and its microbatches in flight."""
-
-    place: int
-    held: Held
-    size: StageSize
-    in_flight: float
-
-
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """All pipeline ranks; `fullest` has of each size the one that holds most microbatches.
-
-    `of_body`: the passes of a unit with that body.
-    """
-
-    share: Share
-    microbatches: int
-    every: tuple[Rank, ...]
-    busiest: Rank
-    fullest: tuple[Rank, ...]
-    of_body: Callable[[Body], Passes]
-
-    @cached_property
-    def of_units(self) -> tuple[Passes, ...]:
-        """The passes of each unit of the busiest rank."""
-        found = {body: self.of_body(body) for body, _ in self.busiest.held.counts}
-        return tuple(found[unit.body] for unit in self.busiest.held.units)
-
-    @cached_property
-    def unit_forwards(self) -> list[float]:
-        """Seconds of each of these units' forward."""
-        return [p.forward_seconds for p in self.of_units]
-
-    @cached_property
-    def unit_backwards(self) -> list[float]:
-        """Seconds of each of these units' backward, in the order of the units."""
-        return [p.backward_seconds for p in self.of_units]
-
-    @cached_property
-    def unit_seconds(self) -> tuple[float, float]:
-        """Seconds of one microbatch's forward and backward of these units, one after the other."""
-        return sum(self.unit_forwards), sum(self.unit_backwards)
-
-    @cached_property
-    def busy_seconds(self) -> float:
-        """Seconds of the busiest rank's passes in a step."""
-        return sum(p.forward_seconds + p.backward_seconds for p in self.busiest.passes) * self.microbatches
-
-    @cached_property
-    def last_seconds(self) -> float:
-        """Seconds of the busiest rank's last backward."""
-        return sum(p.backward_seconds for p in self.busiest.passes)
-
-    @cached_property
-    def spent(self) -> dict[str, float]:
-        """Its passes by the terms of a step."""
+    def spent(self, microbatches: int) -> dict[str, float]:
+        """Passes of so many microbatches by the terms of a step."""
         terms = dict.fromkeys(("compute", "recompute", "tensor", "context"), 0.0)
-        total = self.busiest.passes[0]
-        for one in self.busiest.passes[1:]:
-            total = total.plus(one)
-        for way in (total.forward, total.backward):
-            terms["compute"] += way.work.device * self.microbatches
-            terms["recompute"] += way.again.device * self.microbatches
-            terms["tensor"] += way.tensor * self.microbatches
-            terms["context"] += way.context * self.microbatches
-        return {**terms, "launch": max(0.0, self.busy_seconds - sum(terms.values()))}
+        for way in (self._whole.forward, self._whole.backward):
+            terms["compute"] += way.work * microbatches
+            terms["recompute"] += way.again * microbatches
+            terms["tensor"] += way.tensor * microbatches
+            terms["context"] += way.context * microbatches
+        return {**terms, "launch": max(0.0, self.seconds * microbatches - sum(terms.values()))}
+
+
+class CutModel:
+    """Model in stages, for one share of a sample and one recomputation: passes and sizes, each computed once."""
+
+    def __init__(self, division: StageDivision, costs: StageCosts, sizes: Sizes, share: Share, recompute: str) -> None:
+        self.division, self.share = division, share
+        self._costs, self._sizes, self._recompute = costs, sizes, recompute
+        self._passes: dict[bool, tuple[Passes, ...]] = {}
+        self._busiest: dict[tuple[int, bool], BusiestRank] = {}
+        self._by_size: dict[int, list[tuple[StageSize, list[int]]]] = {}
+        self._fullest: dict[PipelineShape, tuple[Rank, ...]] = {}
+
+    def passes(self, adds: bool) -> tuple[Passes, ...]:
+        """Of each stage, for one microbatch; `adds`: to the gradients of those before."""
+        if adds not in self._passes:
+            stage, share, again = self._costs.stage, self.share, self._recompute
+            self._passes[adds] = tuple(self.division.each(lambda counts: stage(counts, share, again, adds)))
+        return self._passes[adds]
+
+    def busiest(self, ranks: int, adds: bool) -> BusiestRank:
+        """The one of so many ranks whose passes take longest."""
+        key = ranks, adds
+        if key not in self._busiest:
+            passes = self.passes(adds)
+            seconds = [sum(p.seconds for p in passes[rank::ranks]) for rank in range(ranks)]
+            place = seconds.index(max(seconds))
+            held = self.division.held(ranks)[place]
+
+            def of_body(body: Body) -> Passes:
+                return self._costs.body(body, self.share, self._recompute, adds)
+
+            self._busiest[key] = BusiestRank(held, self._size(held.counts), passes[place::ranks], of_body)
+        return self._busiest[key]
+
+    def fullest(self, shape: PipelineShape) -> tuple[Rank, ...]:
+        """Of each size of a rank the first that has most microbatches in flight."""
+        if shape not in self._fullest:
+            most, held = self.in_flight(shape), self.division.held(shape.pipeline)
+            found = ((max(places, key=most.__getitem__), size) for size, places in self._sized(shape.pipeline))
+            self._fullest[shape] = tuple(rank_at(place, held[place], size, most[place]) for place, size in found)
+        return self._fullest[shape]
+
+    def _sized(self, ranks: int) -> list[tuple[StageSize, list[int]]]:
+        """The places of ranks by their sizes."""
+        if ranks not in self._by_size:
+            found: dict[StageSize, list[int]] = {}
+            for counts, places in self.division.alike(ranks):
+                found.setdefault(self._size(counts), []).extend(places)
+            self._by_size[ranks] = [(size, sorted(places)) for size, places in found.items()]
+        return self._by_size[ranks]
+
+    def _size(self, counts: Counts) -> StageSize:
+        return self._sizes.stage(counts, self.share, self._recompute)
+
+    def every(self, shape: PipelineShape) -> list[Rank]:
+        """All ranks in order."""
+        most, own = self.in_flight(shape), enumerate(self.division.held(shape.pipeline))
+        return [rank_at(place, held, self._size(held.counts), most[place]) for place, held in own]
+
+    def in_flight(self, shape: PipelineShape) -> tuple[float, ...]:
+        """Of each rank, in microbatches of all of its stages."""
+        schedule, ranks, per, microbatches = shape
+        if schedule != "interleaved_1f1b" or ranks == 1:
+            return evenly_in_flight(*shape)
+        of_ranks, of_stages = in_flight(*shape), in_flight_by_stage(ranks, per, microbatches)
+        own = (self._saved[rank::ranks] for rank in range(ranks))
+        return tuple(map(_weighed, own, of_stages, of_ranks))
+
+    @cached_property
+    def _saved(self) -> list[float]:
+        """Bytes of activation that each stage saves of a microbatch."""
+        return self.division.each(lambda counts: self._size(counts).saved)
+
+    @cached_property
+    def crossing(self) -> float:
+        """Bytes of the largest activation between two stages."""
+        ends = (stage[-1].body for stage in self.division.stages[:-1] if stage)
+        return max((body.output_bytes.at(self.share.local_samples) for body in ends), default=0.0)
+
+
+@lru_cache(maxsize=65536)
+def evenly_in_flight(schedule: str, ranks: int, per: int, microbatches: int) -> tuple[float, ...]:
+    """Microbatches in flight of each rank, each of whose stages has as many."""
+    return tuple(number / per for number in in_flight(schedule, ranks, per, microbatches)) if ranks > 1 else (1.0,)
+
+
+class Ranks:
+    """All pipeline ranks of a plan, and of all plans that differ from it in data and shard alone."""
+
+    def __init__(
+        self, plan: Plan, device: Device, share: Share, microbatches: int, cut: Callable[[Ranks], CutModel]
+    ) -> None:
+        self.plan, self.device, self.share, self.microbatches, self._cut = plan, device, share, microbatches, cut
+        pipeline = plan.pipeline
+        self.shape = PipelineShape(pipeline.schedule, plan.layout.pipeline, pipeline.stages_per_rank, microbatches)
+        self.adds = microbatches > 1  # gradients to those of microbatches before
+
+    @cached_property
+    def model(self) -> CutModel:
+        """The model in the plan's stages."""
+        return self._cut(self)
+
+    @cached_property
+    def busiest(self) -> BusiestRank:
+        """The one whose passes take longest."""
+        return self.model.busiest(self.shape.pipeline, self.adds)
+
+    @cached_property
+    def fullest(self) -> tuple[Rank, ...]:
+        """Of each size the one that has most microbatches in flight."""
+        return self.model.fullest(self.shape)
+
+    @property
+    def passes(self) -> tuple[Passes, ...]:
+        """Of each stage, for one microbatch."""
+        return self.model.passes(self.adds)
+
+    @property
+    def every(self) -> list[Rank]:
+        """All of them in order."""
+        return self.model.every(self.shape)
 
 
 def _alike(one: Plan, other: Plan) -> bool:
@@ -116,25 +183,6 @@ def _alike(one: Plan, other: Plan) -> bool:
     a, b = one.layout, other.layout
     cut = a.tensor == b.tensor and a.pipeline == b.pipeline and a.context == b.context
     return cut and a.data * a.shard == b.data * b.shard
-
-
-def _latest(compute: Callable[[Staging, Plan], _Found]) -> Callable[[Staging, Plan], _Found]:
-    """Keeps what was found for the plan that was asked about last, and for all that differ in data and shard alone.
-
-    A search asks the same of a plan many times, and then of the next one of its family.
-    """
-    name = f"_latest_{compute.__name__}"
-
-    @wraps(compute)
-    def of(self: Staging, plan: Plan) -> _Found:
-        known: tuple[Plan, _Found] | None = self.__dict__.get(name)
-        if known is not None and (known[0] is plan or _alike(known[0], plan)):
-            return known[1]
-        found = compute(self, plan)
-        self.__dict__[name] = plan, found
-        return found
-
-    return of
 
 
 class Staging:
@@ -151,18 +199,27 @@ class Staging:
         self._last: dict[int, Device] = {}  # for images with their channels last, by the device
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
-        self._cuts: dict[tuple[object, ...], StageDivision] = {}
-        # What depends on the stages alone is kept by their division.
+        self._models: dict[tuple[object, ...], CutModel] = {}
         self._divisions: dict[tuple[int, ...], StageDivision] = {}
         self._held: dict[tuple[bool, tuple[Body, ...]], Held] = {}
         self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by segments of each stage
-        self._passes: dict[tuple[object, ...], tuple[Passes, ...]] = {}
-        self._ranks: dict[tuple[object, ...], Ranks] = {}
-        self._fullest: dict[tuple[object, ...], tuple[Filled, ...]] = {}
+        self._latest: Ranks | None = None
 
-    @_latest
+    def ranks(self, plan: Plan) -> Ranks:
+        """The ranks of a plan.
+
+        A search asks for those of a plan many times, and then for those of the next one of its family.
+        """
+        latest = self._latest
+        if latest is None or (latest.plan is not plan and not _alike(latest.plan, plan)):
+            latest = self._latest = Ranks(plan, self._device(plan), *self._share(plan), self._model)
+        return latest
+
     def device(self, plan: Plan) -> Device:
         """The device of each rank of the plan."""
+        return self.ranks(plan).device
+
+    def _device(self, plan: Plan) -> Device:
         found = self._cluster.device
         if self._cluster.alternatives:
             found = self._cluster.device_for(min(self._cluster.devices_per_host, plan.layout.world_size))
@@ -179,13 +236,14 @@ class Staging:
 
     def costs(self, plan: Plan) -> StageCosts:
         """Costs of stages on the plan's device."""
-        device = self.device(plan)
+        return self._costs(self.device(plan))
+
+    def _costs(self, device: Device) -> StageCosts:
         if id(device) not in self._costs_on:
             self._costs_on[id(device)] = StageCosts(self.computer(device), self._network, self._program)
         return self._costs_on[id(device)]
 
-    @_latest
-    def share(self, plan: Plan) -> tuple[Share, int]:
+    def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
         layout = plan.layout
         grains = -(-self._work.num_grains // (layout.data * layout.shard))
@@ -196,25 +254,17 @@ class Staging:
             self._shares[key] = Share(per * self._work.grain_size, *key[1:])
         return self._shares[key], -(-grains // per)
 
-    @_latest
-    def key(self, plan: Plan) -> tuple[object, ...]:
-        """Cache key of a plan without its data and shard axes and its schedule."""
-        pipeline = plan.pipeline
-        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
-        return id(self.device(plan)), *self.share(plan), *shape
-
-    @_latest
-    def division(self, plan: Plan) -> StageDivision:
-        """Which units are on which stage."""
-        num_stages = plan.layout.pipeline * plan.pipeline.stages_per_rank
-        share, _ = self.share(plan)
-        key: tuple[object, ...] = ()
-        if num_stages > 1:
-            key = id(self.device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split
-        if key not in self._cuts:
-            given = plan.pipeline.split or self._program.cut != "balanced" or num_stages == 1
-            self._cuts[key] = self._cut(plan, num_stages, share) if given else self._even(plan, num_stages, share)
-        return self._cuts[key]
+    def _model(self, ranks: Ranks) -> CutModel:
+        """The model in the stages of a plan; the data and shard axes, the schedule and their number matter nothing."""
+        plan, share = ranks.plan, ranks.share
+        num_stages, split, again = ranks.shape.pipeline * ranks.shape.stages, plan.pipeline.split, plan.memory.recompute
+        key = id(ranks.device), num_stages, share, again, split
+        if key not in self._models:
+            given = split or self._program.cut != "balanced" or num_stages == 1
+            costs = self._costs(ranks.device)
+            division = self._cut(plan, num_stages, share) if given else self._even(costs, num_stages, share, again)
+            self._models[key] = CutModel(division, costs, self._sizes, share, again)
+        return self._models[key]
 
     def _cut(self, plan: Plan, num_stages: int, share: Share) -> StageDivision:
         units = self.parts
@@ -227,9 +277,8 @@ class Staging:
         flops = [unit.body.flops(share.samples) for unit in units]
         return self._divided(stage_split.thresholds(units, flops, num_stages), num_stages)
 
-    def _even(self, plan: Plan, num_stages: int, share: Share) -> StageDivision:
+    def _even(self, costs: StageCosts, num_stages: int, share: Share, again: str) -> StageDivision:
         """Stages of as equal seconds as can be."""
-        costs, again = self.costs(plan), plan.memory.recompute
         runs = [(sum(costs.body(body, share, again, True).seconds for body in own), n) for own, n in self._runs]
         lengths = stage_split.balanced_lengths(runs, num_stages)
         lengths += (0,) * (num_stages - len(lengths))
@@ -244,35 +293,6 @@ class Staging:
         stages += ((),) * (num_stages - len(stages))
         return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages, self._held))
 
-    @_latest
-    def passes(self, plan: Plan) -> tuple[Passes, ...]:
-        """Of each stage, for one microbatch."""
-        division = self.division(plan)
-        share, microbatches = self.share(plan)
-        key = division, id(self.device(plan)), share, microbatches > 1, plan.memory.recompute
-        if key not in self._passes:
-            costs = self.costs(plan)
-            again, adds = plan.memory.recompute, microbatches > 1
-            self._passes[key] = tuple(division.each(lambda counts: costs.stage(counts, share, again, adds)))
-        return self._passes[key]
-
-    @_latest
-    def ranks(self, plan: Plan) -> Ranks:
-        """The ranks of the pipeline."""
-        key = *self.key(plan), plan.pipeline.schedule
-        if key not in self._ranks:
-            share, microbatches = self.share(plan)
-            every = self._every(plan, share)
-            fullest = tuple(every[place] for place, *_ in self.fullest(plan))
-            busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
-            costs, again = self.costs(plan), plan.memory.recompute
-
-            def of_body(body: Body) -> Passes:
-                return costs.body(body, share, again, microbatches > 1)
-
-            self._ranks[key] = Ranks(share, microbatches, every, busiest, fullest, of_body)
-        return self._ranks[key]
-
     @cached_property
     def blocks(self) -> tuple[Body, int] | None:
         """The block that comes most often where stages can be cut, and how often; None where the model has none."""
@@ -286,49 +306,7 @@ class Staging:
 
     def size(self, body: Body, plan: Plan) -> StageSize:
         """Of a rank with one such unit."""
-        return self._sizes.stage(((body, 1),), self.share(plan)[0], plan.memory.recompute)
-
-    @_latest
-    def fullest(self, plan: Plan) -> tuple[Filled, ...]:
-        """Of each size of a rank the first that has most microbatches in flight."""
-        key = *self.key(plan), plan.pipeline.schedule
-        if key not in self._fullest:
-            pipeline, (share, _) = plan.layout.pipeline, self.share(plan)
-            division, most = self.division(plan), self.in_flight(plan)
-            held, largest = division.held(pipeline), dict[StageSize, Filled]()
-            for counts, places in division.alike(pipeline):
-                place = max(places, key=most.__getitem__)
-                one = Filled(place, held[place], self._sizes.stage(counts, share, plan.memory.recompute), most[place])
-                other = largest.setdefault(one.size, one)
-                if (one.in_flight, -one.place) > (other.in_flight, -other.place):
-                    largest[one.size] = one
-            self._fullest[key] = tuple(largest.values())
-        return self._fullest[key]
-
-    def in_flight(self, plan: Plan) -> tuple[float, ...]:
-        """Of each rank, in microbatches of all of its stages."""
-        pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
-        if pipeline == 1:
-            return (1.0,)
-        _, microbatches = self.share(plan)
-        of_ranks = in_flight(plan.pipeline.schedule, pipeline, per, microbatches)
-        if plan.pipeline.schedule != "interleaved_1f1b":  # under the others each of a rank's stages holds as many
-            return tuple(number / per for number in of_ranks)
-        saved, of_stages = self._saved(plan), in_flight_by_stage(pipeline, per, microbatches)
-        own = (saved[rank::pipeline] for rank in range(pipeline))
-        return tuple(map(_weighed, own, of_stages, of_ranks))
-
-    def _saved(self, plan: Plan) -> list[float]:
-        """Bytes of activation that each stage saves of a microbatch."""
-        share, _ = self.share(plan)
-        sizes, again = self._sizes, plan.memory.recompute
-        return self.division(plan).each(lambda counts: sizes.stage(counts, share, again).saved)
-
-    def _every(self, plan: Plan, share: Share) -> tuple[Rank, ...]:
-        pipeline, most = plan.layout.pipeline, self.in_flight(plan)
-        passes, held = self.passes(plan), self.division(plan).held(pipeline)
-        sizes = [self._sizes.stage(own.counts, share, plan.memory.recompute) for own in held]
-        return tuple(Rank(held[rank], passes[rank::pipeline], sizes[rank], most[rank]) for rank in range(pipeline))
+        return self._sizes.stage(((body, 1),), self.ranks(plan).share, plan.memory.recompute)
 
 
 def _weighed(saved: Sequence[float], most: Sequence[int], in_all: int) -> float:

@@ -16,7 +16,8 @@ class Remembered:
 
     def once(self, key: tuple[object, ...], compute: Callable[[], _Result]) -> _Result:
         """The result for a key, which is computed where it is asked for first."""
-        if key not in self._found:
-            self._found[key] = compute()
-        found: _Result = self._found[key]
+        try:
+            found: _Result = self._found[key]
+        except KeyError:
+            found = self._found[key] = compute()
         return found

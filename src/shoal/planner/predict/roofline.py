@@ -20,8 +20,10 @@ ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float1
 
 # Tiles that a GPU's matmul library chooses from, as (m, n), and the share of the large tile's rate that each reaches:
 # smaller tiles read more operands for each multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
-_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85))
-_SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
+_TILES: Final = (
+    *((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85)),
+    *((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6)),
+)
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
@@ -42,10 +44,6 @@ class Cost(NamedTuple):
     def plus(self, other: Cost) -> Cost:
         """Both, one after the other."""
         return Cost(self.device + other.device, self.host + other.host)
-
-    def times(self, factor: float) -> Cost:
-        """Multiple of this cost."""
-        return Cost(self.device * factor, self.host * factor)
 
     @property
     def seconds(self) -> float:
@@ -99,19 +97,18 @@ def divided(operation: Operation, share: Share) -> float:
 
 def _sizes(operation: Operation, share: Share) -> tuple[float, float, float, float]:
     """m, n, k and batch on one rank."""
-    samples, t = share.local_samples, share.tensor
-    sizes = {
-        TensorCut.M: operation.m.at(samples),
-        TensorCut.N: operation.n.at(samples),
-        TensorCut.K: operation.k.at(samples),
-        TensorCut.BATCH: operation.batch.at(samples),
-    }
-    cut = TensorCut.BATCH if operation.cut is TensorCut.ALL else operation.cut
-    if cut is TensorCut.SEQUENCE and share.sequence:
-        cut = TensorCut.M
-    if cut in sizes:
-        sizes[cut] = sizes[cut] / t if cut is TensorCut.BATCH else ceil(sizes[cut] / t)
-    return sizes[TensorCut.M], sizes[TensorCut.N], sizes[TensorCut.K], sizes[TensorCut.BATCH]
+    samples, cut = share.local_samples, operation.cut
+    m, n, k = operation.m.at(samples), operation.n.at(samples), operation.k.at(samples)
+    batch = operation.batch.at(samples)
+    if cut is TensorCut.M or (cut is TensorCut.SEQUENCE and share.sequence):
+        m = ceil(m / share.tensor)
+    elif cut is TensorCut.N:
+        n = ceil(n / share.tensor)
+    elif cut is TensorCut.K:
+        k = ceil(k / share.tensor)
+    elif cut is TensorCut.BATCH or cut is TensorCut.ALL:
+        batch /= share.tensor
+    return m, n, k, batch
 
 
 def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:
@@ -121,22 +118,22 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     if not device.multiprocessors:
         return flops / (device.flops[dtype] * curve.at(flops) * device.sustained_at(dtype))
     # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
-    peak = device.flops[dtype] * max(share for _, share in curve.points)
+    peak, processors = device.flops[dtype] * curve.most, device.multiprocessors
     if dtype not in ("float32", "float64"):  # tensor cores draw the power that holds the clock down
         peak *= device.sustained_at(dtype)
     fill = K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
-    per_tile = peak / device.multiprocessors
+    per_tile = peak / processors
     best = float("inf")
     most, groups = int(k // (4 * K_FILL)), max(1.0, batch)
-    for rows, columns, share in (*_TILES, *_SMALL_TILES):
+    for rows, columns, share in _TILES:
         tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
-        if tiles / device.multiprocessors * tile * k * _ALMOST > best:
+        if tiles / processors * tile * k * _ALMOST > best:
             continue  # however it is split, and its last wave were full
         for split in _SPLITS:
             if split > 1 and split > most:
                 break
-            waves = ceil(tiles * split / device.multiprocessors)
+            waves = ceil(tiles * split / processors)
             # Each part of a split sum is written and read once more in float32.
             extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
             seconds = waves * tile * (k / split + fill) + extra
@@ -159,7 +156,8 @@ class DeviceModel:
     layers: str | None = None  # what the layers of repeated blocks are cast to before they multiply
     fuses: bool = False  # elementwise operators of repeated blocks, on a GPU
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
-    _priced_whole: dict[tuple[Body, float, int], list[Cost | None]] = field(
+    _priced_whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
+    _priced_undivided: dict[tuple[Body, float], list[Cost | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -176,26 +174,26 @@ class DeviceModel:
         host = operation.launches * device.dispatch_seconds
         if not operation.launches:
             return Cost(0.0, host)
-        samples, parts = share.local_samples, divided(operation, share)
-        read, written = (a.at(samples) / parts for a in (operation.read_bytes, operation.written_bytes))
-        compute = cast = 0.0
-        if operation.kind in (OperationKind.MATMUL, OperationKind.CONVOLUTION):
+        samples, parts, kind = share.local_samples, divided(operation, share), operation.kind
+        read, written = operation.read_bytes.at(samples) / parts, operation.written_bytes.at(samples) / parts
+        held, compute, cast = self.held.at(samples), 0.0, 0.0
+        if kind is OperationKind.MATMUL or kind is OperationKind.CONVOLUTION:
             sizes = _sizes(operation, share)
             compute = self._product(operation, sizes)
-            if operation.kind is OperationKind.MATMUL:
+            if kind is OperationKind.MATMUL:
                 m, n, k, batch = sizes
                 width = batch * ITEMSIZE.get(operation.dtype, 4)
                 read, written = (m * k + k * n) * width, m * n * width
                 if operation.dtype in _CAST:
                     written += m * n  # the product itself has 16 bits
                     gradient = k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
-                    cast = self.moved(_CAST_BYTES * (m * k + gradient), self.held.at(samples))
-        elif operation.kind is OperationKind.ATTENTION:
+                    cast = self.moved(_CAST_BYTES * (m * k + gradient), held)
+        elif kind is OperationKind.ATTENTION:
             compute = self._attention(operation, share, parts)
         if device.kind == "cpu":
-            seconds = self._on_a_core(operation, compute, (read, written), self.held.at(samples))
+            seconds = self._on_a_core(operation, compute, (read, written), held)
         else:
-            seconds = max(compute, self.moved(read + written, self.held.at(samples), operation.name))
+            seconds = max(compute, self.moved(read + written, held, operation.name))
         return Cost(seconds + cast + operation.launches * device.launch_seconds, host)
 
     def _on_a_core(self, operation: Operation, compute: float, moved: tuple[float, float], held: float) -> float:
@@ -300,11 +298,22 @@ class DeviceModel:
         distinct, alike = self._alike[body]
         key = body, share.local_samples, share.tensor
         if key not in self._priced_whole:  # sequence parallelism divides nothing of these
-            whole = (None if o.cut is TensorCut.SEQUENCE else self.operation(o, share) for o in distinct)
-            self._priced_whole[key] = list(whole)
-        pairs = zip(self._priced_whole[key], distinct, strict=True)
-        costs = [cost or self.operation(operation, share) for cost, operation in pairs]
+            known = zip(self._undivided(body, share.local_samples), distinct, strict=True)
+            self._priced_whole[key] = [cost or self.operation(operation, share) for cost, operation in known]
+        costs = self._priced_whole[key]
+        if share.sequence:
+            pairs = zip(costs, distinct, strict=True)
+            costs = [self.operation(o, share) if o.cut is TensorCut.SEQUENCE else cost for cost, o in pairs]
         return [costs[place] for place in alike]
+
+    def _undivided(self, body: Body, samples: float) -> list[Cost | None]:
+        """The operations that no tensor axis divides by itself; None for the others."""
+        key = body, samples
+        if key not in self._priced_undivided:
+            whole, share = (TensorCut.NONE, TensorCut.SEQUENCE), Share(samples)
+            found = [self.operation(o, share) if o.cut in whole else None for o in self._alike[body][0]]
+            self._priced_undivided[key] = found
+        return self._priced_undivided[key]
 
     def operations(self, body: Body) -> Iterable[Operation]:
         """The operations of a body in the dtypes in which they are computed, and the kernels."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
-from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.collective_time import Network, RankGroup
 from shoal.planner.predict.remembered import Remembered
 from shoal.planner.predict.stage_split import Held
 from shoal.plans.accounting.collectives import Array, Sharding, SizedCollective
@@ -18,8 +18,9 @@ from shoal.plans.plan import LayoutSection, Plan
 
 def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str) -> float:
     """Seconds of collectives one after the other."""
-    axis, asked = network.axis, network.asked
-    return sum(one.count * asked(algorithm, one.kind, one.num_bytes, axis(layout, one.group)) for one in sent)
+    asked, collectives = network.asked, list(sent)
+    groups = {name: network.axis(layout, name) for name in {one.group for one in collectives}}
+    return sum(one.count * asked(algorithm, one.kind, one.num_bytes, groups[one.group]) for one in collectives)
 
 
 class UnitExchanges(NamedTuple):
@@ -86,7 +87,9 @@ class ShardExchanges:
         asked = self.network.asked
         return gathers, scatters + sum(n * asked(algorithm, "all_reduce", part, data) for part, n in parts)
 
-    def _shard_key(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[object, ...]:
+    def _shard_key(
+        self, plan: Plan, layout: LayoutSection, held: Held
+    ) -> tuple[Held, tuple[str, str], int, RankGroup, str]:
         widths, shard = (plan.precision.parameters, plan.precision.reduce), self.network.axis(layout, "shard")
         return held, widths, layout.tensor, shard, plan.collectives.all_reduce
 
@@ -99,15 +102,13 @@ class ShardExchanges:
             price = {}
             for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
                 key = "unit exchanges", id(unit), *of_shard[1:]
-                algorithm = plan.collectives.all_reduce
-                price[id(unit)] = self._known.once(key, partial(self._of_unit, layout, sharding, unit, algorithm))
+                price[id(unit)] = self._known.once(key, partial(self._of_unit, sharding, unit, *of_shard[-2:]))
             return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
 
         return self._known.once(("shard exchanges", *of_shard), compute)
 
-    def _of_unit(
-        self, layout: LayoutSection, sharding: Sharding, unit: tuple[Array, ...], algorithm: str
-    ) -> _UnitSeconds:
-        one = replace(sharding, units=(unit,), kept=frozenset())
-        gather, scatter = (price(self.network, layout, [sent], algorithm) for sent in (one.gather(0), one.scatter(0)))
-        return _UnitSeconds(gather, scatter, one.replica_sum(0).num_bytes)
+    def _of_unit(self, sharding: Sharding, unit: tuple[Array, ...], shard: RankGroup, algorithm: str) -> _UnitSeconds:
+        trained = sharding.trained_of(unit)
+        gather = self.network.asked(algorithm, "all_gather", sharding.bytes_of(unit), shard)
+        scatter = self.network.asked(algorithm, "reduce_scatter", trained * sharding.reduce_itemsize, shard)
+        return _UnitSeconds(gather, scatter, sharding.part_of(trained))

@@ -176,6 +176,16 @@ def _lengths(runs: Sequence[Run], limit: float, num_stages: int) -> tuple[int, .
                 filled = 0.0
                 continue
             take = max(take, 1)
+            # What fills an empty stage fills those after it, as long as more are left than each needs.
+            same, full = 0, take in (1, fitting) and not found[-1] and after > 0 and one > 0
+            if full and min(int((limit - take * one) / one), left - take - after) <= 0:
+                ahead = (left - after - take) // (take - 1) if take > 1 else count
+                same = min(after - 1, (count - 1) // take - 1, ahead)
+            if same > 0:
+                found[-1:] = [take] * same + [0]
+                left -= same * take
+                count -= same * take
+                continue
             found[-1] += take
             filled += take * one
             left -= take

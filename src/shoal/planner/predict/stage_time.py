@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 from shoal.planner.predict.collective_time import Network, RankGroup
@@ -15,99 +14,75 @@ from shoal.planner.profile.values import Body, Operation, OperationKind, Phase
 
 
 class Pass(NamedTuple):
-    """Forward or backward pass over a unit or a stage: seconds by term."""
+    """Forward or backward pass over a unit or a stage: seconds by term, of the device and of the host that launches."""
 
-    work: Cost = NO_COST
-    again: Cost = NO_COST  # the forward repeated
+    work: float = 0.0
+    again: float = 0.0  # the forward repeated
     tensor: float = 0.0
     context: float = 0.0
+    host: float = 0.0
+    host_again: float = 0.0
 
     def plus(self, other: Pass) -> Pass:
         """Both, one after the other."""
-        work, again = self.work.plus(other.work), self.again.plus(other.again)
-        return Pass(work, again, self.tensor + other.tensor, self.context + other.context)
-
-    def times(self, count: int) -> Pass:
-        """Multiple of this pass."""
-        return Pass(self.work.times(count), self.again.times(count), self.tensor * count, self.context * count)
+        return Pass(*map(add, self, other))
 
     @property
     def device_seconds(self) -> float:
         """Seconds of a pass on the device: exchanges and its work wait for each other."""
-        return self.work.device + self.again.device + self.tensor + self.context
+        return self.work + self.again + self.tensor + self.context
 
     @property
     def seconds(self) -> float:
         """Seconds of a pass: the host runs beside the device."""
-        return max(self.device_seconds, self.work.host + self.again.host)
+        return max(self.device_seconds, self.host + self.host_again)
 
 
 NO_PASS = Pass()
 
 
-@dataclass(frozen=True)
 class Passes:
     """Three passes of a microbatch: forward, backward, and gradients of weights, which may be put off."""
 
-    forward: Pass = NO_PASS
-    backward_input: Pass = NO_PASS
-    backward_weight: Pass = NO_PASS
-
-    def plus(self, other: Passes) -> Passes:
-        """Both, one after the other."""
-        return Passes(
-            self.forward.plus(other.forward),
-            self.backward_input.plus(other.backward_input),
-            self.backward_weight.plus(other.backward_weight),
-        )
-
-    def times(self, count: int) -> Passes:
-        """Multiple of these passes."""
-        return Passes(self.forward.times(count), self.backward_input.times(count), self.backward_weight.times(count))
-
-    @cached_property
-    def backward(self) -> Pass:
-        """Both parts of the backward as one."""
-        return self.backward_input.plus(self.backward_weight)
-
-    @cached_property
-    def forward_seconds(self) -> float:
-        """Seconds of the forward."""
-        return self.forward.seconds
-
-    @cached_property
-    def backward_seconds(self) -> float:
-        """Seconds of the backward."""
-        return self.backward.seconds
-
-    @cached_property
-    def weight_seconds(self) -> float:
-        """Seconds of the gradients of weights, within the backward."""
-        return self.backward_weight.seconds
+    def __init__(self, forward: Pass, backward_input: Pass, backward_weight: Pass) -> None:
+        """`backward` is both parts of the backward as one; `weight_seconds` are within its seconds."""
+        self.forward, self.backward_input, self.backward_weight = forward, backward_input, backward_weight
+        self.backward = backward_input.plus(backward_weight)
+        self.forward_seconds, self.backward_seconds = forward.seconds, self.backward.seconds
+        self.weight_seconds = backward_weight.seconds
+        self.seconds = self.forward_seconds + self.backward_seconds
 
     @property
     def device_seconds(self) -> float:
         """Forward and backward, on the device: of several units the sum of theirs."""
         return self.forward.device_seconds + self.backward.device_seconds
 
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + self.backward_seconds
+
+def together(parts: Sequence[tuple[Passes, int]]) -> Passes:
+    """Passes of so many of each of these, one after the other."""
+    forward = _together([(one.forward, count) for one, count in parts])
+    backward_input = _together([(one.backward_input, count) for one, count in parts])
+    return Passes(forward, backward_input, _together([(one.backward_weight, count) for one, count in parts]))
+
+
+def _together(parts: Sequence[tuple[Pass, int]]) -> Pass:
+    whole: Sequence[float] = NO_PASS
+    for one, count in parts:
+        whole = [before + seconds * count for before, seconds in zip(whole, one, strict=True)]
+    return Pass(*whole)
 
 
 class BodyWork(NamedTuple):
-    """Costs of one unit that no recomputation changes: operators, calls of exchanges and exchanges by phase.
+    """Passes of one unit without recomputation, which change none of them.
 
-    `selected`: the operators that selective recomputation repeats; `added`: adding gradients to those before.
+    `adding`: the gradients of weights, where they are added to those before. `again`: what recomputation repeats.
     """
 
-    operators: dict[Phase, Cost]
-    selected: Cost
-    calls: dict[Phase, Cost]
-    tensor: dict[Phase, float]
-    context: float
-    added: Cost
+    forward: Pass
+    backward_input: Pass
+    backward_weight: Pass
+    adding: Pass
+    again: dict[str, Cost]
 
 
 class StageCosts:
@@ -117,73 +92,65 @@ class StageCosts:
         self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
         self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
-        self._operators: dict[tuple[int, float, int, bool], tuple[dict[Phase, Cost], Cost]] = {}
+        self._operators: dict[tuple[int, float, int, bool], tuple[Cost, ...]] = {}
         self._work: dict[tuple[int, Share], BodyWork] = {}
-        self._places: dict[int, tuple[dict[Phase, list[int]], list[int]]] = {}  # of operations, by body
+        self._places: dict[int, list[list[int]]] = {}  # of operations, by body
 
     def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
         key = counts, share, recompute, adds
-        if key not in self._stages:
-            total = Passes()
-            for body, count in counts:
-                total = total.plus(self.body(body, share, recompute, adds).times(count))
-            self._stages[key] = total
-        return self._stages[key]
+        found = self._stages.get(key)
+        if found is None:
+            parts = [(self.body(body, share, recompute, adds), count) for body, count in counts]
+            found = self._stages[key] = together(parts)
+        return found
 
     def body(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of one unit."""
         share = share.of(body, self._program.divides_ends)
         key = id(body), share, recompute, adds
-        if key not in self._known:
-            self._known[key] = self._passes(body, share, recompute, adds)
-        return self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._passes(body, share, recompute, adds)
+        return found
 
     def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
-        key = id(body), share
-        if key not in self._work:
-            self._work[key] = self._work_of(body, share)
-        work = self._work[key]
-        operators, calls, tensor = work.operators, work.calls, work.tensor
-        again = NO_COST
-        if body.repeated and recompute != "none":
-            full = recompute == "full"
-            again = operators[Phase.FORWARD].plus(calls[Phase.FORWARD]) if full else work.selected
-        repeats = bool(again.device) and recompute == "full"
-        backward = tensor[Phase.BACKWARD_INPUT]
-        return Passes(
-            Pass(operators[Phase.FORWARD].plus(calls[Phase.FORWARD]), NO_COST, tensor[Phase.FORWARD], work.context),
-            Pass(
-                operators[Phase.BACKWARD_INPUT].plus(calls[Phase.BACKWARD_INPUT]),
-                again,
-                backward + tensor[Phase.FORWARD] if repeats else backward,
-                work.context * (2 if repeats else 1),
-            ),
-            Pass(
-                operators[Phase.BACKWARD_WEIGHT].plus(work.added if adds else NO_COST),
-                NO_COST,
-                tensor[Phase.BACKWARD_WEIGHT],
-            ),
-        )
+        work = self._work.get((id(body), share))
+        if work is None:
+            work = self._work[id(body), share] = self._work_of(body, share)
+        forward, backward = work.forward, work.backward_input
+        weights = work.adding if adds else work.backward_weight
+        if not body.repeated or recompute == "none":
+            return Passes(forward, backward, weights)
+        again = work.again[recompute]
+        tensor, context = backward.tensor, backward.context
+        if again.device and recompute == "full":
+            tensor, context = tensor + forward.tensor, context * 2
+        return Passes(forward, Pass(backward.work, again.device, tensor, context, backward.host, again.host), weights)
 
     def _work_of(self, body: Body, share: Share) -> BodyWork:
+        forward, backward, weights, selected = self._operators_of(body, share)
+        forward = forward.plus(self._calls(body, share, Phase.FORWARD))
+        backward = backward.plus(self._calls(body, share, Phase.BACKWARD_INPUT))
+        tensor, context = [self._tensor(body, share, phase) for phase in Phase], self._context(body, share)
+        return BodyWork(
+            _pass(forward, tensor[0], context),
+            _pass(backward, tensor[1], context),
+            _pass(weights, tensor[2]),
+            _pass(weights.plus(self._added(body, share)), tensor[2]),
+            {"full": forward, "selective": selected},
+        )
+
+    def _operators_of(self, body: Body, share: Share) -> tuple[Cost, ...]:
+        """Operators of a unit by phase, and those that selective recomputation repeats."""
         same = id(body), share.local_samples, share.tensor, share.sequence
         if same not in self._operators:
-            costs = self.computer.each(body, share)
+            costs, operations = self.computer.each(body, share), body.operations
             if id(body) not in self._places:
-                operations = body.operations
-                phases = {phase: [i for i, o in enumerate(operations) if o.phase is phase] for phase in Phase}
-                self._places[id(body)] = phases, self._selected(operations)
-            phases, selected = self._places[id(body)]
-            operators = {phase: total([costs[i] for i in own]) for phase, own in phases.items()}
-            self._operators[same] = operators, total([costs[i] for i in selected])
-        return BodyWork(
-            *self._operators[same],
-            {phase: self._calls(body, share, phase) for phase in Phase},
-            {phase: self._tensor(body, share, phase) for phase in Phase},
-            self._context(body, share),
-            self._added(body, share),
-        )
+                phases = [[i for i, o in enumerate(operations) if o.phase is phase] for phase in Phase]
+                self._places[id(body)] = [*phases, self._selected(operations)]
+            self._operators[same] = tuple(total([costs[i] for i in own]) for own in self._places[id(body)])
+        return self._operators[same]
 
     def _added(self, body: Body, share: Share) -> Cost:
         """Adding the gradients to those of the microbatches before: one read of each, one write."""
@@ -248,3 +215,7 @@ class StageCosts:
                 for amount in (operation.read_bytes, operation.written_bytes):
                     total += self._network.seconds("all_to_all", amount.at(share.local_samples) / share.tensor, group)
         return self._shown(total, share.context)
+
+
+def _pass(cost: Cost, tensor: float, context: float = 0.0) -> Pass:
+    return Pass(work=cost.device, tensor=tensor, context=context, host=cost.host)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from shoal.hardware.values import Cluster
+from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
 from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates, least_peak
-from shoal.planner.predict.memory import States
-from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
+from shoal.planner.predict.memory import Rank, States
+from shoal.planner.predict.pipeline_ranks import Ranks, Staging, evenly_in_flight
 from shoal.planner.predict.roofline import ITEMSIZE, Share
-from shoal.planner.predict.stage_split import StageDivision
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 from shoal.plans.plan import Plan
-from shoal.plans.schedule import ActionKind, actions, simulate
+from shoal.plans.schedule import Action, ActionKind, actions, simulate
 
 
 class Predictor:
@@ -28,8 +27,8 @@ class Predictor:
         self.states = States(work.profile, self.program, accounts)
         self._flops = work.profile.flops(work.global_batch)
         self._executed: float | None = None
+        self._known_beside: dict[tuple[int, str], tuple[float, float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
-        self._crossing: dict[tuple[StageDivision, float], float] = {}
 
     def predict(self, plan: Plan) -> Prediction:
         """Prediction of a step of the plan."""
@@ -37,7 +36,7 @@ class Predictor:
         terms = self.seconds(plan, ranks)
         memory = max((self._bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
-        missing = max(0.0, peak - self.cluster.usable_bytes(self.staging.device(plan)))
+        missing = max(0.0, peak - self.cluster.usable_bytes(ranks.device))
         flops = self._flops / plan.layout.world_size
         return Prediction(
             step_seconds=seconds,
@@ -50,7 +49,7 @@ class Predictor:
             flops_per_device=flops,
             mfu=self._used(plan, flops) / seconds if seconds else None,
             kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
-            split=self.staging.division(plan).firsts,
+            split=ranks.model.division.firsts,
         )
 
     def first_bytes(self, plan: Plan) -> float:
@@ -69,39 +68,55 @@ class Predictor:
 
     # ------------------------------------------------------------------------------------------------------ its seconds
 
-    def seconds(self, plan: Plan, ranks: Ranks, makespan: float | None = None) -> dict[str, float]:
-        """The terms; where the makespan of the pipeline is given it is not simulated, and all of them are bounds."""
-        share, microbatches, busy = ranks.share, ranks.microbatches, ranks.busy_seconds
+    def seconds(self, plan: Plan, ranks: Ranks) -> dict[str, float]:
+        """The terms."""
+        makespan = self._makespan(ranks, self.message(plan, ranks)) if plan.layout.pipeline > 1 else 0.0
+        return self.with_shared(plan, ranks, self.shared_seconds(plan, ranks, makespan))
+
+    def shared_seconds(self, plan: Plan, ranks: Ranks, makespan: float) -> dict[str, float]:
+        """Terms that are the same for all plans that differ in data and shard alone, and 0 for the others.
+
+        `makespan`: of the pipeline, by which the bubble is a bound where it is one.
+        """
+        share, microbatches, busiest = ranks.share, ranks.microbatches, ranks.busiest
+        busy = busiest.seconds * microbatches
         terms = dict.fromkeys(TERMS, 0.0)
-        terms.update(ranks.spent)
+        terms.update(busiest.spent(microbatches))
         terms["context"] += self.exchanged.ends(share) * microbatches
-        computer = self.staging.costs(plan).computer
-        device = computer.device
-        # On a CPU large messages leave the caches: no bound from their sum.
-        bound = makespan is not None and device.kind != "cpu"
-        spread = self._spread(plan)
-        if spread.shards_model:
-            slowed = 1.0 if device.kind == "cpu" else self.program.contention
-            terms["parameters"] = self.exchanged.parameters(spread, ranks, slowed)
-            if device.kind == "cpu":
-                terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         if plan.layout.pipeline > 1:
-            message = self.message(plan, share)
-            if makespan is None:
-                makespan = self._makespan(plan, ranks, message)
-            terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
+            terms["pipeline"] = 2 * self.message(plan, ranks) * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
-        last, waits = ranks.last_seconds, terms["launch"] > 0
-        gradients = self.exchanged.gradients
-        terms["gradients"] = max(gradients(spread, computer, rank, last, waits) for rank in ranks.fullest)
-        terms["optimizer"] = max(self.exchanged.update(spread, computer, rank, bound=bound) for rank in ranks.fullest)
         fetched = self.work.sample_seconds * share.samples * microbatches
         # The host fetches while a GPU computes; a CPU does one after the other.
-        terms["data"] = fetched if device.kind == "cpu" else max(0.0, fetched - busy)
+        terms["data"] = fetched if ranks.device.kind == "cpu" else max(0.0, fetched - busy)
+        return terms
+
+    def with_shared(
+        self, plan: Plan, ranks: Ranks, shared: dict[str, float], *, bound: bool = False
+    ) -> dict[str, float]:
+        """All terms of a plan; `bound`: those of the replicas may be less."""
+        terms, computer, device = dict(shared), self.staging.costs(plan).computer, ranks.device
+        on_cpu = device.kind == "cpu"
+        spread = self._spread(plan)
+        if spread.shards_model:
+            terms["parameters"] = self.exchanged.parameters(spread, ranks, 1.0 if on_cpu else self.program.contention)
+            if on_cpu:
+                terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
+        last, waits = ranks.busiest.last_seconds, terms["launch"] > 0
+        terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
+        # On a CPU large messages leave the caches: no bound from their sum.
+        terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, bound=bound and not on_cpu)
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
-        of_step, of_tensor, _ = device.beside(_divides(plan))
+        of_step, of_tensor, _ = self._beside(device, _divides(plan))
         terms["host"] = of_step + of_tensor * num_tensors
         return terms
+
+    def _beside(self, device: Device, axis: str) -> tuple[float, float, float]:
+        """As the device says it, which is asked for very many plans."""
+        key = id(device), axis
+        if key not in self._known_beside:
+            self._known_beside[key] = device.beside(axis)
+        return self._known_beside[key]
 
     def _spread(self, plan: Plan) -> Plan:
         """The plan whose shard axis is what the program divides states over: context ranks too, where it does."""
@@ -110,51 +125,50 @@ class Predictor:
             return plan
         return plan.with_sections(layout={"shard": layout.shard * layout.context, "context": 1})
 
-    def message(self, plan: Plan, share: Share) -> float:
+    def message(self, plan: Plan, ranks: Ranks) -> float:
         """Seconds of handing one microbatch's activation to the next stage."""
-        division, samples = self.staging.division(plan), share.local_samples
-        num_bytes = self._crossing.get((division, samples))
-        if num_bytes is None:
-            ends = (stage[-1].body for stage in division.stages[:-1] if stage)
-            num_bytes = max((body.output_bytes.at(samples) for body in ends), default=0.0)
-            self._crossing[division, samples] = num_bytes
-        stride = plan.layout.world_size // plan.layout.pipeline
+        share, num_bytes, pipeline = ranks.share, ranks.model.crossing, plan.layout.pipeline
+        stride = plan.layout.world_size // pipeline
         parts = share.tensor if share.sequence or self.program.scatter_messages else 1
-        seconds = self.network.seconds("send", num_bytes / parts, self.network.hop(plan.layout.pipeline, stride))
+        seconds = self.network.seconds("send", num_bytes / parts, self.network.hop(pipeline, stride))
         if parts > 1 and not share.sequence:
             seconds += self.network.seconds("all_gather", num_bytes, self.network.group(parts, 1))
         return seconds
 
-    def _makespan(self, plan: Plan, ranks: Ranks, message: float) -> float:
-        pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
-        key = ranks, message
+    def _makespan(self, ranks: Ranks, message: float) -> float:
+        key = ranks.model, ranks.shape, message
         if key not in self._simulated:
-            passes = self.staging.passes(plan)
-            seconds = {
-                ActionKind.FORWARD: [one.forward_seconds + message for one in passes],
-                ActionKind.BACKWARD: [one.backward_seconds + message for one in passes],
-                ActionKind.BACKWARD_INPUT: [one.backward_seconds - one.weight_seconds + message for one in passes],
-                ActionKind.BACKWARD_WEIGHT: [one.weight_seconds for one in passes],
-            }
-            lists = actions(plan.pipeline.schedule, pipeline, per, ranks.microbatches)
-            self._simulated[key] = simulate(lists, lambda action: seconds[action.kind][action.stage])[0]
+            passes = ranks.passes
+            forwards = [one.forward_seconds + message for one in passes]
+            backwards = [one.backward_seconds + message for one in passes]
+            inputs = [one.backward_seconds - one.weight_seconds + message for one in passes]
+
+            def seconds(action: Action) -> float:
+                kind, stage, _ = action
+                if kind is ActionKind.FORWARD:
+                    return forwards[stage]
+                if kind is ActionKind.BACKWARD:
+                    return backwards[stage]
+                return inputs[stage] if kind is ActionKind.BACKWARD_INPUT else passes[stage].weight_seconds
+
+            self._simulated[key] = simulate(actions(*ranks.shape), seconds)[0]
         return self._simulated[key]
 
     # -------------------------------------------------------------------------------------------------------- its bytes
 
     def _bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
-        on_cpu = self.staging.device(plan).kind == "cpu"
+        on_cpu = ranks.device.kind == "cpu"
         states = self.states.bytes(self._spread(plan), rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
         return self.in_all(plan, rank, {**states, "communication": self._buckets(plan, rank)})
 
-    def in_all(self, plan: Plan, rank: Rank | Filled, states: dict[str, float]) -> dict[str, float]:
+    def in_all(self, plan: Plan, rank: Rank, states: dict[str, float]) -> dict[str, float]:
         """Bytes of a rank by category, where `states` are known: with activations, and what allocator and driver hold.
 
         No less where a state has more.
         """
         memory = dict.fromkeys(CATEGORIES, 0.0)
         memory.update(states)
-        memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
+        memory["activations"] = rank.activations
         device = self.staging.device(plan)
         if device.kind == "cpu":
             memory["allocator"] = self.program.heap_share * sum(memory.values())
@@ -177,7 +191,8 @@ class Predictor:
             return 0.0
         # Of an interleaved pipeline the cut decides how many microbatches a rank's blocks keep: none is counted here.
         looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
-        in_flight = (0.0,) * plan.layout.pipeline if looped else self.staging.in_flight(plan)
+        shape = self.staging.ranks(plan).shape
+        in_flight = (0.0,) * shape.pipeline if looped else evenly_in_flight(*shape)
         return least_peak(states.with_activations(self.block_size(plan)), states.number, in_flight, memory)
 
     def block_size(self, plan: Plan) -> BlockSize:
@@ -205,15 +220,14 @@ class Predictor:
 
         As `in_all` has it, without the categories: it is asked of very many plans.
         """
-        (_, microbatches), device = self.staging.share(plan), self.staging.device(plan)
-        on_cpu, reserved = device.kind == "cpu", device.beside(_divides(plan))[2]
+        ranks = self.staging.ranks(plan)
+        device, microbatches = ranks.device, ranks.microbatches
+        on_cpu, reserved = device.kind == "cpu", self._beside(device, _divides(plan))[2]
         of_heap, of_activations = (self.program.heap_share, 0.0) if on_cpu else (0.0, self._fragmented(plan))
-        worst = 0.0
-        for rank in self.staging.fullest(plan):
-            size = rank.size
-            states = self.states.least(plan, rank.held, size, microbatches) + size.trainable * per_element
-            activations = rank.in_flight * size.saved + size.transient
-            own = states + activations
+        states, worst = self.states.least(plan, ranks.fullest, microbatches), 0.0
+        for rank, state in zip(ranks.fullest, states, strict=True):
+            activations = rank.activations
+            own = state + rank.size.trainable * per_element + activations
             worst = max(worst, own + (of_heap * own + of_activations * activations) + reserved)
         return worst
 
@@ -221,14 +235,14 @@ class Predictor:
         """The blocks of the model, and one microbatch on each of them."""
         if self.staging.blocks is None:
             return Blocks()
-        (body, count), (share, microbatches) = self.staging.blocks, self.staging.share(plan)
-        costs, again = self.staging.costs(plan), plan.memory.recompute
-        seconds = {b: costs.body(b, share, again, microbatches > 1).device_seconds for b in self.staging.bodies}
+        (body, count), ranks = self.staging.blocks, self.staging.ranks(plan)
+        costs, share, again = self.staging.costs(plan), ranks.share, plan.memory.recompute
+        passes = {b: costs.body(b, share, again, ranks.adds) for b in self.staging.bodies}
+        seconds = {b: found.device_seconds for b, found in passes.items()}
         longest = max((found for other, found in seconds.items() if other != body), default=0.0)
         last = seconds[self.staging.parts[-1].body]
         # What the host starts for gradients of weights may hide what the device does before: then that counts less.
-        spared = {b: costs.body(b, share, again, microbatches > 1).weight_seconds for b in self.staging.bodies}
-        through = sum(number * (seconds[b] - spared[b]) for b, number in self.staging.bodies.items())
+        through = sum(number * (seconds[b] - passes[b].weight_seconds) for b, number in self.staging.bodies.items())
         through = max(0.0, through) * (1 - ROUNDED)
         return Blocks(count, seconds[body], longest, last, through)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import add
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ from shoal.planner.predict.lower_bounds import (
     even_shares,
     filled,
 )
-from shoal.planner.predict.pipeline_ranks import Ranks
+from shoal.planner.predict.pipeline_ranks import CutModel, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE
-from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
 from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, layout_of
@@ -130,7 +129,8 @@ class Costs:
         # The smallest factor: what a bound of the whole step is multiplied by.
         self._least = min([1.0, *self._correction.factors.values()])
         self._sharded: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-        self._turns: dict[tuple[int, int], Turn] = {}
+        self._shared: tuple[Ranks, dict[str, float]] | None = None
+        self._turns: dict[tuple[CutModel, int, bool], Turn] = {}
 
     def with_more_memory(self, num_bytes: int) -> Costs:
         """The costs of the same device with so many more bytes: `alike`, and no second is computed anew."""
@@ -191,35 +191,29 @@ class Costs:
         the first microbatch to come down all stages before its first, and the step ends when its last gradient has gone
         up them again.
         """
-        return self.least_of(self.turn(plan), self._shape(plan))
+        ranks = self._staging.ranks(plan)
+        return self.least_of(self._turn(ranks), ranks.shape)
 
     def least_of(self, turn: Turn, shape: PipelineShape) -> float:
         """Lower bound of the step of all plans of a shape whose microbatches take such a turn."""
         return turn.least(shape) * self._least
 
-    def _shape(self, plan: Plan) -> PipelineShape:
-        pipeline, (_, microbatches) = plan.pipeline, self._staging.share(plan)
-        return PipelineShape(pipeline.schedule, plan.layout.pipeline, pipeline.stages_per_rank, microbatches)
-
-    def _filled(self, plan: Plan, message: float) -> float:
-        return self.turn(plan).filled(self._shape(plan), message)
-
     def turn(self, plan: Plan) -> Turn:
         """Seconds of one microbatch of a plan, the same for all schedules, and all replicas if it is no lone one."""
-        return self._turn(self._staging.passes(plan), plan.layout.pipeline)
+        return self._turn(self._staging.ranks(plan))
 
-    def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
-        """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
-        key = id(passes), ranks
+    def _turn(self, ranks: Ranks) -> Turn:
+        key, pipeline = (ranks.model, ranks.shape.pipeline, ranks.adds), ranks.shape.pipeline
         if key not in self._turns:
+            passes = ranks.passes
             forwards = [one.forward_seconds for one in passes]
             backwards = [one.backward_seconds for one in passes]
             whole = list(map(add, forwards, backwards))
-            of_ranks = whole if ranks == len(whole) else [sum(whole[rank::ranks]) for rank in range(ranks)]
+            of_ranks = whole if pipeline == len(whole) else [sum(whole[rank::pipeline]) for rank in range(pipeline)]
             self._turns[key] = Turn(
-                sum(forwards[: ranks - 1]),
-                sum(backwards[: ranks - 1]),
-                sum(one.weight_seconds for one in passes[: ranks - 1]),
+                sum(forwards[: pipeline - 1]),
+                sum(backwards[: pipeline - 1]),
+                sum(one.weight_seconds for one in passes[: pipeline - 1]),
                 of_ranks[-1],
                 sum(whole),
                 max(forwards) + max(backwards),
@@ -229,14 +223,16 @@ class Costs:
             )
         return self._turns[key]
 
+    def _filled(self, plan: Plan, ranks: Ranks) -> float:
+        return self._turn(ranks).filled(ranks.shape, self._predictor.message(plan, ranks))
+
     def least_at(self, plan: Plan) -> float:
         """A better bound, of all plans of a family at one place: it knows replicas, not which are data and shard."""
         ranks = self._staging.ranks(plan)
         seconds = self.least_seconds(plan)
         if plan.layout.pipeline > 1:
-            filled = self._filled(plan, self._predictor.message(plan, ranks.share))
-            seconds = max(seconds, filled * self._least)
-        if self._staging.device(plan).kind == "cpu":
+            seconds = max(seconds, self._filled(plan, ranks) * self._least)
+        if ranks.device.kind == "cpu":
             return seconds  # where large messages leave the caches: no bound from their sum
         return seconds + self._summed(plan, ranks) * self._least
 
@@ -249,7 +245,7 @@ class Costs:
         replicas = layout.data * layout.shard
         if replicas == 1:
             return 0.0
-        forward, backward = ranks.unit_seconds
+        forward, backward = ranks.busiest.unit_seconds
         kind = "reduce_scatter" if self._program.scatter_gradients else "all_reduce"
         num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
         network = self._predictor.network
@@ -267,9 +263,11 @@ class Costs:
 
     def nearly(self, plan: Plan) -> float:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
-        ranks = self._staging.ranks(plan)
-        makespan = self._filled(plan, self._predictor.message(plan, ranks.share)) if plan.layout.pipeline > 1 else 0.0
-        return sum(self._predictor.seconds(plan, ranks, makespan).values()) * self._least
+        ranks, predictor = self._staging.ranks(plan), self._predictor
+        if self._shared is None or self._shared[0] is not ranks:  # the plans of a family come one after the other
+            makespan = self._filled(plan, ranks) if plan.layout.pipeline > 1 else 0.0
+            self._shared = ranks, predictor.shared_seconds(plan, ranks, makespan)
+        return sum(predictor.with_shared(plan, ranks, self._shared[1], bound=True).values()) * self._least
 
     def least_bytes(self, plan: Plan) -> float:
         """A lower bound of the peak: it grows with the microbatch, and shrinks with the shard axis.
@@ -316,6 +314,7 @@ def costs_of(
     by_device: dict[int, Costs] = {}
     by_ranks: dict[int, Costs] = {}
 
+    @cache  # it is asked of every place again and again
     def on(num_devices: int) -> Costs:
         ranks = min(cluster.devices_per_host, num_devices)
         if ranks not in by_ranks:

@@ -244,8 +244,7 @@ class Space:
 
     def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
         """The orders in which a place's ranks may compute microbatches of a group."""
-        for schedule, stages in _orders(self.num_layers, place.cut.pipeline, -(-self.share(place) // group[0])):
-            yield MicrobatchSchedule(*group, schedule, stages)
+        return iter(_ways(self.num_layers, place.cut.pipeline, -(-self.share(place) // group[0]), group))
 
     def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
         """The plan with these degrees, and `shard` of the replicas along the shard axis.
@@ -254,7 +253,7 @@ class Space:
         """
         values: dict[str, Any] = {
             "layout": layout_of(place, shard),
-            "shard": _section(ShardSection, level=level if shard > 1 else "parameters"),
+            "shard": _SHARDS[level if shard > 1 else "parameters"],
         }
         algorithm = self._all_reduce(place, shard == 1 or level == "optimizer") if self.all_reduces else None
         if algorithm and not self.base.execution.exact:
@@ -263,7 +262,12 @@ class Space:
         if self.one_copy and place.replicas > 1 and shard == place.cut.ranks == 1:
             summed = values.get("collectives", self.base.collectives)
             shared = summed.compression == "none" and summed.all_reduce == SHARED_MEMORY
-        return self.base.model_copy(update={**values, **_sections(way, shared)})
+        return self._varied.trusted_copy({**values, **_sections(way, shared)})
+
+    @cached_property
+    def _varied(self) -> Plan:
+        """The base, of which it is noted that these sections are given."""
+        return self.base.trusted_copy({"layout": _ONE_DEVICE, "shard": _SHARDS["parameters"], **_sections(_WAY, False)})
 
     def _all_reduce(self, place: Degrees, summed: bool) -> str | None:
         """By what a place's ranks exchange, where another than the base's is faster; `summed`: whole gradients are.
@@ -329,20 +333,23 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
+def _ways(
+    num_layers: int, pipeline: int, num_microbatches: int, group: tuple[int, Recompute, bool]
+) -> tuple[MicrobatchSchedule, ...]:
     """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
     if pipeline == 1:
-        return (("1f1b", 1),)
+        return (MicrobatchSchedule(*group),)
     several = [s for s in divisors(num_layers // pipeline) if s > 1]
     choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
     choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
-    return tuple((schedule, stages) for schedule, stages in choices if fits(schedule, pipeline, num_microbatches))
+    legal = ((schedule, stages) for schedule, stages in choices if fits(schedule, pipeline, num_microbatches))
+    return tuple(MicrobatchSchedule(*group, schedule, stages) for schedule, stages in legal)
 
 
 @lru_cache(maxsize=65536)
 def layout_of(place: Degrees, shard: int) -> LayoutSection:
     """The degrees of a place, with `shard` of the replicas along the shard axis."""
-    return LayoutSection.model_construct(data=place.replicas // shard, shard=shard, **place.cut._asdict())
+    return _ONE_DEVICE.trusted_copy({"data": place.replicas // shard, "shard": shard, **place.cut._asdict()})
 
 
 @lru_cache(maxsize=65536)
@@ -358,6 +365,10 @@ def _sections(way: MicrobatchSchedule, shared: bool) -> dict[str, BaseModel]:
 @lru_cache(maxsize=8192)
 def _section(kind: type[BaseModel], **values: Any) -> BaseModel:
     return kind.model_construct(**values)
+
+
+_ONE_DEVICE, _WAY = LayoutSection(), MicrobatchSchedule(1)
+_SHARDS = {level: _section(ShardSection, level=level) for level in LEVELS}
 
 
 @lru_cache(maxsize=8)

@@ -285,12 +285,20 @@ class Sharding:
     @cached_property
     def gathered_bytes(self) -> list[int]:
         """Bytes of each unit's parameters, gathered, with what rounding dim 0 of each parameter adds."""
-        return self.each(lambda unit: sum(map(self.padded_numel, unit)) * self.gather_itemsize)
+        return self.each(self.bytes_of)
+
+    def bytes_of(self, unit: tuple[Array, ...]) -> int:
+        """Bytes of one unit's parameters, gathered."""
+        return sum(map(self.padded_numel, unit)) * self.gather_itemsize
 
     @cached_property
     def _trained(self) -> list[int]:
         """Elements of each unit that are trained, with what rounding adds."""
-        return self.each(lambda unit: sum(self.padded_numel(p) for p in unit if p.trainable))
+        return self.each(self.trained_of)
+
+    def trained_of(self, unit: tuple[Array, ...]) -> int:
+        """Elements of one unit that are trained, with what rounding adds."""
+        return sum(self.padded_numel(p) for p in unit if p.trainable)
 
     @cached_property
     def scattered_bytes(self) -> list[int]:
@@ -307,8 +315,11 @@ class Sharding:
 
     def replica_sum(self, unit: int) -> SizedCollective:
         """All-reduce of a unit's scattered gradients over the replicas."""
-        part = self._trained[unit] // self.degree * self.reduce_itemsize
-        return SizedCollective(self.replica_group, "all_reduce", part)
+        return SizedCollective(self.replica_group, "all_reduce", self.part_of(self._trained[unit]))
+
+    def part_of(self, trained: int) -> int:
+        """Bytes of a rank's part of so many elements' gradients."""
+        return trained // self.degree * self.reduce_itemsize
 
 
 def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:

@@ -177,25 +177,36 @@ def scattered_gradients(sharding: Sharding) -> int:
     The root comes last: what it has of gradients already waits. From the second scattered microbatch on every unit's
     shard is there; where only the last is scattered, the others' whole gradients wait too.
     """
-    root, several = len(sharding.units) - 1, sharding.microbatches > 1
-    flat = sharding.scattered_bytes
-    shards = [size // sharding.degree for size in flat]
+    every = sharding.microbatches > 1 and sharding.reduce_every
+    return scattered_peak(sharding.scattered_bytes, waiting_gradients(sharding), sharding.degree, every=every)
+
+
+def waiting_gradients(sharding: Sharding) -> list[int]:
+    """Bytes of gradients of each unit before any is scattered."""
+    root = len(sharding.units) - 1
 
     def trained(unit: Sequence[Array]) -> int:
         return sum(p.numel for p in unit if p.trainable)
 
     early = trained(sharding.units[root]) if sharding.root_early is None else sharding.root_early
     waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
-    if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
+    if sharding.microbatches > 1 and not sharding.reduce_every:  # and of those before, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
             waiting[root] = 0  # added in place
         whole = [numel * sharding.reduce_itemsize for numel in sharding.each(trained)]
         waiting = list(map(add, whole, waiting))
-    summed = sum(shards) if several and sharding.reduce_every else 0
+    return waiting
+
+
+def scattered_peak(flat: Sequence[int], waiting: Sequence[int], degree: int, *, every: bool) -> int:
+    """The peak of units of which so many bytes are scattered and wait; `every`: several microbatches are scattered."""
+    shards = [size // degree for size in flat]
+    root = len(flat) - 1
+    summed = sum(shards) if every else 0
     peak, left = 0, sum(waiting)
     for unit in [*reversed(range(root)), root]:
         left -= waiting[unit]
         summed += shards[unit]
         peak = max(peak, left + summed + flat[unit])
-        summed -= shards[unit] if several and sharding.reduce_every else 0
+        summed -= shards[unit] if every else 0
     return peak

@@ -113,15 +113,16 @@ def pack(sizes: Sequence[int], alone: Sequence[bool], kinds: Sequence[object]) -
     """
     messages: list[list[int]] = []
     waiting: list[int] = []
+    total = 0
     for i, size in enumerate(sizes):
         if alone[i]:
             messages.append([i])
             continue
-        total = sum(sizes[j] for j in waiting) + size
-        if waiting and (total > PIECE_BYTES or kinds[i] != kinds[waiting[0]]):
+        if waiting and (total + size > PIECE_BYTES or kinds[i] != kinds[waiting[0]]):
             messages.append(waiting)
-            waiting = []
+            waiting, total = [], 0
         waiting.append(i)
+        total += size
     return [*messages, waiting] if waiting else messages
 
 
