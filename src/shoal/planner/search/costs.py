@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
@@ -289,13 +289,18 @@ class Costs:
         longest, last, through = found.longest * of, found.last * of, found.through * of
         return found._replace(seconds=found.seconds * of, longest=longest, last=last, through=through)
 
-    def is_crowded(self, states: BlockStates, size: BlockSize, pipeline: int, microbatches: int) -> bool:
-        """Whether `uncut_bytes` is more than the memory, where ranks have these states and activations."""
-        return states.is_crowded(size, pipeline, microbatches, self.memory_bytes)
+    def is_crowded(self, states: Sequence[BlockStates], size: BlockSize, pipeline: int, microbatches: int) -> bool:
+        """Whether `uncut_bytes` of each of these plans is more than the memory, where ranks have these activations."""
+        least, *each = states
+        memory = self.memory_bytes
+        if least.is_crowded(size, pipeline, microbatches, memory):
+            return True
+        return all(one.is_crowded(size, pipeline, microbatches, memory) for one in each)
 
-    def block_states(self, plan: Plan) -> BlockStates:
-        """Bytes of the blocks beside activations, of all plans of these degrees and this level."""
-        return self._predictor.block_states(plan, self._beside_states(plan))
+    def block_states(self, plans: Sequence[Plan]) -> tuple[BlockStates, ...]:
+        """Bytes of the blocks beside activations, of all plans of these degrees and levels; first the least of all."""
+        found = [self._predictor.block_states(plan, self._beside_states(plan)) for plan in plans]
+        return (BlockStates(*map(min, zip(*found, strict=True))), *found)
 
     def block_size(self, plan: Plan) -> BlockSize:
         """Activations of a block, of all plans of a family however long their pipeline is."""

@@ -47,7 +47,7 @@ class Search:
         """`costs`: of a number of devices. `watch`: called again and again as the search goes on."""
         self.space, self.costs, self.grain_size, self.watch = space, costs, grain_size, watch
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
-        self._states: dict[Degrees, list[BlockStates]] = {}
+        self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
         self._turns: dict[tuple[object, ...], Turn] = {}
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
         self._least_at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
@@ -171,10 +171,9 @@ class Search:
             return False
         costs = self.costs(place.devices)
         if place not in self._states:
-            plans = self._most_divided(place, MicrobatchSchedule(1))
-            self._states[place] = [costs.block_states(plan) for plan in plans]
+            self._states[place] = costs.block_states(self._most_divided(place, MicrobatchSchedule(1)))
         microbatches = -(-self.space.share(place) // whole.group.grains)
-        return all(costs.is_crowded(one, whole.size, pipeline, microbatches) for one in self._states[place])
+        return costs.is_crowded(self._states[place], whole.size, pipeline, microbatches)
 
     def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from functools import cached_property, partial
@@ -102,17 +102,17 @@ class Invented(Costs):
     def uncut_bytes(self, plan: Plan) -> float:
         return self.least_bytes(plan) * (0.8 + 0.2 * noise(self.seed, plan.layout, plan.memory))
 
-    def block_states(self, plan: Plan) -> Any:
-        return plan
+    def block_states(self, plans: Sequence[Plan]) -> Any:
+        return plans
 
     def block_size(self, plan: Plan) -> Any:
         return SimpleNamespace(saved=0.0, plan=plan)
 
     def is_crowded(self, states: Any, size: Any, pipeline: int, microbatches: int) -> bool:
         of = size.plan
-        assert microbatches == -(-self.share(states) // of.batch.grains_per_microbatch)
-        plan = states.model_copy(update={"batch": of.batch, "memory": of.memory, "tensor": of.tensor})
-        return self.uncut_bytes(plan) > MEMORY
+        assert microbatches == -(-self.share(states[0]) // of.batch.grains_per_microbatch)
+        update = {"batch": of.batch, "memory": of.memory, "tensor": of.tensor}
+        return all(self.uncut_bytes(plan.model_copy(update=update)) > MEMORY for plan in states)
 
     def least_at(self, plan: Plan) -> float:
         replicas = plan.layout.data * plan.layout.shard
