@@ -154,7 +154,13 @@ class StageTracer(FunctionTrace):
         self._made_by: dict[int, ModuleCall] = {}
         self._used: set[str] = set()
         self._flops = FlopCounterMode(display=False)
+        self._repeated_flops = 0  # of calls that were not run
         self._with_gradients = torch.is_grad_enabled()
+
+    @property
+    def total_flops(self) -> int:
+        """The FLOPs up to now."""
+        return self._flops.get_total_flops() + self._repeated_flops
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Notes a call of a module and does it."""
@@ -162,7 +168,7 @@ class StageTracer(FunctionTrace):
         trace.end += 1
         parent = self._open[-1].number if self._open else None
         call = ModuleCall(len(trace.calls), name, parent, trace.end)
-        call.flops, call.parameter_bytes = self._flops.get_total_flops(), trace.parameter_bytes
+        call.flops, call.parameter_bytes = self.total_flops, trace.parameter_bytes
         trace.calls.append(call)
         leaves = tree_leaves((args, kwargs))
         call.slots = self._slots(leaves)
@@ -252,7 +258,7 @@ class StageTracer(FunctionTrace):
         with sdpa_kernel(SDPBackend.MATH), self._flops, self:  # flash attention on a CPU counts as nothing
             yield
         self.trace.end += 1
-        self.trace.flops = self._flops.get_total_flops()
+        self.trace.flops = self.total_flops
 
 
 def written_by(call: FunctionCall) -> list[Tensor]:

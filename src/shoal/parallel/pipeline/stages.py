@@ -25,7 +25,7 @@ from shoal.numerics.grain_randomness import active_scope
 from shoal.numerics.isolation import without_modes
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import IntegerEvaluation
-from shoal.parallel.pipeline.stage_cuts import candidates, chosen, leak, without
+from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
 from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
 from shoal.parallel.pipeline.stage_shapes import StageShapes
 from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
@@ -171,10 +171,10 @@ class Stages:
         self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
         self.around: dict[str, Around] = {}  # by the modules' names
         self._compiled: dict[str, Forward] = {}
-        self._forwards: dict[str, Forward] = {}
+        self.forwards: dict[str, Forward] = {}  # as they were, by the modules' names
         self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
         for name, module in model.named_modules():  # every forward goes through this, and its name stays what it is
-            self._forwards[name] = module.forward
+            self.forwards[name] = module.forward
             module.forward = functools.partial(self._call, name, module.forward)
 
     @classmethod
@@ -200,7 +200,7 @@ class Stages:
             stages.firsts = chosen(model, without(trace, refused), split, num_stages)
             made = programs(trace, stages.firsts)
             try:
-                stages._check(function, batch, made)
+                stages.check(function, batch, made)
                 break
             except LeakError as error:
                 if split:
@@ -227,7 +227,7 @@ class Stages:
         Not of a block within which a stage begins, and only where a stage computes it.
         """
         names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
-        forwards = ((name, compiled(name, self._forwards[name])) for name in names)
+        forwards = ((name, compiled(name, self.forwards[name])) for name in names)
         self._compiled = {name: functools.partial(self._unwatched, forward) for name, forward in forwards}
         return names
 
@@ -316,18 +316,18 @@ class Stages:
             trace = self.traced(function, batch)
             made = programs(trace, self.firsts)
             try:
-                self._check(function, batch, made)
+                self.check(function, batch, made)
             except LeakError as error:
                 raise leak(error, self._model, trace) from None
             self._programs[key] = made
         return self._programs[key]
 
-    def traced(self, function: Function, batch: Any) -> StageTrace:
+    def traced(self, function: Function, batch: Any, kind: Callable[..., StageTracer] = StageTracer) -> StageTrace:
         """Trace of the function's calls in time. Raises: UserCodeError where it does not run without data."""
         try:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}
-                tracer = StageTracer(names, self._sizes, {n for n, _ in self._model.named_parameters()})
+                tracer = kind(names, self._sizes, {n for n, _ in self._model.named_parameters()})
                 given = fake_of(mode, batch, self._device)
                 with mode, IntegerEvaluation(), tracer.running(), self._handling(tracer.call):
                     function(self._model, given)
@@ -344,7 +344,7 @@ class Stages:
             ) from error
         return tracer.trace
 
-    def _check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
+    def check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
@@ -359,25 +359,6 @@ class Stages:
                 except _Left as left:
                     result = left.values
             watch.judge(program.steps[-1].name, result)
-
-
-def places(model: nn.Module, function: Function, batch: Any) -> tuple[str, ...]:
-    """The modules before which a model can be cut into stages, in the order in which they are called.
-
-    By the engine's own rule, before any rank is started. `function`: the loss. `batch`: tells shapes only, nothing is
-    computed; the model may be without data. Leaves the forwards of its modules as they go through a pipeline.
-    Raises: UserCodeError where the function does not run without data, and no pipeline does.
-    """
-    stages, found = Stages(model, torch.device("cpu"), {}), []
-    trace = stages.traced(function, batch)
-    for call in candidates(model, trace):
-        # An argument that is used once more after the call may get there past the cut: only trying tells.
-        used = max((trace.lives[key][1] for key in call.argument_ids & trace.lives.keys()), default=0)
-        with contextlib.suppress(LeakError):
-            if used > call.exit:
-                stages._check(function, batch, programs(trace, [call.name]))
-            found.append(call.name)
-    return tuple(found)
 
 
 def _diverged(program: StageProgram, place: int, name: str) -> UserCodeError:

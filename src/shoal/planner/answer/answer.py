@@ -26,7 +26,7 @@ from shoal.hardware.fastest_all_reduce import fastest_on
 from shoal.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.structure import facts_of
-from shoal.parallel.pipeline.stages import places
+from shoal.parallel.pipeline.stage_places import places
 from shoal.parallel.shard import torch_release
 from shoal.planner.answer.finer import Finer, finer
 from shoal.planner.answer.outlook import (
@@ -98,6 +98,22 @@ class Question:
         return replace(self, case=replace(self.case, cluster=replace(self.case.cluster, device=device)))
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A context without garbage collections, which take a third of a long search: few cycles are made in it."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            # Into the oldest generation, unlooked at: else the next collection goes through some millions of nodes.
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()
+
+
+@_without_collections()
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
     """Planner's input for a job; `base` has the settings that the search does not vary.
 
@@ -339,21 +355,6 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
 
 def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | None:
     return None if precise is None else (precise[0], precise[1]())
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """A context without garbage collections, which take a third of a long search: what it makes has no cycles."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            # Into the oldest generation, unlooked at: else the next collection goes through some millions of nodes.
-            gc.freeze()
-            gc.unfreeze()
-            gc.enable()
 
 
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:

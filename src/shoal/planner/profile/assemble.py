@@ -133,8 +133,8 @@ class Fit:
         return Amount(fixed, slope)
 
 
-def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut) -> Operation:
-    """Operation of one kernel in every trace."""
+def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | None) -> Operation:
+    """Operation of one kernel in every trace, its module's name as it is in the block."""
     first = same[0]
     event, cost = first.event, first.cost
     where = f"{event.name} in {event.module or 'the model'}"
@@ -147,7 +147,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut) -> Operation:
         sizes["batch"] = line("batch")
     return Operation(
         event.name.removeprefix("shoal_profiling."),
-        event.module,
+        _short(event.module, block),
         cost.kind,
         first.phase,
         flops=line("flops"),
@@ -164,6 +164,13 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut) -> Operation:
     )
 
 
+def _short(name: str, block: str | None) -> str:
+    """The name within a block."""
+    if not block:
+        return name
+    return "" if name == block else name.removeprefix(f"{block}.")
+
+
 def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
     refs: list[StorageRef] = event.inputs if cost.kind is not OperationKind.MEMORY else [*event.outputs, *event.inputs]
     return next((r.dtype for r in refs if r.floating), refs[0].dtype if refs else "float32")
@@ -171,7 +178,7 @@ def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
 
 @dataclass
 class Piece:
-    """Region of a trace before it is a unit."""
+    """Region of a trace before it is a unit; modules of its operations by their names in the block."""
 
     name: str
     block: str | None
@@ -190,16 +197,9 @@ class Bodies:
 
     def unit(self, piece: Piece) -> Unit:
         """The unit of a region."""
-        prefix = f"{piece.block}." if piece.block else None
-
-        def short(name: str) -> str:
-            if prefix is None:
-                return name
-            return name.removeprefix(prefix) if name.startswith(prefix) else ("" if name == piece.block else name)
-
         body = Body(
-            tuple(replace(o, module=short(o.module)) for o in piece.operations),
-            tuple(replace(w, name=short(w.name)) for w in piece.weights),
+            piece.operations,
+            tuple(replace(w, name=_short(w.name, piece.block)) for w in piece.weights),
             piece.exchanges,
             piece.input_bytes,
             piece.output_bytes,

@@ -183,7 +183,10 @@ def _pieces(
         cuts = divided[0].cuts.get(kernel.place, ())
         return cuts[min(kernel.number, len(cuts) - 1)] if cuts else TensorCut.NONE
 
-    made = {r: tuple(operation(fit, same, cut(same[0])) for same in runs) for r, runs in by_region.items()}
+    made = {
+        r: tuple(operation(fit, same, cut(same[0]), first.regions[r].block) for same in runs)
+        for r, runs in by_region.items()
+    }
     sent: dict[int, list[Exchange]] = {}
     for alike in zip(*(d.sent for d in divided), strict=True):
         amount = fit("an exchange", *(s.num_bytes for s in alike))
@@ -197,16 +200,10 @@ def _pieces(
             continue
         block = region.block
         source = number if region.like is None else region.like
-        operations = made.get(source, ())
-        if region.like is not None:
-            old, new = first.regions[region.like].block, block
-            assert old is not None
-            assert new is not None
-            operations = tuple(replace(o, module=new + o.module.removeprefix(old)) for o in operations)
         outgoing = fit("what is handed on", *(c[number] for c in crossing))
         exchanges = tuple(sent.get(source, ()))
         pieces[number] = Piece(
-            _name(first, number), block, operations, exchanges, input_bytes=incoming, output_bytes=outgoing
+            _name(first, number), block, made.get(source, ()), exchanges, input_bytes=incoming, output_bytes=outgoing
         )
         incoming = outgoing
     homes = {r: max((k for k in kept if k <= r), default=kept[0] if kept else 0) for r in range(len(first.regions))}

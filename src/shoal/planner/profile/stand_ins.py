@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.module_state import PLACES
 from shoal.parallel.model.structure import Block
 from shoal.planner.profile.events import SavedStorage
 from shoal.planner.profile.recording import OperatorRecorder
 
-# Of a module's own numbers, these tell its place among its like, and not what it computes.
-_PLACES = re.compile(r"idx|index|layer_id|layer_number")
 # What modules keep of their own: compared by name and shape.
 _PARTS = frozenset(("_parameters", "_buffers", "_modules"))
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
@@ -26,7 +24,7 @@ _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 def structure(module: nn.Module) -> str:
     """Equal for modules that compute the same, as far as classes, shapes and plain attributes tell."""
     inside = [
-        (name, type(m), [(k, _shown(v)) for k, v in vars(m).items() if k not in _PARTS and not _PLACES.search(k)])
+        (name, type(m), [(k, _shown(v)) for k, v in vars(m).items() if k not in _PARTS and not PLACES.search(k)])
         for name, m in module.named_modules()
     ]
     tensors = [

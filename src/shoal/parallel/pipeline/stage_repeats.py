@@ -1,0 +1,343 @@
+"""Trace for stages in which one of equal calls of blocks is run, and what was noted of it stands for the others.
+
+Calls are equal where the block's state is, that of its arguments, and which of these depend on earlier stages. A call
+is run all the same where that is not all that could make a difference: where it takes other tensors than its own and
+its arguments, writes into these, changes any state, or makes something of its place among its like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shoal.numerics.operators import storage_key, tensors_in
+from shoal.parallel.model.function_trace import FunctionCall
+from shoal.parallel.model.module_state import PlaceNumber, UnknownStateError, place_numbers, state_of
+from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer, Use, written_by
+
+
+class EscapeError(Exception):
+    """A value that a block did not return was used elsewhere, and so what equal ones leave is not known."""
+
+
+@dataclass
+class _Running:
+    """Call that is run: the ids of tensors that it may take, those that it made; `alone` if it took no others."""
+
+    own: set[int]
+    made: set[int] = field(default_factory=set)
+    alone: bool = True
+
+    def take(self, tensor: Tensor) -> None:
+        """Notes a tensor that is taken."""
+        self.alone &= id(tensor) in self.own or id(tensor) in self.made
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Tensor of an output; `whole`: id, shape, stride, dtype and device of the one that it is or is a `view` of."""
+
+    id: int
+    needs_grad: bool
+    whole: tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+    view: tuple[torch.Size, tuple[int, ...], int] | None
+
+    def again(self) -> dict[int, Tensor]:
+        """New tensors like it and its whole, by the old ones' ids."""
+        key, shape, stride, dtype, device = self.whole
+        with torch._C.DisableTorchFunction():
+            root = torch.empty((), device=device).requires_grad_(self.needs_grad)
+            whole: Tensor = _Whole.apply(root, shape, stride, dtype)  # type: ignore[no-untyped-call]
+            return {key: whole, self.id: whole if self.view is None else whole.as_strided(*self.view)}
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor that is no leaf, as what a block computes is none."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=root.device)
+
+
+_Output = _Made | int | tuple[Any]  # a new tensor, the argument of that number, or another object
+
+
+@dataclass(frozen=True)
+class _Amounts:
+    """Of all that came before: time, calls, FLOPs and bytes of parameters."""
+
+    end: int
+    calls: int
+    flops: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class _Record:
+    """All that a call of a block brought into the trace, as it stands there."""
+
+    block: str
+    arguments: tuple[int, ...]  # ids of tensors
+    before: _Amounts
+    after: _Amounts
+    calls: list[ModuleCall]
+    uses: list[Use]
+    lives: dict[int, tuple[int, int]]
+    tainted: set[int]
+    outputs: list[_Output]
+    spec: TreeSpec
+
+
+class RepeatTracer(StageTracer):
+    """Tracer of a model of equal blocks. `unwrapped`: the forwards of its modules, by the ids of what is around them.
+
+    Raises: EscapeError at the end of the run.
+    """
+
+    def __init__(self, model: nn.Module, unwrapped: Mapping[int, Any], *names_and_sizes: Any) -> None:
+        super().__init__(*names_and_sizes)
+        self._blocks = {block.name: block.module for block in repeated_blocks(model) if block.children is None}
+        self._unwrapped = unwrapped
+        self._all_names = self._names | {id(module): name for name, module in model.named_modules()}
+        self._records: dict[Hashable, _Record | None] = {}
+        self._running: _Running | None = None
+        self._inner: set[int] = set()  # what blocks made and did not return
+        self._escaped = False
+        self._places: list[PlaceNumber] = []
+        self._usual: Collection[str] = ()  # attributes of every tensor in the run
+        self._fresh = itertools.count(-1, -1)  # as ids of what is not there
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of the traced run."""
+        homes = [place for block in self._blocks.values() for place in place_numbers(block)]
+        self._places = [PlaceNumber(value) for _, _, value in homes]
+        for (home, key, _), number in zip(homes, self._places, strict=True):
+            home[key] = number
+        try:
+            with super().running():
+                with torch._C.DisableTorchFunction():
+                    self._usual = vars(torch.empty(())).keys()
+                yield
+        finally:
+            for home, key, value in homes:
+                home[key] = value
+        if self._escaped:
+            raise EscapeError
+
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of the tensors that a block takes."""
+        for tensor in call.given:
+            self._take(tensor)
+        if self._running is not None:
+            self._running.made |= {id(tensor) for tensor in call.made} - self._running.own
+            known = self._running.made | self._names.keys()
+            self._running.alone &= all(id(tensor) in known for tensor in written_by(call))
+        super().seen(call)
+
+    def _take(self, tensor: Tensor) -> None:
+        self._escaped |= id(tensor) in self._inner
+        if self._running is not None:
+            self._running.take(tensor)
+
+    def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Notes a call of a module, and does it unless an equal one is known."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = tensors_in(leaves)
+        for tensor in tensors:
+            self._take(tensor)
+        state = None
+        if name in self._blocks and self._running is None:
+            others = [repr(spec), *(leaf for leaf in leaves if not isinstance(leaf, Tensor))]
+            state = functools.partial(self._state, name, tensors, others)
+        key = None if state is None else state()
+        if state is None or key is None:
+            return super().call(name, forward, args, kwargs)
+        key = key, frozenset(self._renamed(used, name, "") for used in self._used if used.startswith(f"{name}."))
+        known = self._records.get(key)
+        if known is not None:
+            return self._repeated(known, name, tensors)
+        before = self._amounts(), len(self.trace.uses), set(self.trace.lives)
+        with self._alone(name, tensors) as running:
+            output = super().call(name, forward, args, kwargs)
+        if running.alone and state() == key[0]:
+            self._records[key] = self._record(name, tensors, output, before, running)
+        return output
+
+    def _amounts(self) -> _Amounts:
+        return _Amounts(self.trace.end, len(self.trace.calls), self.total_flops, self.trace.parameter_bytes)
+
+    @contextlib.contextmanager
+    def _alone(self, name: str, tensors: list[Tensor]) -> Iterator[_Running]:
+        """A context that sees whether a call takes only what is its own."""
+        own = {key for key, full in self._names.items() if full.startswith(f"{name}.")}
+        self._running = running = _Running(own | set(map(id, tensors)))
+        for number in self._places:
+            number.is_read = False
+        try:
+            yield running
+        finally:
+            self._running = None
+        running.alone &= not any(number.is_read for number in self._places)
+
+    # ------------------------------------------------------------------------------------------------------- equality
+
+    def _state(self, name: str, tensors: list[Tensor], others: list[Any]) -> Hashable | None:
+        """Equal for calls of blocks that do the same; None where that cannot be told."""
+        if any(id(tensor) in self._names for tensor in tensors):
+            return None
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+        seen: dict[int, int] = {}
+        given = tuple(self._argument(tensor, seen, place) for place, tensor in enumerate(tensors))
+        more = [{k: v for k, v in vars(tensor).items() if k not in self._usual} for tensor in tensors]
+        try:
+            found = state_of(
+                [self._blocks[name], others, more], lambda value: self._own_name(name, value), self._unwrapped
+            )
+        except UnknownStateError:
+            return None
+        return modes, stacks, given, found
+
+    def _own_name(self, block: str, value: Any) -> str | None:
+        name = self._all_names.get(id(value))
+        return None if name is None else self._renamed(name, block, "")
+
+    def _renamed(self, name: str, block: str, other: str) -> str:
+        """The name in another block of what is in this one."""
+        return other + name.removeprefix(block) if name == block or name.startswith(f"{block}.") else name
+
+    def _argument(self, tensor: Tensor, seen: dict[int, int], place: int) -> Hashable:
+        if not isinstance(tensor, FakeTensor):  # it has values
+            return id(tensor), tensor._version
+        with torch._C.DisableTorchFunction():
+            same = seen.setdefault(id(tensor), place), seen.setdefault(storage_key(tensor), place)
+            layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+            kind = tensor.requires_grad, tensor.is_leaf, tensor._is_view()
+        return same, layout, kind, id(tensor) in self._tainted
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    def _record(
+        self, name: str, tensors: list[Tensor], output: Any, before: tuple[_Amounts, int, set[int]], running: _Running
+    ) -> _Record | None:
+        """All that a call has brought; None where what it returned cannot be made again."""
+        trace, arguments = self.trace, tuple(map(id, tensors))
+        amounts, uses, born = before
+        leaves, spec = tree_flatten(output)
+        outputs = self._outputs(leaves, tensors, running)
+        if outputs is None:
+            return None
+        self._inner |= running.made - {id(leaf) for leaf in leaves}
+        return _Record(
+            name,
+            arguments,
+            amounts,
+            self._amounts(),
+            [replace(call) for call in trace.calls[amounts.calls :]],
+            trace.uses[uses:],
+            {key: life for key, life in trace.lives.items() if key not in born or key in arguments},
+            self._tainted & running.made,
+            outputs,
+            spec,
+        )
+
+    def _outputs(self, leaves: list[Any], arguments: list[Tensor], running: _Running) -> list[_Output] | None:
+        places = {id(tensor): place for place, tensor in enumerate(arguments)}
+        storages = {storage_key(tensor) for tensor in arguments}
+        found: list[_Output] = []
+        for leaf in leaves:
+            if id(leaf) in places:
+                found.append(places[id(leaf)])
+            elif not isinstance(leaf, Tensor):
+                if type(leaf) not in (int, float, bool, str, type(None)):
+                    return None
+                found.append((leaf,))
+            else:
+                made = _made(leaf, running)
+                if made is None or storage_key(leaf) in storages:
+                    return None
+                storages.add(storage_key(leaf))
+                found.append(made)
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- repeats
+
+    def _repeated(self, record: _Record, name: str, arguments: list[Tensor]) -> Any:
+        """What an equal call would return, noted as if it had been done."""
+        made: dict[int, Tensor] = {}
+        for output in record.outputs:
+            made |= output.again() if isinstance(output, _Made) else {}
+        ids = dict(zip(record.arguments, map(id, arguments), strict=True)) | {old: id(t) for old, t in made.items()}
+        self._alive += made.values()
+        self._tainted |= {ids[old] for old in record.tainted & made.keys()}
+        first = self._noted(record, name, ids)
+        leaves: list[Any] = []
+        for output in record.outputs:
+            if isinstance(output, _Made):
+                leaves.append(made[output.id])
+                self._made_by[id(made[output.id])] = first
+            else:
+                leaves.append(arguments[output] if isinstance(output, int) else output[0])
+        return tree_unflatten(leaves, record.spec)
+
+    def _noted(self, record: _Record, name: str, ids: dict[int, int]) -> ModuleCall:
+        """Brings into the trace what a record has of another block, and gives the call of this one."""
+        trace, now, before, after = self.trace, self._amounts(), record.before, record.after
+        later, further = now.end - before.end, now.calls - before.calls
+        for key, (birth, last) in record.lives.items():
+            new = ids[key] if key in ids else ids.setdefault(key, next(self._fresh))
+            trace.lives[new] = trace.lives[new][0] if key in record.arguments else birth + later, last + later
+        parent = self._open[-1] if self._open else None
+        outside = parent.number if parent is not None else None
+        for call in record.calls:
+            around = call.parent if call.number > before.calls else None
+            trace.calls.append(
+                replace(
+                    call,
+                    number=call.number + further,
+                    name=self._renamed(call.name, record.block, name),
+                    parent=around + further if around is not None else outside,
+                    enter=call.enter + later,
+                    exit=call.exit + later,
+                    argument_ids=frozenset(ids.get(key, key) for key in call.argument_ids),
+                    flops=call.flops + now.flops - before.flops,
+                    parameter_bytes=call.parameter_bytes + now.parameter_bytes - before.parameter_bytes,
+                )
+            )
+        first = trace.calls[now.calls]
+        for use in record.uses:
+            full, around = self._renamed(use.name, record.block, name), use.call
+            trace.uses.append(Use(full, use.time + later, None if around is None else around + further, use.writes))
+            self._used.add(full)
+        if parent is not None:
+            parent.uses_parameters |= first.uses_parameters
+        trace.end = after.end + later
+        trace.parameter_bytes += after.parameter_bytes - before.parameter_bytes
+        self._repeated_flops += after.flops - before.flops
+        return first
+
+
+def _made(leaf: Tensor, running: _Running) -> _Made | None:
+    """Description of a tensor that a call has made; None where it is of a kind that cannot be made again."""
+    with torch._C.DisableTorchFunction():
+        whole = leaf._base if leaf._is_view() else leaf
+        if not isinstance(leaf, FakeTensor) or not isinstance(whole, FakeTensor) or not leaf.is_floating_point():
+            return None
+        mine = {id(leaf), id(whole)} <= running.made and whole.storage_offset() == 0
+        alike = leaf.dtype == whole.dtype and leaf.requires_grad == whole.requires_grad
+        if not mine or not alike or (leaf.requires_grad and leaf.is_leaf):
+            return None
+        view = (leaf.shape, leaf.stride(), int(leaf.storage_offset())) if whole is not leaf else None
+        like = id(whole), whole.shape, whole.stride(), whole.dtype, whole.fake_device
+        return _Made(id(leaf), leaf.requires_grad, like, view)
