@@ -226,6 +226,12 @@ class Costs:
     def _filled(self, plan: Plan, ranks: Ranks) -> float:
         return self._turn(ranks).filled(ranks.shape, self._predictor.message(plan, ranks))
 
+    def least_for_all(self, plans: Sequence[Plan]) -> float:
+        """A bound of plans of a family that differ in their replicas alone: it knows the shortest of their messages."""
+        ranks = self._staging.ranks(plans[0])
+        message = min(self._predictor.message(plan, ranks) for plan in plans)
+        return self._turn(ranks).filled(ranks.shape, message) * self._least
+
     def least_at(self, plan: Plan) -> float:
         """A better bound, of all plans of a family at one place: it knows replicas, not which are data and shard."""
         ranks = self._staging.ranks(plan)

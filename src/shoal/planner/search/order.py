@@ -177,7 +177,7 @@ class PlanOrder:
     def _next_place(self, layouts: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
         """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
         search = self._search
-        seconds = search.least_seconds(layouts.first, way)
+        seconds = search.least_for_all(layouts, way)
         for replicas in others:
             place = Degrees(replicas, layouts.cut)
             least = seconds + search.beside(place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
@@ -24,6 +24,11 @@ _ANY = Limit()
 
 
 _NEVER = float("inf")
+
+
+@lru_cache(maxsize=65536)
+def _shapes(pipeline: int, microbatches: int, ways: tuple[tuple[str, int], ...]) -> tuple[PipelineShape, ...]:
+    return tuple(PipelineShape(schedule, pipeline, stages, microbatches) for schedule, stages in ways)
 
 
 class BoundedPlan(NamedTuple):
@@ -50,6 +55,7 @@ class Search:
         self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
         self._turns: dict[tuple[object, ...], Turn] = {}
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
+        self._least_for_all: dict[tuple[Degrees, Degrees, MicrobatchSchedule], float] = {}
         self._least_at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
         self._beside: dict[Degrees, float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
@@ -212,12 +218,23 @@ class Search:
         key = (costs.alike, share, place.cut, way)
         if key not in self._least:
             microbatches = -(-share // way.grains)
-            alike = costs.alike, place.cut, way._replace(schedule=""), microbatches > 1
+            alike = costs.alike, place.cut, way.grains, way.recompute, way.sequence, way.stages, microbatches > 1
             if alike not in self._turns:
                 self._turns[alike] = costs.turn(self.space.plan(place, way))
             shape = PipelineShape(way.schedule, place.cut.pipeline, way.stages, microbatches)
             self._least[key] = costs.least_of(self._turns[alike], shape)
         return self._least[key]
+
+    def least_for_all(self, layouts: LayoutClass, way: MicrobatchSchedule) -> float:
+        """Seconds that no plan of a family goes below at any place of a class, without what is beside."""
+        if len(layouts.replicas) == 1 or layouts.cut.pipeline == 1:  # `least_at` knows more at no more cost
+            return self.least_seconds(layouts.first, way)
+        key = layouts.first, layouts.divided, way
+        if key not in self._least_for_all:
+            plans = [self.space.plan(Degrees(replicas, layouts.cut), way) for replicas in layouts.replicas]
+            least = self.costs(layouts.first.devices).least_for_all(plans)
+            self._least_for_all[key] = max(self.least_seconds(layouts.first, way), least)
+        return self._least_for_all[key]
 
     def least_at(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Seconds that no plan of a family at one place goes below."""
@@ -239,9 +256,9 @@ class Search:
     def bounded(self, layouts: LayoutClass, whole: Whole) -> Iterator[tuple[float, MicrobatchSchedule]]:
         """Schedules of a family with a cheaper bound: from the seconds of the family where a rank has all stages."""
         filled, (share, cut) = self.costs(layouts.first.devices).filled, layouts[:2]
-        microbatches = -(-share // whole.group.grains)
-        for way in self.space.ways(layouts.first, whole.group):
-            yield filled(whole, PipelineShape(way.schedule, cut.pipeline, way.stages, microbatches)), way
+        ways = tuple(self.space.ways(layouts.first, whole.group))
+        shapes = _shapes(cut.pipeline, -(-share // whole.group.grains), tuple(way[3:] for way in ways))
+        return ((filled(whole, shape), way) for shape, way in zip(shapes, ways, strict=True))
 
     def schedules(self, layouts: LayoutClass) -> Schedules:
         """Schedules of a class, which differ by what its most divided place holds."""

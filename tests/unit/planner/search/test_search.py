@@ -114,6 +114,9 @@ class Invented(Costs):
         update = {"batch": of.batch, "memory": of.memory, "tensor": of.tensor}
         return all(self.uncut_bytes(plan.model_copy(update=update)) > MEMORY for plan in states)
 
+    def least_for_all(self, plans: Sequence[Plan]) -> float:
+        return min(map(self.least_at, plans))
+
     def least_at(self, plan: Plan) -> float:
         replicas = plan.layout.data * plan.layout.shard
         return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
