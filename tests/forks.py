@@ -374,6 +374,7 @@ def _main() -> NoReturn:
     requests = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # which has `tests`
     _load()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's operators: 40 ms where a child ends
     _usual_threads()
     gc.collect()
     gc.freeze()  # or a collection in a child would copy every page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shoal.training.callbacks.base import RunControl
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FAILING = 1  # the rank that fails alone
+COUNTED = "clipped"  # the case whose reads are counted
 
 
 def normed() -> nn.Module:
@@ -37,29 +39,39 @@ def infinite(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 DATA_ROW = job().train_data.tensors[0][43]
 
 
-class Attention(nn.Module):
-    """Causal attention over 4 positions of 8 features, and a perceptron: [B, 4, 8] -> the same."""
+class Perceptron(nn.Module):
+    """A block that mixes features alone: [B, 4, 8] -> the same."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.query, self.key, self.value = (nn.Linear(8, 8, bias=False) for _ in range(3))
-        self.up, self.down, self.dropout = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.1)
+        self.norm, self.dropout = nn.LayerNorm(8), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        of = (layer(self.norm(x)).unflatten(-1, (-1, 4)) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(*(heads.transpose(1, 2) for heads in of), is_causal=True)
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
         return out
 
 
-class Stack(nn.Module):
-    """Blocks of attention between an embedding and a head that are one parameter: int64 [B, 4] -> [B, 4, 16]."""
+class Attention(Perceptron):
+    """Causal attention over 4 positions of 8 features before it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(16, 8), nn.ModuleList(Attention() for _ in range(4))
+        self.before, self.out = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.query, self.key, self.value = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        of = (layer(self.before(x)).unflatten(-1, (-1, 4)) for layer in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(*(heads.transpose(1, 2) for heads in of), is_causal=True)
+        return super().forward(x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2))))
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head that are one parameter: int64 [B, 4] -> [B, 4, 16]."""
+
+    def __init__(self, num_blocks: int, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(16, 8), nn.ModuleList(block() for _ in range(num_blocks))
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -172,9 +184,11 @@ def cases() -> Cases:
     }
 
 
-def divided_cases(unreadable: int) -> Cases:
+def divided_cases(unreadable: int, num_stages: int) -> Cases:
     """What ranks with parts of one model train; `unreadable` is a sample of a first microbatch, in the fourth step."""
-    language_job = {"model": Stack, "loss": language, "train_data": TOKENS, "shuffle": False}
+    # Where a pipeline is cut it is the same whatever the blocks are, and they are traced for each training.
+    stack = partial(Stack, num_stages, Perceptron) if num_stages > 1 else partial(Stack, 2, Attention)
+    language_job = {"model": stack, "loss": language, "train_data": TOKENS, "shuffle": False}
     odd = {"model": Branching, "global_batch": 4, "length": shoal.Steps(40)}
     return {
         "clipped": ({**language_job, "clip_norm": 0.5, "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01)}, {}),
@@ -199,10 +213,10 @@ def main() -> None:
     with open_mesh(Environment(RANK, WORLD_SIZE, RANK, WORLD_SIZE, port=port), plan.degrees) as mesh:
         for name in names:
             for late in (False, True):
-                found = divided_cases(57 if "shard" in layout else 49) if divided else cases()
+                found = divided_cases(57 if "shard" in layout else 49, len(split) + 1) if divided else cases()
                 wanted, how = found[name]
                 with waiting(late):
-                    course = trained(job(**wanted), plan, mesh, **how)
+                    course = trained(job(**wanted), plan, mesh, counts_reads=name == COUNTED, **how)
                 told = {"name": name, "late": late, **vars(course)}
                 print(json.dumps(told), flush=True)
 

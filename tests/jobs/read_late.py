@@ -78,6 +78,13 @@ class Copies(TorchFunctionMode):
 
 
 @contextlib.contextmanager
+def counting(found: Counter[str]) -> Iterator[None]:
+    """A context in which every read of a tensor's value counts."""
+    with Scalars(found), Copies(found):
+        yield
+
+
+@contextlib.contextmanager
 def waiting(late: bool, long_step_seconds: float = math.inf) -> Iterator[None]:
     """A context in which tensors of the CPU count as those of a device; `late`: steps are queued there.
 
@@ -132,9 +139,13 @@ def trained(
     folder: Path | None = None,
     stops: Callable[[int], bool] = lambda step: False,
     callbacks: Sequence[shoal.Callback] = (),
+    counts_reads: bool = True,
     **options: Any,
 ) -> Course:
-    """The course of a training; `stops` is asked with the steps that are recorded so far."""
+    """The course of a training; `stops` is asked with the steps that are recorded so far.
+
+    Counting takes as long as a small model's operations do.
+    """
     course, mesh, seen = Course(), mesh or alone(torch.device("cpu")), list[StepRecord]()
 
     def on_step(record: StepRecord, rank: int) -> None:
@@ -155,7 +166,7 @@ def trained(
     with mock.patch.object(made.strategy, "begin", begun), contextlib.closing(made):
         trainer = made.trainer(None, wanted.length.count, around, RecordWriter(None))
         try:
-            with Scalars(course.reads), Copies(course.reads):
+            with counting(course.reads) if counts_reads else contextlib.nullcontext():
                 trainer.train()
         except ShoalError as error:
             course.error = f"{type(error).__name__}: {error.given}; {error.conflict}"

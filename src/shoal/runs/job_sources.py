@@ -28,8 +28,9 @@ def sources(path: Path, seen: set[Path] | None = None) -> Iterator[tuple[Path, a
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
+    names = sorted(_imported(tree))  # whoever takes the tree may change it
     yield path, tree
-    for name in sorted(_imported(tree)):
+    for name in names:
         beside = path.parent / name
         for file in [beside.with_suffix(".py"), *(sorted(beside.rglob("*.py")) if beside.is_dir() else ())]:
             if file.is_file():
@@ -67,18 +68,23 @@ def _digests(tree: ast.Module, function: str | None) -> dict[str, str]:
     parts: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
         parts.setdefault(node.name if isinstance(node, _DEFINITIONS) else _REST, []).append(node)
-    return {name: digest_of(nodes, is_job=name == function) for name, nodes in parts.items()}
+    # The trees are nobody else's: a copy of each would take as long as all the rest, in each rank that starts.
+    return {name: _digest(nodes, is_job=name == function) for name, nodes in parts.items()}
 
 
 def digest_of(nodes: Sequence[ast.AST], *, is_job: bool = False) -> str:
     """Digest of what statements, or expressions, compute; without the defaults of a job function's parameters."""
+    return _digest([copy.deepcopy(node) for node in nodes], is_job)
+
+
+def _digest(nodes: Sequence[ast.AST], is_job: bool) -> str:
+    """As digest_of; removes what computes nothing from the nodes."""
     texts = [ast.dump(_bare(node, is_job)) for node in nodes]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _bare(node: ast.AST, is_job: bool) -> ast.AST:
-    """A copy of a statement without what computes nothing."""
-    node = copy.deepcopy(node)
+    """The statement without what computes nothing, which is removed in place."""
     if is_job and isinstance(node, ast.FunctionDef):
         node.args.defaults, node.args.kw_defaults = [], []
     for inner in ast.walk(node):
