@@ -196,7 +196,7 @@ CASES: dict[str, tuple[Case, dict[int, int], float]] = {
     "qwen": (qwen, {2: 4, 3: 2}, THROUGH_FLOAT32),
     "bert": (bert, {2: 4, 3: 4}, THROUGH_FLOAT32),
     "vit": (vit, {2: 4, 3: 4}, THROUGH_FLOAT32),
-    "phi": (phi, {2: 2, 3: 2}, THROUGH_FLOAT32),
+    "phi": (phi, {2: 4, 3: 2}, THROUGH_FLOAT32),
     "gpt2": (gpt2, {2: 4, 3: 4}, THROUGH_FLOAT32),
     "gpt2 with dropout": (gpt2_with_dropout, {2: 2, 3: 2}, THROUGH_FLOAT32),
 }
