@@ -263,8 +263,10 @@ class Costs:
             totals, cut = self._exchanged.shard.totals, ModelDegrees(layout.tensor, layout.pipeline, layout.context)
             layouts = (layout_of(Degrees(replicas, cut), shard) for shard in divisors(replicas)[1:])
             self._sharded[key] = [totals(plan, one, held) for one in layouts]
+        # Each microbatch gathers; gradients are scattered behind the last one at least.
+        times = 1 if self._program.gathers_apart else ranks.microbatches
         for gathers, scatters in self._sharded[key]:
-            least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
+            least = min(least, times * max(0.0, gathers - forward) + max(0.0, scatters - backward))
         return least
 
     def nearly(self, plan: Plan) -> float:
