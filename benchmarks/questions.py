@@ -239,7 +239,7 @@ def share(asked: Asked, prediction: dict[str, Any]) -> float:
 def row(asked: Asked, found: dict[str, Any]) -> list[str]:
     """A row of the table."""
     samples = f"{asked.batch:,}" + (f" x {asked.length:,}" if asked.length else "")
-    head = [asked.name, samples, asked.cluster, f"{found['used']:.0f} s"]
+    head = [asked.name, samples, asked.cluster, f"{found['seconds']:.0f} s"]
     if "error" in found:
         last = found["error"].splitlines()[-1].strip()
         return [*head, f"no answer: {last}", "", "", "", asked.why]

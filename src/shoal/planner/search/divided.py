@@ -32,14 +32,14 @@ def dealt(cuts: Sequence[ModelDegrees], number: int) -> list[tuple[ModelDegrees,
     """The degrees of each part: about as many, and together those of which a pass computes the same bounds.
 
     Those are the degrees that differ in the pipeline alone. Where there is no context axis a search goes deepest, so
-    that they are dealt one by one.
+    that they are dealt one by one, to and fro: even pipelines have more schedules than odd ones.
     """
     groups: dict[tuple[int, ...], list[ModelDegrees]] = {}
     for cut in cuts:
         groups.setdefault((cut.tensor, cut.context) if cut.context > 1 else tuple(cut), []).append(cut)
     found: list[list[ModelDegrees]] = [[] for _ in range(number)]
-    for _, group in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
-        min(found, key=len).extend(group)
+    for turn, (_, group) in enumerate(sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))):
+        min(found if turn // number % 2 == 0 else found[::-1], key=len).extend(group)
     return [tuple(part) for part in found]
 
 
