@@ -25,6 +25,14 @@ from shoal.parallel.model.module_state import PlaceNumber, UnknownStateError, pl
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer, Use, written_by
 
+# Packages whose blocks were seen to keep nothing beside their arguments and attributes: no globals, for example, which
+# nothing here looks at. Blocks of all others are run.
+_PACKAGES = frozenset(("torch", "transformers"))
+
+
+def _is_known(block: nn.Module) -> bool:
+    return all(type(module).__module__.partition(".")[0] in _PACKAGES for module in block.modules())
+
 
 class EscapeError(Exception):
     """A value that a block did not return was used elsewhere, and so what equal ones leave is not known."""
@@ -106,7 +114,8 @@ class RepeatTracer(StageTracer):
 
     def __init__(self, model: nn.Module, unwrapped: Mapping[int, Any], *names_and_sizes: Any) -> None:
         super().__init__(*names_and_sizes)
-        self._blocks = {block.name: block.module for block in repeated_blocks(model) if block.children is None}
+        whole = (block for block in repeated_blocks(model) if block.children is None)
+        self._blocks = {block.name: block.module for block in whole if _is_known(block.module)}
         self._unwrapped = unwrapped
         self._all_names = self._names | {id(module): name for name, module in model.named_modules()}
         self._records: dict[Hashable, _Record | None] = {}

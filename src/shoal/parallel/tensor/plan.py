@@ -28,8 +28,7 @@ from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
 _REAL_BYTES = 8 << 30
-# Tokens of a sample in a proof, which tells slices from each other by more rows than its matrices have ranks.
-_FEW_TOKENS = 16
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)

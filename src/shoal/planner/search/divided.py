@@ -7,7 +7,9 @@ Source: Gendron and Crainic, Parallel branch-and-bound algorithms: survey and sy
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
+import shoal
 from shoal.errors import LaunchError
 from shoal.planner.search.aims import Ceiling
 from shoal.planner.search.candidates import Candidate
@@ -26,6 +30,14 @@ from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, ModelDegrees, simplicity
 
 _NEVER = float("inf")
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.path += sys.argv[2:]
+from shoal.planner.search.part import main
+main()
+"""
+_ENDING_SECONDS = 5.0
 
 
 def dealt(cuts: Sequence[ModelDegrees], number: int) -> list[tuple[ModelDegrees, ...]]:
@@ -50,15 +62,19 @@ def in_parts(whole: Search, costed: Costed, number: int) -> Iterator[Search]:
     own = Search(replace(whole.space, only=first), whole.costs, whole.grain_size, whole.watch)
     with tempfile.TemporaryFile() as file:
         file.truncate(8 * number)
-        with mmap.mmap(file.fileno(), 8 * number) as memory, memoryview(memory).cast("d") as shared:
+        # Not one of the first three, which the processes have otherwise: a command may have been started without them.
+        descriptor = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
+        with mmap.mmap(descriptor, 8 * number) as memory, memoryview(memory).cast("d") as shared:
             processes = PartProcesses(shared)
             try:
                 for place, cuts in enumerate(others, 1):
                     space = replace(whole.space, only=cuts)
-                    processes.start(SearchPart(space, costed, whole.grain_size, file.fileno(), number, place))
+                    part = SearchPart(space, costed, whole.grain_size, descriptor, number, place, os.getpid())
+                    processes.start(part)
                 yield DividedSearch(whole, own, processes)
             finally:
                 processes.end()
+                os.close(descriptor)
 
 
 class DividedSearch(Search):
@@ -143,7 +159,8 @@ class PartProcesses:
 
     def start(self, part: SearchPart) -> None:
         """Starts the process of a part."""
-        command = [sys.executable, "-P", "-m", "shoal.planner.search.part"]
+        # Of this shoal, and of packages where this process finds them, but for those of the language.
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(shoal.__file__).parents[1]), *sys.path]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [part.shared]}
         # In a session of its own: ^C is this process's affair.
         self._processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
@@ -190,6 +207,8 @@ class PartProcesses:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> LaunchError:
+    with suppress(subprocess.TimeoutExpired):  # else its code would be that of the kill
+        process.wait(_ENDING_SECONDS)
     process.kill()
     return LaunchError(
         given="a search in several processes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
@@ -40,6 +41,7 @@ class SearchPart(NamedTuple):
     shared: int
     number: int
     place: int
+    parent: int
 
 
 def send(message: object, to: IO[bytes]) -> None:
@@ -59,15 +61,16 @@ def received(of: IO[bytes]) -> Any:
 def main() -> None:
     """Answers on what was the output, until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    with contextlib.suppress(OSError):  # of a command whose errors nobody reads
+        os.dup2(2, 1)
     gc.disable()  # it takes a third of a long search, and finds nothing
     part: SearchPart = received(sys.stdin.buffer)
-    parent = os.getppid()
 
     def watch() -> None:
-        if os.getppid() != parent:
+        if os.getppid() != part.parent:
             os._exit(1)
 
+    watch()
     search = Search(part.space, costs_of(*part.costed), part.grain_size, watch)
     shared = memoryview(mmap.mmap(part.shared, 8 * part.number)).cast("d")
     passes: dict[int, SearchPasses] = {}
@@ -83,7 +86,3 @@ def main() -> None:
         if name == "run":
             arguments = *arguments, Ceiling(shared, part.place)
         send(getattr(passes[number], name)(*arguments), answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,6 +20,13 @@ BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ten
 RUN: list[int] = []  # a global, which is no state of a block
 
 
+@pytest.fixture(autouse=True)
+def blocks_of_these_tests_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "shoal.parallel.pipeline.stage_repeats._PACKAGES", frozenset(("torch", "transformers", "tests"))
+    )
+
+
 def loss(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
@@ -439,3 +446,14 @@ def test_blocks_without_autograd() -> None:
             return block(x)  # type: ignore[no-any-return]
 
     assert run_blocks(lambda: Model(same(), called)) == [0, 1, 2, 3]  # the first has an argument with a gradient
+
+
+def test_blocks_of_other_packages_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model([Block(number) for number in range(4)])
+    RUN.clear()
+    places(model, loss, BATCH)
+    assert RUN == [0], "of equal ones one is"
+    monkeypatch.undo()
+    RUN.clear()
+    places(Model([Block(number) for number in range(4)]), loss, BATCH)
+    assert RUN == [0, 1, 2, 3]

@@ -100,6 +100,19 @@ def children() -> list[int]:
     return [int(number) for number in text.split()]
 
 
+def test_a_part_that_fails_is_told_by_its_own_code() -> None:
+    with made().search_on(2) as search:
+        passes = search.passes()
+        passes._processes.ask(99, "run", Wanted())  # passes that were not begun
+        with pytest.raises(LaunchError, match="one of them ended with code 1;"):
+            passes._processes.answers()
+
+
+def test_a_command_without_input_searches_too() -> None:
+    found = subprocess.run(f"{sys.executable} -c '{ONCE}' <&-", shell=True, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "1\n", "")
+
+
 def test_a_part_that_is_killed_ends_the_search() -> None:
     before = set(children())
     with made().search_on(2) as search:
@@ -128,6 +141,15 @@ def has_ended(process: int) -> bool:
     return text.rpartition(")")[2].split()[0] == "Z"
 
 
+ONCE = """
+import shoal.planner.answer.outlook as outlook
+from shoal.planner.search.passes import Wanted
+from tests.unit.planner.search.test_divided import made
+
+outlook._LARGE = 1
+with made().search_on(2) as search:
+    print(len(search.passes().take(Wanted())))
+"""
 LONG = """
 import shoal.planner.answer.outlook as outlook
 from shoal.planner.search.passes import Wanted
@@ -142,11 +164,14 @@ with made(gib=4.0, grains=4096).search_on(2) as search:
 """
 
 
-def test_no_part_outlives_a_command_that_is_killed() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 1.0])
+def test_no_part_outlives_a_command_that_is_killed(seconds: float) -> None:
+    """Its part has been told of the search, and is loading its modules, or searches."""
     process = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "ready\n"
+        time.sleep(seconds)
         text = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
         (child,) = [int(number) for number in text.split()]
         process.kill()
