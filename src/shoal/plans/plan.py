@@ -22,7 +22,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def trusted_copy(self, values: Mapping[str, Any]) -> Self:
-        """A copy with these values, which nothing checks, as `model_copy` makes it in several times as long."""
+        """The copy with these values that `model_copy` makes, in a fraction of its time: a search makes very many."""
         copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
         if not fields_set >= values.keys():
             fields_set = fields_set | values.keys()
