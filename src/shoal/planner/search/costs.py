@@ -325,14 +325,12 @@ def costs_of(
     """The costs of plans on each number of devices."""
     predictor = Predictor(work, cluster, program)
     by_device: dict[int, Costs] = {}
-    by_ranks: dict[int, Costs] = {}
 
     @cache  # it is asked of every place again and again
     def on(num_devices: int) -> Costs:
-        ranks = min(cluster.devices_per_host, num_devices)
-        if ranks not in by_ranks:
-            device = cluster.device_for(ranks)
-            by_ranks[ranks] = by_device.setdefault(id(device), Costs(predictor, device, correction))
-        return by_ranks[ranks]
+        device = cluster.device_for(min(cluster.devices_per_host, num_devices))
+        if id(device) not in by_device:
+            by_device[id(device)] = Costs(predictor, device, correction)
+        return by_device[id(device)]
 
     return on
