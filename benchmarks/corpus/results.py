@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,9 +59,10 @@ class Results:
 
 def reason(found: Found) -> str:
     """What is said of a cell that is not verified, in one line."""
-    said = " ".join(str(found.get("said", "")).split()).replace("|", "\\|")
-    if found["status"] == "diverged":
-        said = said[max(0, said.find("first divergence")) :]
+    said = str(found.get("said", ""))
+    if found["status"] == "diverged":  # lines that begin with a label are sentences of their own
+        said = re.sub(r"\n(\S)", lambda found: f". {found[1].upper()}", said[max(0, said.find("first divergence")) :])
+    said = " ".join(said.split()).replace("|", "\\|")
     said = f"{found['kind']}: {said}"[:LONGEST_REASON] if found["status"] == "failed" else said[:LONGEST_REASON]
     if found.get("remedy"):
         said += f". Instead: {' '.join(found['remedy'].split())[:LONGEST_REASON]}"
