@@ -45,7 +45,7 @@ def jobs(batch: int) -> dict[str, shoal.Job]:
 def course(job: shoal.Job, captured: bool, turns: int, counts: tuple[int, int]) -> tuple[float, list[str]]:
     """Seconds of a step, and the notes of the run."""
     notes: list[str] = []
-    found = measure(job, False, turns, counts, others=(), captured=captured, notes=notes)
+    found = measure(job, False, turns, counts, others=(), execution={"cuda_graph": captured}, notes=notes)
     return statistics.median(found["shoal"]), notes
 
 

@@ -1,11 +1,13 @@
 """Claim: none yet: no GPU was there. On a CPU (`--tiny`) the program runs, and its figures mean nothing.
 
 Repeat with `python -m benchmarks.gpu_step --job lenet` (resnet18, gpt) on a machine with a GPU; `scripts/gpu` runs all.
-Blocks of steps of shoal's trainer, records and all, and of a bare loop in eager mode and under torch.compile, each with
-a model and an optimizer of its own, take turns in one process, so that other work on the machine meets all alike. A
-block's time is taken between two synchronisations of the device, after steps that are not counted; a ratio is taken
-within a turn, and medians are over the turns. The bare loops copy pinned batches without waiting and read the loss once
-a block. The GPT is GPT-2's in bfloat16; its share of the peak counts 6 FLOPs a parameter and token, and attention.
+Blocks of steps of shoal's trainer, records and all, and of a bare loop, each with a model and an optimizer of its own,
+take turns in one process, so that other work on the machine meets both alike. shoal's plan is as it is by default, with
+its step captured in a CUDA graph, and with its blocks compiled; the bare loop is in eager mode, or under torch.compile
+beside the compiled plan. A block's time is taken between two synchronisations of the device, after steps that are not
+counted; a ratio is taken within a turn, and medians are over the turns. The bare loops copy pinned batches without
+waiting and read the loss once a block. The GPT is GPT-2's in bfloat16; its share of the peak counts 6 FLOPs a parameter
+and token, and attention.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from torch import nn
 import shoal
 from benchmarks import small_jobs
 from shoal.distributed.mesh import open_mesh
+from shoal.errors import PlanError
 from shoal.hardware import cluster
 from shoal.launch.environment import Environment
 from shoal.plans.resolve import Wishes, apply_wishes
@@ -60,6 +63,14 @@ JOBS: dict[str, Callable[[bool], shoal.Job]] = {
     "lenet": lambda tiny: small_jobs.lenet(8 if tiny else 256),
     "resnet18": lambda tiny: small_jobs.resnet18(8 if tiny else 256),
     "gpt": gpt,
+}
+
+
+# By name: keys of the plan's section [execution], and the loops beside it.
+PLANS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "default": ({}, ("eager",)),
+    "captured": ({"cuda_graph": True}, ("eager",)),
+    "compiled": ({"compile": "default"}, ("eager", "compiled")),
 }
 
 
@@ -139,15 +150,15 @@ def measure(
     turns: int,
     counts: tuple[int, int],
     *,
-    others: Sequence[str] = ("eager", "compiled"),
-    captured: bool = False,
+    others: Sequence[str] = ("eager",),
+    execution: Mapping[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of a step in each turn by loop; the first turn, in which kernels are compiled, is left out.
 
-    `others`: the bare loops. `captured`: the plan asks for a CUDA graph of the step. `notes` is given the run's.
+    `others`: the bare loops. `execution`: keys of that section of the plan. `notes` is given the run's.
     """
-    base = shoal.Plan().with_sections(execution={"cuda_graph": captured})
+    base = shoal.Plan().with_sections(execution=dict(execution or {}))
     wished = apply_wishes(base, Wishes(precision="bf16" if half else None), from_file=False)
     plan, note = judged(job, wished).plan, notes.append if notes is not None else lambda text: None
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
@@ -195,6 +206,24 @@ def figures(job: shoal.Job, found: dict[str, list[float]], peak: float | None) -
     return answer
 
 
+def measured(
+    job: shoal.Job,
+    half: bool,
+    turns: int,
+    steps: int,
+    others: Sequence[str],
+    execution: Mapping[str, Any],
+    peak: float | None,
+) -> dict[str, Any]:
+    """What is told of a plan: its figures and what the run has said, or why it is refused."""
+    notes: list[str] = []
+    try:
+        found = measure(job, half, turns, (max(2, steps // 5), steps), others=others, execution=execution, notes=notes)
+    except PlanError as error:
+        return {"refused": str(error.conflict)}
+    return {**figures(job, found, peak), "said": notes}
+
+
 def main() -> None:
     """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
@@ -208,15 +237,15 @@ def main() -> None:
     options = parser.parse_args()
     turns, steps = (1, 2) if options.tiny else (options.turns, options.steps)
     job, half = JOBS[options.job](options.tiny), options.job == "gpt"
-    found = measure(job, half, turns, (max(2, steps // 5), steps))
-    device = cluster("here").device
-    peak = device.flops.get("bfloat16") if torch.cuda.is_available() else None
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about = {"job": options.job, "tiny": options.tiny, "device": name, "torch": torch.__version__}
-    text = json.dumps({**about, "batch": job.global_batch, **figures(job, found, peak)}, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+    answer: dict[str, Any] = {**about, "batch": job.global_batch}
+    peak = cluster("here").device.flops.get("bfloat16") if torch.cuda.is_available() else None
+    for plan, (execution, others) in PLANS.items():
+        answer[plan] = found = measured(job, half, turns, steps, others, execution, peak)
+        print(plan, json.dumps(found, indent=2), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(answer, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 # Before torch is loaded, here and in what is started: a thread that waits for another sleeps. By default it spins, and
 # where processes are more than cores that took nine tenths of the time of small kernels on two threads.
@@ -11,6 +12,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from tests.sharing import Shared
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are seen where tests/gpu alone is run: all other tests mean processes on cores, of which one has many."""
+    own = Path(__file__).parent / "gpu"
+    given = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
+    if not all(path.is_relative_to(own) for path in given):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:

@@ -156,6 +156,8 @@ def trained(
 
     chosen = Options(folder, telemetry=False, callbacks=callbacks, **options)
     made = build(wanted, judged(wanted, plan or Plan()).plan, mesh, chosen)
+    if chosen.observer.has_hooks:
+        chosen.observer.attach(made.sharded_model, made.updater.optimizer, made.strategy)
     begin = made.strategy.begin
 
     def begun(step: int = 0, factor: float = 1.0) -> None:

@@ -6,15 +6,39 @@ weighted by samples. For BatchNorm's running statistics, which are linear in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import JobError
+from shoal.numerics.flat import views_of
 from shoal.numerics.precision import numbers
+
+T = TypeVar("T")
+
+
+def normalised_apart(parts: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:
+    """Batch normalisation of each part of an input by itself, with `given` as further arguments of torch's function.
+
+    Running statistics become the mean of what the parts made of them, weighted by rows: in a few operations for all
+    parts, since on a GPU each that is launched takes longer than it computes.
+    """
+    rows = sum(map(len, parts))
+    running = {name: given[name] for name in ("running_mean", "running_var") if given.get(name) is not None}
+    own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
+    outputs = [
+        F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in own.items()}})
+        for place, part in enumerate(parts)
+    ]
+    for name, values in own.items():
+        shares = torch._foreach_mul(values.unbind(), [len(part) / rows for part in parts])  # the backward has `values`
+        running[name].copy_(torch.stack(shares).sum(0))
+    return outputs
 
 
 class StepBuffers:
@@ -64,7 +88,9 @@ class StepBuffers:
         """Keeps the step's values."""
         if not self._homes:
             return
-        self._saved = {name: self._now(name).detach().clone() for name in self.names if not self._now(name).is_meta}
+        now = {name: self._now(name).detach() for name in self.names if not self._now(name).is_meta}
+        self._saved = {name: torch.empty_like(value) for name, value in now.items()}
+        _copy([(self._saved[name], value) for name, value in now.items()])
         self._still = {name: kept for name, kept in self._still.items() if name not in self._saved}
         for name in self._homes.keys() - self._saved.keys():
             value, mark = self._now(name), self._version(name)
@@ -96,13 +122,15 @@ class StepBuffers:
         for name in self.names:
             if self._now(name).shape != self._shapes[name]:
                 raise _reshaped(name, self._shapes[name], self._now(name).shape)
-        return torch.cat([self._value(name) for name in self.names]) * num_samples
-
-    def _value(self, name: str) -> Tensor:
-        value = self._now(name).detach()
-        if value.is_meta or not self._counts(name):  # other ranks hold it, or count it
-            return torch.zeros(self._length(name), dtype=torch.float64, device=self._device)
-        return numbers(value).flatten()
+        held = {name: self._now(name).detach() for name in self.names}
+        own = {name: value for name, value in held.items() if not value.is_meta and self._counts(name)}
+        found: dict[str, Tensor] = {}
+        for names in _by_kind(own.items()):
+            flat = numbers(torch.cat([own[name].flatten() for name in names])).flatten()
+            found |= dict(zip(names, flat.split([self._length(name) for name in names]), strict=True))
+        for name in held.keys() - own.keys():  # other ranks hold it, or count it
+            found[name] = torch.zeros(self._length(name), dtype=torch.float64, device=self._device)
+        return torch.cat([found[name] for name in self.names]) * num_samples
 
     def restore(self) -> None:
         """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape."""
@@ -110,15 +138,17 @@ class StepBuffers:
             return
         self._changed = self.changed()
         started = {name: self._still[name][1] for name in self._changed & self._still.keys()} | self._saved
-        with torch.no_grad():
-            for name, value in started.items():
-                if self._now(name).shape != value.shape:
-                    raise _reshaped(name, value.shape, self._now(name).shape)
-                if self._now(name).dtype == value.dtype:
-                    self._now(name).copy_(value)
-                else:  # a forward has put one of another dtype there, as under autocast
-                    home, key = self._homes[name]
-                    home[key] = value.clone()
+        same: list[tuple[Tensor, Tensor]] = []
+        for name, value in started.items():
+            now = self._now(name)
+            if now.shape != value.shape:
+                raise _reshaped(name, value.shape, now.shape)
+            if now.dtype == value.dtype:
+                same.append((now, value))
+            else:  # a forward has put one of another dtype there, as under autocast
+                home, key = self._homes[name]
+                home[key] = value.clone()
+        _copy(same)
         self._mark()
 
     def assign(self, weighted: npt.NDArray[np.float64], num_samples: int) -> None:
@@ -133,17 +163,38 @@ class StepBuffers:
             self._assign(weighted / num_samples, good)
 
     def _assign(self, values: Tensor, good: Tensor | None) -> None:
-        with torch.no_grad():
-            for name, part in zip(self.names, values.split(list(map(self._length, self.names))), strict=True):
-                buffer = self._now(name)
-                if buffer.is_meta:
-                    continue
-                if buffer.is_complex():
-                    new = torch.view_as_complex(part.reshape(*buffer.shape, 2).contiguous())
-                else:
-                    new = (part if buffer.is_floating_point() else part.round()).view_as(buffer)
-                buffer.copy_(new if good is None else torch.where(good, new.to(buffer.dtype), self._saved[name]))
+        parts = dict(zip(self.names, values.split(list(map(self._length, self.names))), strict=True))
+        held = {name: self._now(name) for name in self.names if not self._now(name).is_meta}
+        for names in _by_kind(held.items()):
+            buffers = [held[name] for name in names]
+            new = _of_kind(torch.cat([parts[name] for name in names]), buffers[0])
+            if good is not None:
+                new = torch.where(good, new, torch.cat([self._saved[name].flatten() for name in names]))
+            _copy(list(zip(buffers, views_of(new, buffers), strict=True)))
         self._saved = {}  # the step is over: there is nothing to go back to
+
+
+def _by_kind(items: Iterable[tuple[T, Tensor]]) -> list[list[T]]:
+    """Items whose tensors have one dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for item, tensor in items:
+        found.setdefault((tensor.dtype, tensor.device), []).append(item)
+    return list(found.values())
+
+
+def _of_kind(values: Tensor, like: Tensor) -> Tensor:
+    """Numbers as a buffer of such a dtype holds them, flat; pairs of a complex one."""
+    values = values.to(like.device)
+    if like.is_complex():
+        return torch.view_as_complex(values.view(-1, 2)).to(like.dtype)
+    return (values if like.is_floating_point() else values.round()).to(like.dtype)
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies into the first of each pair the second, all of a dtype at once."""
+    with torch.no_grad():
+        for alike in _by_kind((pair, pair[0]) for pair in pairs):
+            torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
 
 
 def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:

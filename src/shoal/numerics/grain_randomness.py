@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shoal.numerics.batch_statistics import normalised_apart
 from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
 from shoal.plans.grains import Grain, random_key
 
@@ -254,20 +255,7 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     if not given.get("training", False):
         return func(*args, **kwargs)
     scope.calls += 1
-    parts = scope.split(given["input"])
-    running = [given.get("running_mean"), given.get("running_var")]
-    start = [None if r is None else r.clone() for r in running]
-    sums = [None if r is None else torch.zeros_like(r) for r in running]
-    outputs = []
-    for part, size in zip(parts, scope._sizes, strict=True):
-        own = [None if r is None else r.clone() for r in start]
-        outputs.append(F.batch_norm(**{**given, "input": part, "running_mean": own[0], "running_var": own[1]}))
-        for total, value in zip(sums, own, strict=True):
-            if total is not None and value is not None:
-                total.add_(value, alpha=size / scope._rows)
-    for buffer, total in zip(running, sums, strict=True):
-        if buffer is not None and total is not None:
-            buffer.copy_(total)
+    outputs = normalised_apart(scope.split(given["input"]), given)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -200,7 +200,8 @@ class CapturedStep:
             if self._num_slow >= _MOST_SLOW and not self._num_captures:
                 self._refuse("steps take so long that each is read before the next one")
         elif parts.observer.looks:
-            self._refuse("each step is looked at")
+            if parts.observer.always_looks:
+                self._refuse("each step is looked at")
         elif parts.callbacks.always_at_once:
             self._refuse("a callback wants each step before the next one begins")
         elif not maskable(optimizer):

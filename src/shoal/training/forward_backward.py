@@ -41,6 +41,11 @@ class Observer:
         """Whether each step that comes is read before the next one, to be looked at. The same on all ranks."""
         return self.has_hooks
 
+    @property
+    def always_looks(self) -> bool:
+        """Whether it will look at every step that comes, and not at the next few alone."""
+        return self.looks
+
     def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
         """A run's parts are built, before its first step. Called by who has built them, not by the engine."""
 

@@ -49,6 +49,10 @@ class StepMeter(Observer):
     def looks(self) -> bool:
         return bool(self._left)
 
+    @property
+    def always_looks(self) -> bool:
+        return False
+
     def attach(
         self,
         sharded_model: ShardedModel,

@@ -191,8 +191,8 @@ class Reference:
         trace.loss = total / trace.weight if trace.weight else math.nan
         scale = 1.0 / (trace.weight * trace.factor) if trace.weight else 0.0
         mean = {name: g * scale for name, g in self._sums.items()}
-        found.contributions = {r: {n: g * scale for n, g in own.items()} for r, own in found.contributions.items()}
-        found.parts = {key: {n: g * scale for n, g in own.items()} for key, own in found.parts.items()}
+        found.contributions = {r: _scaled(own, scale) for r, own in found.contributions.items()}
+        found.parts = {key: _scaled(own, scale) for key, own in found.parts.items()}
         found.magnitudes = {name: value * abs(scale) for name, value in found.magnitudes.items()}
         trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
         trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
@@ -263,6 +263,11 @@ class Reference:
     def close(self) -> None:
         """Takes the hooks off."""
         self._forward.close()
+
+
+def _scaled(gradients: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Multiples of gradients, on the CPU as a trace's tensors are."""
+    return {name: (gradient * scale).cpu() for name, gradient in gradients.items()}
 
 
 class Halves(TorchFunctionMode):

@@ -28,6 +28,7 @@ from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import RunControl
 from shoal.training.captured_step import StepGraph
 from shoal.training.device_graph import Body, Recording
+from shoal.training.metering import MEASURED_STEPS, StepMeter
 
 PLAN = Plan().with_sections(execution={"cuda_graph": True})
 ROWS = DATA.tensors[0]
@@ -37,11 +38,13 @@ SAID = "execution.cuda_graph"
 def both(made: dict[str, Any], plan: Plan = PLAN, **how: Any) -> tuple[Course, Course, Counter[str]]:
     """The courses without a graph and with one, and what was called of the recorder."""
     folder = how.pop("folder", None)
-    makes = how.pop("makes", ())
+    makes, observer = how.pop("makes", ()), how.pop("observer", None)
     long_step = how.pop("long_step_seconds", math.inf)
     found = []
     for name, own in (("queued", plan.with_sections(execution={"cuda_graph": False})), ("captured", plan)):
         options = {**how, "callbacks": [make() for make in makes]}
+        if observer is not None:
+            options["observer"] = observer()
         with waiting(late=True, long_step_seconds=long_step), replaying() as counted:
             found.append(trained(job(**made), own, folder=folder and folder / name, **options))
     return found[0], found[1], counted
@@ -123,6 +126,14 @@ def test_a_replayed_step_is_the_step_that_is_queued(name: str) -> None:
     assert sum(captured.reads.values()) == 0, captured.reads
 
 
+def test_it_begins_after_the_steps_that_are_measured() -> None:
+    """As in each `shoal run`, whose first steps are looked at."""
+    queued, captured, counted = both({}, observer=StepMeter)
+    assert same(captured) == same(queued)
+    assert said_of_graph(captured) == [f"{SAID}: steps are replayed from step {MEASURED_STEPS + 1} on"]
+    assert counted == {"warm_up": 3, "record": 1, "replay": 1 + STEPS - MEASURED_STEPS}
+
+
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_narrow_compute_and_a_fixed_loss_scale(compute: str) -> None:
     narrow = PLAN.with_sections(precision={"compute": compute, "loss_scale": 100.0 if compute == "float16" else "none"})
@@ -142,10 +153,13 @@ def test_a_short_last_batch_is_queued_without_the_graph() -> None:
 
 def spoilt(value: float, row: int) -> Callable[[nn.Module, Any], tuple[Tensor, Tensor]]:
     """A loss to which one sample adds a value."""
+    rows: dict[torch.device, Tensor] = {}
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         total, weight = shoal.cross_entropy(model(batch[0]), batch[1])
-        return total + torch.where((batch[0] == ROWS[row]).all(1), value, 0.0).sum(), weight
+        if batch[0].device not in rows:  # brought there once: a graph takes nothing from the host
+            rows[batch[0].device] = ROWS[row].to(batch[0].device)
+        return total + torch.where((batch[0] == rows[batch[0].device]).all(1), value, 0.0).sum(), weight
 
     return loss
 
