@@ -69,7 +69,9 @@ def test_the_dry_half_runs(tmp_path: Path) -> None:
     assert main(["--dry", "--out", str(tmp_path)]) == 0
     for job in JOBS:
         found = json.loads((tmp_path / f"step_of_{job}.json").read_text())
-        assert set(found["ratio"]) == {"shoal / eager", "shoal / compiled"}
+        assert set(found["default"]["ratio"]) == {"shoal / eager"}
+        assert "a CUDA device" in found["captured"]["refused"]
+        assert set(found["compiled"]["ratio"]) == {"shoal / eager", "shoal / compiled"}
     found = json.loads((tmp_path / "captured_step.json").read_text())
     for job in ("lenet", "lenet with dropout"):
         assert "a CUDA device" in found[job]["refused"] or found[job]["ratio"]

@@ -17,7 +17,9 @@ from shoal.distributed.mesh import alone
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device (or tests/conftest.py hides it)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no CUDA device (or tests/conftest.py hides it)"
+    ),
 ]
 # What is refused for the stand-in on a CPU alone: there draws by position are the host's.
 _OF_THE_CPU = ("many grains, which the host draws for",)

@@ -14,7 +14,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device (or tests/conftest.py hides it)"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch sees no CUDA device (or tests/conftest.py hides it)"
+    ),
 ]
 GPT = ["examples/gpt.py", *(w for s in ("batch=8", "block=32", "layers=2", "width=64") for w in ("--set", s))]
 

@@ -20,25 +20,53 @@ from shoal.numerics.flat import views_of
 from shoal.numerics.precision import numbers
 
 T = TypeVar("T")
+_RUNNING = ("running_mean", "running_var")
 
 
-def normalised_apart(parts: Sequence[Tensor], given: Mapping[str, Any]) -> list[Tensor]:
-    """Batch normalisation of each part of an input by itself, with `given` as further arguments of torch's function.
+def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
+    """Batch normalisation of each grain's rows by themselves, with `given` as arguments of torch's function.
 
-    Running statistics become the mean of what the parts made of them, weighted by rows: in a few operations for all
-    parts, since on a GPU each that is launched takes longer than it computes.
+    Running statistics become the mean of what the grains made of them, weighted by rows.
     """
-    rows = sum(map(len, parts))
-    running = {name: given[name] for name in ("running_mean", "running_var") if given.get(name) is not None}
+    running = {name: given[name] for name in _RUNNING if given.get(name) is not None}
     own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
-    outputs = [
-        F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in own.items()}})
-        for place, part in enumerate(parts)
-    ]
+    normalised = _as_channels if _is_launch_bound(given["input"], parts) else _one_by_one
+    whole = normalised(parts, {**given, **own})
+    rows = len(given["input"])
     for name, values in own.items():
         shares = torch._foreach_mul(values.unbind(), [len(part) / rows for part in parts])  # the backward has `values`
         running[name].copy_(torch.stack(shares).sum(0))
-    return outputs
+    return whole
+
+
+def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether one call for all grains takes less time than a call for each, whose launch takes longer than its kernel.
+
+    Not where channels lie last: there it would bring them into another format, and back.
+    """
+    alike = len(parts) > 1 and len(parts[0]) == len(parts[-1])
+    return alike and input.is_cuda and input.is_contiguous()
+
+
+def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
+    """Batch normalisation of a grain after the other; running statistics have a row for each."""
+    running = [name for name in _RUNNING if given.get(name) is not None]
+    outputs = [
+        F.batch_norm(**{**given, "input": part, **{name: given[name][place] for name in running}})
+        for place, part in enumerate(parts)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
+    """Batch normalisation of grains of one size in one call, where each grain's channels are channels of their own."""
+    grains, input = len(parts), given["input"]
+    rows, channels, *rest = parts[0].shape
+    beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
+    own = {name: given[name].view(-1) for name in _RUNNING if given.get(name) is not None}
+    own |= {name: given[name].repeat(grains) for name in ("weight", "bias") if given.get(name) is not None}
+    normal = F.batch_norm(**{**given, "input": beside, **own})
+    return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
 
 
 class StepBuffers:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shoal.numerics.batch_statistics import normalised_apart
+from shoal.numerics.batch_statistics import normalised_by_grain
 from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
 from shoal.plans.grains import Grain, random_key
 
@@ -255,8 +255,7 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     if not given.get("training", False):
         return func(*args, **kwargs)
     scope.calls += 1
-    outputs = normalised_apart(scope.split(given["input"]), given)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return normalised_by_grain(scope.split(given["input"]), given)
 
 
 def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:

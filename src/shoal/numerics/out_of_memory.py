@@ -6,10 +6,13 @@ import torch
 
 from shoal.errors import ShoalError
 
+# Of the host's allocator, and of CUDA and its libraries, which do not ask torch's allocator for all that they need.
+_WORDS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a device or the host."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return not isinstance(error, ShoalError)
     text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in _WORDS)

@@ -292,7 +292,7 @@ class Updater:
         weight = sums.sums[WEIGHT]
         scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
         norm = rounded_tensor(summed_norm) * scale.abs()
-        finite = torch.isfinite(sums.sums[TOTAL] / weight) & torch.isfinite(scale) & torch.isfinite(norm)
+        finite = torch.stack((sums.sums[TOTAL] / weight, scale, norm)).isfinite().all()
         good = fine & finite & (weight > 0) & is_settled(summed_norm)
         if self._job.clip_norm is not None:
             scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)

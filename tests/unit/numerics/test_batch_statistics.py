@@ -1,10 +1,14 @@
 """Buffers change once a step, to the mean of what the microbatches made of them."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from shoal.errors import JobError
+from shoal.numerics import batch_statistics
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.plans.grains import Grain
@@ -43,6 +47,41 @@ def test_what_a_forward_writes_or_replaces_is_found() -> None:
     assert buffers.changed() == CHANGING  # of the whole step
     buffers.begin()
     assert buffers.changed() == set()
+
+
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "BatchNorm1d of sequences", "BatchNorm2d", "BatchNorm3d"])
+@pytest.mark.parametrize("given", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_grains_as_channels_are_normalised_as_each_by_itself(
+    kind: str, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, gradients and running statistics; the shape is one that a GPU's grains get, on whatever device."""
+    shape = {"BatchNorm1d": (), "BatchNorm1d of sequences": (4,), "BatchNorm2d": (4, 3), "BatchNorm3d": (4, 3, 2)}[kind]
+    found = []
+    for together in (False, True):
+        monkeypatch.setattr(batch_statistics, "_is_launch_bound", lambda input, parts, is_one=together: is_one)
+        torch.manual_seed(0)
+        model = getattr(nn, kind.partition(" ")[0])(5, dtype=torch.float64, **given)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        x = torch.randn(12, 5, *shape, dtype=torch.float64, requires_grad=True)
+        with GrainScope(0, 0, [Grain(0, 0, 4), Grain(1, 4, 4), Grain(2, 8, 4)]):
+            out = model(x * 3 + torch.arange(12.0).view(-1, 1, *(1 for _ in shape)))
+            (out * torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)).square().sum().backward()
+        assert x.grad is not None
+        found.append([out, x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    apart, beside = found
+    for a, b in zip(apart, beside, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)  # both float64, of sums over 96 numbers at most
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_one"), [((4, 4, 4), True), ((4, 4, 3), False), ((12,), False)], ids=["alike", "a shorter last", "one"]
+)
+def test_which_grains_become_channels(sizes: tuple[int, ...], is_one: bool) -> None:
+    """Grains of one size on a GPU, whose device alone is asked for here."""
+    input = mock.Mock(is_cuda=True, is_contiguous=lambda: True)
+    assert batch_statistics._is_launch_bound(input, torch.zeros(sum(sizes)).split(list(sizes))) is is_one
+    assert not batch_statistics._is_launch_bound(torch.zeros(12, 1), torch.zeros(12, 1).split(4))
 
 
 def test_every_microbatch_starts_from_the_steps_values() -> None:
