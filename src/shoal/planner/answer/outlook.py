@@ -25,7 +25,13 @@ from shoal.planner.search.part import Costed
 from shoal.planner.search.passes import Wanted
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Space
+from shoal.plans.legal import conflicts
 
+# Seconds of a GPU's host in a step besides the model's operators: of LeNet beside one H200 (torch 2.11, 2026-11-26), by
+# torch's profile where operations are queued, by the clock where a graph replays them.
+_QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.7e-3
+# The plan's key as it is written.
+GRAPH = "execution.cuda_graph = true"
 # Devices that are added stop paying where each brings less than half of the throughput that a device brings at best.
 PAYS = 0.5
 # Degrees that share grains from whose number on more processes are worth their start, half a second; and how many are.
@@ -49,7 +55,8 @@ class Case:
     @property
     def _program(self) -> Program:
         """The program that is predicted: where none is given shoal's own, compiled as the plans are."""
-        return self.program or Program(fuses=self.space.base.execution.compile != "none")
+        fuses = self.space.base.execution.compile != "none"
+        return self.program or Program(fuses=fuses, host_seconds=_QUEUED_SECONDS)
 
     @property
     def predictor(self) -> Predictor:
@@ -155,12 +162,12 @@ def _limits(before: Candidate, after: Candidate) -> str:
 def sensitivity(
     case: Case, search: Search, chosen: Candidate, precise: tuple[str, Case] | None = None
 ) -> tuple[Change, ...]:
-    """Effects of another precision, recomputation, one more GiB, twice each link, and half or double the batch.
+    """Effects of another precision, a CUDA graph, recomputation, one more GiB, twice each link, half or double the batch.
 
     `search`: of this case. `precise`: a precision as it is written on the command line, and the case in it.
     """
     changes = [] if precise is None else [_in_precision(*precise, chosen)]
-    changes += _recomputed(case, chosen)
+    changes += [*_captured(case, chosen), *_recomputed(case, chosen)]
     changes.append(_more_memory(search, chosen))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
@@ -188,6 +195,17 @@ def _in_precision(precision: str, case: Case, chosen: Candidate) -> Change:
     """The same layout in another precision."""
     plan = chosen.plan.with_sections(precision=case.space.base.to_mapping()["precision"])
     return _predicted(case, replace(chosen, plan=plan), f"--precision {precision}, which changes the run")
+
+
+def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
+    """The same step as one CUDA graph, whose kernels wait for no host, where the plan may have one."""
+    plan, device = chosen.plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
+    if device.kind == "gpu" and plan != chosen.plan and not conflicts(plan, case.space.facts):
+        cluster = replace(case.cluster, device=replace(device, dispatch_seconds=0.0))
+        program = replace(case._program, host_seconds=_REPLAYED_SECONDS)
+        change = _predicted(replace(case, cluster=cluster, program=program), chosen, GRAPH)
+        if change.effect != "nothing":
+            yield change
 
 
 def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from shoal.hardware.values import Device
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.answer import SearchResult
 from shoal.planner.answer.likely_error import step
-from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND
+from shoal.planner.answer.outlook import GRAPH, STORAGE_BYTES_PER_SECOND
 from shoal.planner.answer.utilisation import lost_shares, wide_products
 from shoal.planner.search.aims import TOLD_APART
 from shoal.planner.search.candidates import Candidate
@@ -257,7 +257,7 @@ def hints(answer: SearchResult) -> list[str]:
     told = [
         f"{change.what}: {change.effect}"
         for change in answer.changes
-        if change.what.startswith("--") and "-" not in change.effect
+        if (change.what.startswith("--") or change.what == GRAPH) and "-" not in change.effect
     ]
     told += _in_float32(answer)
     if pays_until is None or not grains <= pays_until or grains >= most:

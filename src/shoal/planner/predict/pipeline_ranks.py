@@ -35,6 +35,8 @@ class BusiestRank:
         self.seconds = sum(p.forward_seconds + p.backward_seconds for p in passes)
         self.last_seconds = sum(p.backward_seconds for p in passes)  # of the backward
         self._whole = together([(one, 1) for one in passes])
+        ways = self._whole.forward, self._whole.backward
+        self.behind_seconds = sum(way.seconds - way.host - way.host_again for way in ways)  # the device is, of its host
         of_bodies = {body: of_body(body) for body, _ in held.counts}
         of_units = [of_bodies[unit.body] for unit in held.units]
         self.unit_forwards = [p.forward_seconds for p in of_units]

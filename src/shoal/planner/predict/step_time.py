@@ -109,6 +109,8 @@ class Predictor:
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
         of_step, of_tensor, _ = self._beside(device, _divides(plan))
         terms["host"] = of_step + of_tensor * num_tensors
+        if not on_cpu:
+            terms["host"] += max(0.0, self.program.host_seconds - ranks.busiest.behind_seconds * ranks.microbatches)
         return terms
 
     def _beside(self, device: Device, axis: str) -> tuple[float, float, float]:

@@ -87,6 +87,7 @@ class Program:
     master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
     gradient_passes: float = 3.0  # over the gradients before the update: their norm, and what scales and clips them
+    host_seconds: float = 0.0  # of a step on a GPU's host besides the model's operators, beside a device that is behind
     own_buckets: bool = True  # shoal's, of which the first and the last are small; else equal ones
     # An exchange of tensor or context ranks runs in as many parts as there are ranks, beside the product or attention
     # that it feeds: only the first part is waited for.

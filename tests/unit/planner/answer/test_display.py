@@ -14,7 +14,7 @@ from shoal.errors import PlanError
 from shoal.planner.answer import words
 from shoal.planner.answer.answer import Question, SearchResult, answer
 from shoal.planner.answer.display import show
-from shoal.planner.answer.outlook import Case, Change
+from shoal.planner.answer.outlook import GRAPH, Case, Change
 from shoal.planner.predict.error_bar import error_bar, likeness
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
@@ -193,6 +193,28 @@ def test_recomputation_and_the_batch_are_among_what_would_change_it(one: SearchR
     assert "recompute = full" in told
     assert "twice the batch (128 samples)" in told
     assert "half the batch (32 samples)" in told  # in half as many grains of one sample
+
+
+def test_a_graph_is_among_it_where_one_gpu_waits_for_its_host() -> None:
+    """Its seconds are the device's and the host's that is left; a large model's device is behind its host anyway."""
+    small = asked(batch=2, layers=2)
+    alone = replace(
+        small, case=replace(small.case, cluster=gpus(1, 1, 80.0), space=replace(small.case.space, counts=(1,)))
+    )
+    waiting = replace(alone.case.cluster, device=replace(alone.case.cluster.device, dispatch_seconds=1e-3))
+    found = answered(replace(alone, case=replace(alone.case, cluster=waiting)))
+    (change,) = [change for change in found.changes if change.what == GRAPH]
+    terms = found.chosen.prediction.terms
+    assert change.seconds is not None
+    assert terms["host"] == pytest.approx(2.1e-3)  # beside a device that waits nothing of it is hidden
+    assert change.seconds < found.chosen.seconds - terms["launch"]
+    assert any(hint.startswith(GRAPH) for hint in words.hints(replace(found, finer=None)))
+    several = answered(replace(small, case=replace(small.case, space=replace(small.case.space, counts=(8,)))))
+    assert GRAPH not in [change.what for change in several.changes], "a graph is one process's"
+
+
+def test_what_the_host_does_is_hidden_beside_a_device_that_is_behind(one: SearchResult) -> None:
+    assert one.chosen.prediction.terms["host"] == 0.0
 
 
 def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
