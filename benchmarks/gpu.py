@@ -43,9 +43,10 @@ class Part:
     dry_told: str = "ran in tiny on the CPU"
 
 
-def step(job: str, seconds: float) -> Part:
-    """The measurement of a job's step."""
-    command = (PYTHON, "-m", "benchmarks.gpu_step", "--job", job, "--out", "OUT.json")
+def step(job: str, seconds: float, steps: int) -> Part:
+    """The measurement of a job's step, in blocks of so many."""
+    counts = ("--turns", "3", "--steps", str(steps))
+    command = (PYTHON, "-m", "benchmarks.gpu_step", "--job", job, *counts, "--out", "OUT.json")
     return Part(f"step of {job}", seconds, command, (*command, "--tiny"))
 
 
@@ -59,7 +60,7 @@ def predicted(job: Sequence[str], cluster: str, plan_only: bool) -> tuple[str, .
 
 
 DOCTOR = (PYTHON, "-m", "shoal", "doctor", "--json")
-CAPTURED = (PYTHON, "-m", "benchmarks.gpu_captured", "--out", "OUT.json")
+CAPTURED = (PYTHON, "-m", "benchmarks.gpu_captured", "--turns", "1", "--out", "OUT.json")
 LAYOUTS = (PYTHON, "-m", "benchmarks.gpu_layouts")
 GPT = ("examples/gpt.py", "--set", "batch=32", "--set", "layers=8", "--set", "width=512", "--set", "block=512")
 PARTS = (
@@ -67,15 +68,15 @@ PARTS = (
     Part(
         "tests",
         100,
-        (PYTHON, "-m", "pytest", "-q", "tests/gpu"),
+        (PYTHON, "-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "tests/gpu"),
         (PYTHON, "-m", "pytest", "-q", "--collect-only", "tests/gpu"),
         "tests collected, none run",
     ),
     Part("layouts", 90, (*LAYOUTS, "--out", "OUT.json"), (*LAYOUTS, "--out", "OUT.json", "--dry")),
-    step("lenet", 65),
+    step("lenet", 65, 50),
     Part("captured step", 30, CAPTURED, (*CAPTURED, "--dry")),
-    step("resnet18", 85),
-    step("gpt", 110),
+    step("resnet18", 85, 20),
+    step("gpt", 110, 10),
     Part(
         "bench",
         45,

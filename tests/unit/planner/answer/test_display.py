@@ -197,12 +197,10 @@ def test_recomputation_and_the_batch_are_among_what_would_change_it(one: SearchR
 
 def test_a_graph_is_among_it_where_one_gpu_waits_for_its_host() -> None:
     """Its seconds are the device's and the host's that is left; a large model's device is behind its host anyway."""
-    small = asked(batch=2, layers=2)
-    alone = replace(
-        small, case=replace(small.case, cluster=gpus(1, 1, 80.0), space=replace(small.case.space, counts=(1,)))
-    )
-    waiting = replace(alone.case.cluster, device=replace(alone.case.cluster.device, dispatch_seconds=1e-3))
-    found = answered(replace(alone, case=replace(alone.case, cluster=waiting)))
+    small, one = asked(batch=2, layers=2), gpus(1, 1, 80.0)
+    waiting = replace(one, device=replace(one.device, dispatch_seconds=1e-3))
+    case = replace(small.case, cluster=waiting, space=replace(small.case.space, counts=(1,)))
+    found = answered(replace(small, case=case))
     (change,) = [change for change in found.changes if change.what == GRAPH]
     terms = found.chosen.prediction.terms
     assert change.seconds is not None
