@@ -25,13 +25,23 @@ GPT = ["examples/gpt.py", *(w for s in ("batch=8", "block=32", "layers=2", "widt
 FIRST_LOSS_TOLERANCE = 6e-5
 
 
+def said(command: str, out: Path, *words: str, visible: str | None = None) -> str:
+    """What a command of shoal prints that ends well."""
+    variables = dict(os.environ) if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    line = [sys.executable, "-m", "shoal", command, *words, "--out", str(out)]
+    done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def records(out: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+
+
 def run(out: Path, *words: str, visible: str | None = None) -> list[dict[str, object]]:
     """The records of a run."""
-    variables = dict(os.environ) if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    command = [sys.executable, "-m", "shoal", "run", *words, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    said("run", out, *words, visible=visible)
+    return records(out)
 
 
 @pytest.mark.parametrize("job", [["examples/digits.py"], GPT], ids=["digits", "gpt"])
@@ -42,6 +52,23 @@ def test_first_loss_is_the_cpus(job: list[str], tmp_path: Path) -> None:
     cpu = run(tmp_path / "cpu", *job, *extra, "--steps", "2", visible="")
     assert gpu[0]["loss"] == pytest.approx(cpu[0]["loss"], rel=FIRST_LOSS_TOLERANCE)
     assert gpu[-1]["digest"] == cpu[-1]["digest"]
+
+
+@pytest.mark.parametrize("words", [[], ["--exact"], ["--precision", "bf16"]], ids=["fast", "exact", "bf16"])
+def test_verify_finds_the_run_right(words: list[str], tmp_path: Path) -> None:
+    said("verify", tmp_path, "examples/digits.py", *words)
+    assert json.loads((tmp_path / "certificate.json").read_text())["verdict"] == "verified"
+
+
+def test_a_run_replays_its_steps_from_a_graph(tmp_path: Path) -> None:
+    """From the one after those that are measured; the losses are those of queued steps."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[execution]\ncuda_graph = true\n")
+    told = said("run", tmp_path / "captured", "examples/digits.py", "--plan", str(plan), "--steps", "20")
+    assert "execution.cuda_graph: steps are replayed from step 3 on" in told
+    queued = run(tmp_path / "queued", "examples/digits.py", "--steps", "20")
+    losses = [record["loss"] for record in records(tmp_path / "captured")]
+    assert losses == pytest.approx([record["loss"] for record in queued], rel=1e-3)
 
 
 def test_exact_mode_repeats_itself(tmp_path: Path) -> None:

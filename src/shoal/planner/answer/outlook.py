@@ -162,7 +162,7 @@ def _limits(before: Candidate, after: Candidate) -> str:
 def sensitivity(
     case: Case, search: Search, chosen: Candidate, precise: tuple[str, Case] | None = None
 ) -> tuple[Change, ...]:
-    """Effects of another precision, a CUDA graph, recomputation, a GiB more, twice each link, half and double the batch.
+    """Effects of another precision, a CUDA graph, recomputation, a GiB more, twice a link, half and double the batch.
 
     `search`: of this case. `precise`: a precision as it is written on the command line, and the case in it.
     """
