@@ -20,7 +20,7 @@ from shoal.numerics.flat import views_of
 from shoal.numerics.precision import numbers
 
 T = TypeVar("T")
-_RUNNING = ("running_mean", "running_var")
+_RUNNING, _WEIGHTS = ("running_mean", "running_var"), ("weight", "bias")
 
 
 def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
@@ -33,9 +33,12 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
     normalised = _as_channels if _is_launch_bound(given["input"], parts) else _one_by_one
     whole = normalised(parts, {**given, **own})
     rows = len(given["input"])
-    for name, values in own.items():
-        shares = torch._foreach_mul(values.unbind(), [len(part) / rows for part in parts])  # the backward has `values`
-        running[name].copy_(torch.stack(shares).sum(0))
+    for name, values in own.items():  # which the backward has: nothing is written there
+        if _are_alike(parts):
+            torch.mean(values, 0, out=running[name])
+        else:
+            shares = torch._foreach_mul(values.unbind(), [len(part) / rows for part in parts])
+            running[name].copy_(torch.stack(shares).sum(0))
     return whole
 
 
@@ -44,8 +47,11 @@ def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
 
     Not where channels lie last: there it would bring them into another format, and back.
     """
-    alike = len(parts) > 1 and len(parts[0]) == len(parts[-1])
-    return alike and input.is_cuda and input.is_contiguous()
+    return len(parts) > 1 and input.is_cuda and input.is_contiguous() and _are_alike(parts)
+
+
+def _are_alike(parts: Sequence[Tensor]) -> bool:
+    return len(set(map(len, parts))) == 1
 
 
 def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
@@ -64,7 +70,7 @@ def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
     rows, channels, *rest = parts[0].shape
     beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
     own = {name: given[name].view(-1) for name in _RUNNING if given.get(name) is not None}
-    own |= {name: given[name].repeat(grains) for name in ("weight", "bias") if given.get(name) is not None}
+    own |= {name: given[name].expand(grains, -1).reshape(-1) for name in _WEIGHTS if given.get(name) is not None}
     normal = F.batch_norm(**{**given, "input": beside, **own})
     return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
 
