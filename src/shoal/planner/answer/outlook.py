@@ -26,6 +26,7 @@ from shoal.planner.search.passes import Wanted
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Space
 from shoal.plans.legal import conflicts
+from shoal.plans.plan import Plan
 
 # Seconds of a GPU's host in a step besides the model's operators: of LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
 # By torch's profile where operations are queued; of replays 1.0 and 1.75 ms by the clock.
@@ -53,7 +54,7 @@ class Case:
     watch: Callable[[], None] | None = field(default=None, compare=False)  # called as a search goes on
 
     @property
-    def _program(self) -> Program:
+    def own_program(self) -> Program:
         """The program that is predicted: where none is given shoal's own, compiled as the plans are."""
         fuses = self.space.base.execution.compile != "none"
         return self.program or Program(fuses=fuses, host_seconds=_QUEUED_SECONDS)
@@ -61,7 +62,7 @@ class Case:
     @property
     def predictor(self) -> Predictor:
         """Predictor of this case's plans, as the search has it."""
-        return Predictor(self.work, self.cluster, self._program)
+        return Predictor(self.work, self.cluster, self.own_program)
 
     def search(self) -> Search:
         """The search of this case."""
@@ -69,7 +70,7 @@ class Case:
 
     @property
     def _costed(self) -> Costed:
-        return Costed(self.work, self.cluster, self._program, self.correction)
+        return Costed(self.work, self.cluster, self.own_program, self.correction)
 
     def search_on(self, num_cores: int) -> AbstractContextManager[Search]:
         """The search of this case in a process on each of so many cores, where it is large."""
@@ -198,14 +199,20 @@ def _in_precision(precision: str, case: Case, chosen: Candidate) -> Change:
 
 
 def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
-    """The same step as one CUDA graph, whose kernels wait for no host, where the plan may have one."""
-    plan, device = chosen.plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
-    if device.kind == "gpu" and plan != chosen.plan and not conflicts(plan, case.space.facts):
-        cluster = replace(case.cluster, device=replace(device, dispatch_seconds=0.0))
-        program = replace(case._program, host_seconds=_REPLAYED_SECONDS)
-        change = _predicted(replace(case, cluster=cluster, program=program), chosen, GRAPH)
-        if change.effect != "nothing":
-            yield change
+    """The same step as one CUDA graph."""
+    graph = as_graph(case, chosen.plan)
+    change = None if graph is None else _predicted(graph, chosen, GRAPH)
+    if change is not None and change.effect != "nothing":
+        yield change
+
+
+def as_graph(case: Case, plan: Plan) -> Case | None:
+    """The case in which a plan's kernels wait for no host, as those of a CUDA graph; None where it can have none."""
+    captured, device = plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
+    if device.kind != "gpu" or plan.execution.cuda_graph or conflicts(captured, case.space.facts):
+        return None
+    cluster = replace(case.cluster, device=replace(device, dispatch_seconds=0.0))
+    return replace(case, cluster=cluster, program=replace(case.own_program, host_seconds=_REPLAYED_SECONDS))
 
 
 def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:

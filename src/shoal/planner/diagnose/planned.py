@@ -10,7 +10,7 @@ from typing import Any
 
 from shoal.errors import HardwareError, PlanError
 from shoal.hardware.values import Cluster
-from shoal.planner.answer.outlook import Case
+from shoal.planner.answer.outlook import Case, as_graph
 from shoal.planner.calibrate.comparison import MeasuredStep, beside, section
 from shoal.planner.calibrate.lessons import Correction, learn, observation
 from shoal.planner.diagnose.causes import WORTH, LostTime, Remedy
@@ -134,6 +134,19 @@ class PlannedRun:
             return None
         return replace(remedy, gain=gain, planned=gain)
 
+    # ------------------------------------------------------------------------------------------------ a GPU's host
+
+    def launches(self) -> LostTime | None:
+        """Kernels that wait for their host as a cause, where a CUDA graph of the step could start them."""
+        graph = as_graph(self.case, self.plan)
+        gain = 0.0 if graph is None else self._of_training(_predicted(graph, self.plan).step_seconds)
+        if gain < WORTH:
+            return None
+        seen = "one process starts a GPU's kernels one after another, and by the planner they take less time than that"
+        words = "each step replayed from one CUDA graph, execution.cuda_graph = true, where it can be captured"
+        remedy = Remedy("cuda-graph", words, gain, {"execution": {"cuda_graph": True}}, planned=gain)
+        return LostTime("launches", "a GPU that waits for its host", gain * self.times.total, gain, seen, (remedy,))
+
 
 def _predicted(case: Case, plan: Plan) -> Prediction:
     """Prediction of a complete plan."""
@@ -210,7 +223,5 @@ def with_planner(found: Sequence[LostTime], asked: PlannedRun) -> tuple[LostTime
         replace(loss, remedies=tuple(replace(remedy, planned=asked.gain(remedy)) for remedy in loss.remedies))
         for loss in found
     ]
-    memory = asked.memory()
-    if memory is not None and memory.is_worth_telling:
-        told.append(memory)
+    told += [loss for loss in (asked.memory(), asked.launches()) if loss is not None and loss.is_worth_telling]
     return tuple(sorted(told, key=lambda loss: -loss.regained))

@@ -118,6 +118,24 @@ def test_one_rank_shares_its_memory_with_nobody(asked: PlannedRun) -> None:
     assert replace(asked, plan=complete(Plan(), 8, 8)).memory() is None
 
 
+def test_a_gpu_that_waits_for_its_host_is_given_a_graph(asked: PlannedRun) -> None:
+    """On one process; not a run that has the graph, nor one whose kernels take longer than their launches."""
+    quick = Device("quick", "gpu", 10**10, 1e12, {"float32": 1e14}, dispatch_seconds=2e-4, launch_seconds=1e-6)
+    one = Cluster("one GPU", quick, 1)
+    alone = replace(asked, case=replace(asked.plain, cluster=one), plan=complete(Plan(), 8, 8))
+    found = alone.launches()
+    assert found is not None
+    (remedy,) = found.remedies
+    assert remedy.sections == {"execution": {"cuda_graph": True}}
+    assert 0.3 < remedy.gain < 1.0
+    assert found in with_planner([], alone)
+    graph = alone.plan.with_sections(execution={"cuda_graph": True})
+    assert replace(alone, plan=graph).launches() is None
+    slow = replace(quick, dispatch_seconds=1e-9, flops={"float32": 1e6})
+    assert replace(alone, case=replace(alone.case, cluster=replace(one, device=slow))).launches() is None
+    assert asked.launches() is None
+
+
 def test_nothing_is_predicted_of_servers(asked: PlannedRun) -> None:
     plan = asked.plan.with_sections(server={"mode": "synchronous", "num_servers": 1})
     with pytest.raises(PlanError, match="servers"):
