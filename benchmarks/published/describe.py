@@ -41,6 +41,7 @@ class Framework:
 
     `fused_kernels`: bias and activation, bias and dropout and addition, scale and mask and softmax are one kernel each.
     `fused_attention`: where a row does not say. `time_first`: activations lie as [T, B, hidden].
+    `vocab_multiple`: a tensor rank's part of the vocabulary is padded to a multiple of it.
     """
 
     fused_kernels: bool = False
@@ -49,18 +50,21 @@ class Framework:
     dropout: float = 0.0
     fused_attention: bool = True
     time_first: bool = False
+    vocab_multiple: int = 1
     program: Program = _USUAL
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
     master: bool = True  # a float32 copy of parameters of a narrow dtype
 
 
 # Megatron-LM: fused kernels (megatron/fused_kernels), dropout 0.1, stages of equal blocks, a float32 copy of the
-# parameters; Korthikanti et al., arXiv 2205.05198: selective recomputation is that of the attention's core.
+# parameters; Korthikanti et al., arXiv 2205.05198: selective recomputation is that of the attention's core. It pads a
+# vocabulary to a multiple of 128 x tensor (make_vocab_size_divisible_by in megatron/arguments.py), as DeepSpeed's does.
 _MEGATRON = Framework(
     fused_kernels=True,
     dropout=0.1,
     fused_attention=False,  # there was none before 2023
     time_first=True,
+    vocab_multiple=128,
     program=Program(
         cut="equal",
         selective="all_but_attention",
@@ -171,13 +175,14 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
     if any(word in told or word in name for word in ("swiglu", "mistral", "qwen", "rmsnorm")):
         family = "llama"
     attention = row.get("attention_kind")
+    multiple = facts.vocab_multiple * integer(row, "tp") if facts.vocab_multiple > 1 else 1
     dimensions: dict[str, Any] = {
         "layers": integer(row, "n_layers"),
         "hidden": hidden,
         "ffn": integer(row, "ffn_hidden", 4 * hidden),
         "heads": heads,
         "kv_heads": integer(row, "n_kv_heads", heads),
-        "vocab": integer(row, "vocab", 51200),
+        "vocab": -(-integer(row, "vocab", 51200) // multiple) * multiple,
         "seq_len": integer(row, "seq_len"),
         "tied": row.get("tied_embeddings") != "0",
         "fused_attention": attention != "unfused" if attention else facts.fused_attention,

@@ -115,6 +115,15 @@ def test_what_is_known_of_a_framework(name, attention, dropout, reduce):
     assert (found.program.attention, found.dropout, found.reduce) == (attention, dropout, reduce)
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "vocabulary"), [("Megatron-DeepSpeed", 1, 50_304), ("nemo", 4, 50_688), ("nanotron", 4, 50_257)]
+)
+def test_megatron_pads_the_vocabulary_of_each_tensor_rank(name, tensor, vocabulary):
+    row = {**LLAMA[0], "framework": name, "vocab": "50257", "tp": str(tensor)}
+    weights = describe.workload(row).profile.units[0].body.weights
+    assert weights[0].shape[0] == vocabulary
+
+
 def test_what_megatron_cuts_by_name_is_what_the_engine_finds():
     made = modules.transformer("llama", layers=2, hidden=64, heads=8, vocab=100, seq_len=16)
     outline = made.model()

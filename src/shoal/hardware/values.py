@@ -124,6 +124,8 @@ class Device:
     operators: Mapping[str, Number] = field(default_factory=dict)
     sustained: Number = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     sustained_dtypes: Mapping[str, Number] = field(default_factory=dict)  # in its place for a named dtype
+    # Of a GPU, in 16 bits: what a product reaches of its rate where a row of a matrix is no multiple of 16 bytes.
+    unaligned: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     multiprocessors: Whole = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[Whole, Whole] = (128, 256)
     launch_seconds: Number = 0.0  # the least time of a kernel on the device

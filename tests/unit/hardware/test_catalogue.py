@@ -57,6 +57,11 @@ def test_old_gpus_have_no_new_dtypes(dtype: str) -> None:
     assert dtype in device("H100").flops
 
 
+def test_rows_that_are_not_aligned_slow_down_tensor_cores_of_nvidia_alone() -> None:
+    assert all(device(name).unaligned < 1.0 for name in ("V100", "T4", "A100", "RTX-4090", "H100", "H200", "B200"))
+    assert all(device(name).unaligned == 1.0 for name in ("P100", "K80", "Titan-Xp", "MI300X", "MI250X"))
+
+
 def test_a_value_stated_anew_loses_the_source_of_the_old_one() -> None:
     table = described("device", {"like": "A100", "flops": {"float32": 1.0}})
     assert "flops" not in table["sources"]

@@ -28,13 +28,14 @@ def _linear(name: str, positions: int, sizes: tuple[int, int], cut: TensorCut) -
         Amount(0, 2.0 * positions * n),
     )
     back = {TensorCut.N: TensorCut.K, TensorCut.K: TensorCut.N}.get(cut, cut)
-    shared = {"name": "aten.mm", "module": name, "kind": OperationKind.MATMUL, "flops": flops, "dtype": "bfloat16"}
+    shared = {"name": "aten.mm", "module": name, "kind": OperationKind.MATMUL, "flops": flops, "dtype": "bfloat16",
+              "rows": ("k", "n")}  # fmt: skip
     moved = {"read_bytes": read, "written_bytes": written}
     return [
         Operation(**shared, **moved, phase=Phase.FORWARD, m=m, n=Amount(n), k=Amount(k), saved_bytes=saved, cut=cut,
                   selected_bytes=saved),
         Operation(**shared, **moved, phase=Phase.BACKWARD_INPUT, m=m, n=Amount(k), k=Amount(n), cut=back),
-        Operation(**shared, **moved, phase=Phase.BACKWARD_WEIGHT, m=Amount(k), n=Amount(n), k=m,
+        Operation(**{**shared, "rows": ("m", "n")}, **moved, phase=Phase.BACKWARD_WEIGHT, m=Amount(k), n=Amount(n), k=m,
                   cut={TensorCut.N: TensorCut.N, TensorCut.K: TensorCut.M}.get(cut, cut)),
     ]  # fmt: skip
 

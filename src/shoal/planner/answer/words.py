@@ -9,6 +9,7 @@ from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.answer import SearchResult
 from shoal.planner.answer.likely_error import step
 from shoal.planner.answer.outlook import GRAPH, STORAGE_BYTES_PER_SECOND
+from shoal.planner.answer.unaligned import unaligned_products
 from shoal.planner.answer.utilisation import lost_shares, wide_products
 from shoal.planner.search.aims import TOLD_APART
 from shoal.planner.search.candidates import Candidate
@@ -249,12 +250,14 @@ def grains(answer: SearchResult) -> list[str]:
 
 
 def hints(answer: SearchResult) -> list[str]:
-    """Changes of the job that would use more of the cluster."""
-    if answer.finer is not None:  # which is said first
-        return []
+    """Changes of the job that would use more of the cluster, or of its devices."""
+    unaligned = unaligned_products(answer)
+    first = [str(unaligned)] if unaligned is not None else []
+    if answer.finer is not None:  # which is said before all
+        return first
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
-    told = [
+    told = first + [
         f"{change.what}: {change.effect}"
         for change in answer.changes
         if (change.what.startswith("--") or change.what == GRAPH) and "-" not in change.effect

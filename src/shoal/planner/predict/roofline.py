@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.fusion import fused
+from shoal.planner.predict.product_sizes import sizes_on_rank, unaligned_rows
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
@@ -95,22 +96,6 @@ def divided(operation: Operation, share: Share) -> float:
     return float(share.tensor)
 
 
-def _sizes(operation: Operation, share: Share) -> tuple[float, float, float, float]:
-    """m, n, k and batch on one rank."""
-    samples, cut = share.local_samples, operation.cut
-    m, n, k = operation.m.at(samples), operation.n.at(samples), operation.k.at(samples)
-    batch = operation.batch.at(samples)
-    if cut is TensorCut.M or (cut is TensorCut.SEQUENCE and share.sequence):
-        m = ceil(m / share.tensor)
-    elif cut is TensorCut.N:
-        n = ceil(n / share.tensor)
-    elif cut is TensorCut.K:
-        k = ceil(k / share.tensor)
-    elif cut is TensorCut.BATCH or cut is TensorCut.ALL:
-        batch /= share.tensor
-    return m, n, k, batch
-
-
 def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:
     """Seconds of `batch` matmuls of m x k by k x n, without their memory traffic."""
     m, n, k, batch = sizes
@@ -178,8 +163,10 @@ class DeviceModel:
         read, written = operation.read_bytes.at(samples) / parts, operation.written_bytes.at(samples) / parts
         held, compute, cast = self.held.at(samples), 0.0, 0.0
         if kind is OperationKind.MATMUL or kind is OperationKind.CONVOLUTION:
-            sizes = _sizes(operation, share)
+            sizes = sizes_on_rank(operation, share)
             compute = self._product(operation, sizes)
+            if self.is_unaligned(operation, share):
+                compute /= device.unaligned
             if kind is OperationKind.MATMUL:
                 m, n, k, batch = sizes
                 width = batch * ITEMSIZE.get(operation.dtype, 4)
@@ -253,6 +240,16 @@ class DeviceModel:
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
         return seconds / (WINOGRAD if self._spares(operation) else 1.0)
 
+    def is_unaligned(self, operation: Operation, share: Share) -> bool:
+        """Whether an operation is a product in 16 bits of which a row does not begin at 16 bytes, on a GPU.
+
+        Its library then takes older kernels: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to
+        use Tensor Cores"; `unaligned` in gpus.toml has by how much they are slower.
+        """
+        if self.device.kind != "gpu" or self.device.unaligned == 1.0:
+            return False
+        return ITEMSIZE[self.dtype(operation.dtype)] == ITEMSIZE["bfloat16"] and bool(unaligned_rows(operation, share))
+
     def _spares(self, operation: Operation) -> bool:
         return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
 
@@ -319,8 +316,10 @@ class DeviceModel:
         """The operations of a body in the dtypes in which they are computed, and the kernels."""
         if not body.repeated:
             return body.operations
-        fuses = self.fuses and self.device.kind == "gpu"
-        return map(self._narrowed, fused(body.operations) if fuses else body.operations)
+        if not (self.fuses and self.device.kind == "gpu"):
+            return map(self._narrowed, body.operations)
+        # Inductor pads the rows of products itself (torch._inductor.config.shape_padding, which is on by default).
+        return (self._narrowed(replace(o, rows=()) if o.rows else o) for o in fused(body.operations))
 
     def _narrowed(self, operation: Operation) -> Operation:
         """A layer's product in the dtype that the program casts it to, where the device multiplies that."""

@@ -160,6 +160,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | Non
         cut=cut,
         window=cost.window,
         winograd=cost.winograd,
+        rows=cost.rows,
         **sizes,
     )
 

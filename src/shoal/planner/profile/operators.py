@@ -33,6 +33,7 @@ class KernelCost:
     of_weight: bool = False
     window: tuple[int, ...] = ()
     winograd: bool = False
+    rows: tuple[str, ...] = ()
 
 
 def costs(event: OperatorEvent) -> list[KernelCost]:
@@ -131,15 +132,38 @@ def _moves(event: OperatorEvent) -> KernelCost:
 
 # ---------------------------------------------------------------------------------------------------------- products
 
+_ALIGNED = 8  # elements of 16 bits in 16 bytes
+
 
 def _product(event: OperatorEvent, left: StorageRef, right: StorageRef) -> list[KernelCost]:
     *batch, m, k = left.shape
     n = right.shape[-1]
     count = math.prod(batch)
-    moved = _moves(event)
+    moved, rows = _moves(event), _rows(left, right, event.outputs[0])
+    sizes = m, n, k, count
     return [
-        KernelCost(OperationKind.MATMUL, 2.0 * m * n * k * count, moved.read_bytes, moved.written_bytes, m, n, k, count)
+        KernelCost(
+            OperationKind.MATMUL, 2.0 * math.prod(sizes), moved.read_bytes, moved.written_bytes, *sizes, rows=rows
+        )
     ]
+
+
+def _rows(left: StorageRef, right: StorageRef, out: StorageRef) -> tuple[str, ...]:
+    """Sizes of a product along which a row of one of its matrices lies in memory."""
+    matrices = (left, "m", "k"), (right, "k", "n"), (out, "m", "n")
+    return tuple(sorted({_row(*matrix) for matrix in matrices} - {""}))
+
+
+def _row(ref: StorageRef, outer: str, inner: str) -> str:
+    """The size along which a matrix' rows lie; none where they are further apart than they are long, and aligned so.
+
+    A view of padded rows, or of some columns, is as aligned as the distance of its rows (cuBLAS's leading dimension).
+    """
+    (height, width), (down, along) = ref.shape[-2:], ref.stride[-2:]
+    if 1 not in (down, along):  # it is copied before it is multiplied
+        return inner
+    name, length, distance = (outer, height, along) if down == 1 != along else (inner, width, down)
+    return "" if distance > length and distance % _ALIGNED == 0 else name
 
 
 def _plain(event: OperatorEvent) -> list[KernelCost]:

@@ -85,6 +85,7 @@ class Operation:
     # Of a convolution: channels in and out, taps a side, width of what the forward gives out, stride, padding.
     window: tuple[int, ...] = ()
     winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels do with 2.25 times fewer products
+    rows: tuple[str, ...] = ()  # of a matmul: which of "m", "n", "k" a row of one of its matrices runs along
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
 from shoal.planner.answer.answer import Question, SearchResult
-from shoal.planner.answer.outlook import Case, ScalingCurve
+from shoal.planner.answer.outlook import Case, Change, ScalingCurve
+from shoal.planner.answer.unaligned import unaligned_products
 from shoal.planner.answer.words import hints
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
@@ -95,3 +96,48 @@ def test_an_answer_whose_products_are_narrow_says_nothing_of_them(whole: SearchR
     plan = whole.plan.with_sections(precision={"compute": "bfloat16"})
     assert hints(replace(whole, choice=replace(whole.choice, chosen=replace(whole.chosen, plan=plan)))) == []
     assert hints(whole) == []  # in float32 by choice
+
+
+def with_vocabulary(vocabulary: int, unaligned: float = 0.25) -> SearchResult:
+    """A decoder whose output layer is much of it, on two GPUs that are slow at what is not aligned."""
+    profile = transformer(layers=2, width=512, ffn=2048, vocabulary=vocabulary, positions=1024, heads=8)
+    base, cluster = Plan().with_sections(precision={"compute": "bfloat16"}), gpus(1, 2)
+    device = replace(cluster.device, unaligned=unaligned, sources={"unaligned": "measured"})
+    space = Space(base, facts(16, layers=2, heads=8, positions=1024), (1, 2))
+    question = Question(Case(Workload(profile, 16, 16), replace(cluster, device=device), space), 10)
+    choice = choose(question.case.search(), parse("fastest"))
+    return SearchResult(question, choice, ScalingCurve((), None, ""), (), None, 0.0, "job")
+
+
+def test_an_answer_says_first_what_unaligned_products_cost_and_what_padding_brings() -> None:
+    found, padded = with_vocabulary(50_257), with_vocabulary(50_264)
+    products = unaligned_products(found)
+    assert products is not None
+    assert [(row.length, row.padded) for row in products.rows] == [(50_257, 50_264)]
+    assert products.step_seconds == found.chosen.seconds
+    assert products.aligned_seconds == pytest.approx(padded.chosen.seconds, rel=0.01)
+    # They take four times what they would, and all of the difference is theirs.
+    lost = products.step_seconds - products.aligned_seconds
+    assert products.product_seconds == pytest.approx(lost / 0.75, rel=0.05)
+    told = hints(replace(found, changes=(Change("--precision fp8", 1.0, "+10% samples a second"),)))
+    assert told[0].startswith("Products with rows of 50,257 numbers, no multiple of 8, take ")
+    assert "Padded to 50,264 a step would take " in told[0]
+    assert "(measured)" in told[0]
+    assert len(told) == 2
+
+
+def test_an_answer_is_silent_on_rows_that_cost_little() -> None:
+    assert unaligned_products(with_vocabulary(50_264)) is None
+    assert unaligned_products(with_vocabulary(50_257, unaligned=1.0)) is None
+    assert unaligned_products(with_vocabulary(101)) is None
+
+
+def test_what_a_tensor_axis_divides_is_padded_for_all_of_its_ranks() -> None:
+    whole = with_vocabulary(50_264)
+    plan = whole.chosen.plan.with_sections(layout={"data": 1, "tensor": 2})
+    prediction = whole.question.case.predictor.predict(plan)
+    found = replace(whole, choice=replace(whole.choice, chosen=Candidate(plan, prediction)))
+    products = unaligned_products(found)
+    assert products is not None
+    assert [(row.length, row.padded) for row in products.rows] == [(50_264, 50_272)]
+    assert "no multiple of 8 on each rank" in str(products)

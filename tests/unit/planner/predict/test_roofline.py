@@ -237,3 +237,37 @@ def test_an_update_writes_over_what_it_has_read():
     core, gpu = (DeviceModel(device) for device in (CORE, DEVICE))
     assert core.rewritten(3e6, 1e9, "update") == pytest.approx(2e6 / 1e11)
     assert gpu.rewritten(3e6, 1e9, "update") == pytest.approx(3e6 / 1e12)
+
+
+def odd(n: float = 1001, dtype: str = "bfloat16") -> Operation:
+    return replace(matmul("x", 1000, n, 1000), dtype=dtype, rows=("k", "n"))
+
+
+def test_a_product_whose_rows_do_not_begin_at_16_bytes_runs_at_a_share_of_the_rate():
+    device = replace(DEVICE, flops={"float32": 1e12, "bfloat16": 1e12}, unaligned=0.25)
+    assert seconds(odd(), Share(1), device) == pytest.approx(2.002e-3 / 0.25)
+    assert seconds(odd(1004), Share(1), device) == pytest.approx(2.008e-3 / 0.25)  # 8 bytes are not enough
+    assert seconds(odd(1000), Share(1), device) == pytest.approx(2e-3)
+    assert seconds(replace(odd(), rows=("k",)), Share(1), device) == pytest.approx(2.002e-3)  # no row runs along n
+    assert seconds(odd(), Share(1), replace(device, unaligned=1.0)) == pytest.approx(2.002e-3)
+
+
+def test_no_other_dtype_device_or_kind_is_slower_for_its_rows():
+    device = replace(DEVICE, flops={"float32": 1e12, "bfloat16": 1e12, "float8": 1e12}, unaligned=0.25)
+    assert seconds(odd(dtype="float32"), Share(1), device) == pytest.approx(2.002e-3)
+    assert seconds(odd(dtype="float8"), Share(1), device) == pytest.approx(2.002e-3, rel=0.01)  # and its cast
+    core = replace(device, kind="cpu")
+    assert seconds(odd(), Share(1), core) == seconds(odd(), Share(1), replace(core, unaligned=1.0))
+    wide = replace(device, flops={"float32": 1e12})  # it multiplies in float32
+    assert seconds(odd(), Share(1), wide) == pytest.approx(2.002e-3)
+
+
+def test_compiled_blocks_pad_the_rows_of_their_products_themselves():
+    device = replace(DEVICE, flops={"float32": 1e12, "bfloat16": 1e12}, unaligned=0.25)
+
+    def taken(fuses: bool, repeated: bool) -> float:
+        (cost,) = DeviceModel(device, fuses=fuses).each(Body((odd(),), repeated=repeated), Share(1))
+        return cost.device
+
+    assert taken(True, True) == pytest.approx(2.002e-3)
+    assert taken(False, True) == taken(True, False) == pytest.approx(2.002e-3 / 0.25)

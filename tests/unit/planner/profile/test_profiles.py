@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -312,3 +313,32 @@ def test_an_lstm_is_a_product_of_what_comes_in_and_one_a_step() -> None:
     products = [o for o in operations(found, Phase.FORWARD) if o.kind is OperationKind.MATMUL]
     assert len(products) == 2 * (1 + steps)
     assert flops(found, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) == 2 * forward
+
+
+def rows(model: Callable[[], nn.Module]) -> list[set[float]]:
+    """Elements of the rows of each product of a model of 7 vectors of 24 a sample, of which 28 are counted."""
+    found = profile(model, lambda m, b: (m(b).square().sum(), 1), lambda n: torch.zeros(n, 7, 24))
+    products = [o for o in operations(found) if o.kind is OperationKind.MATMUL]
+    return [{getattr(o, name).at(SAMPLES) for name in o.rows} for o in products]
+
+
+def test_products_tell_along_which_sizes_their_rows_lie() -> None:
+    """Of a layer forward and backward along what comes in and goes out, and never along the vectors."""
+    one = {24, 32}
+    other = {32, 13}
+    found = rows(lambda: nn.Sequential(nn.Linear(24, 32, bias=False), nn.Linear(32, 13, bias=False)))
+    assert found == [one, other, other, other, one]
+    assert rows(lambda: nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 13))) == found
+
+
+def test_a_view_of_padded_rows_is_as_aligned_as_these_are() -> None:
+    class Sliced(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(13, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.pad(x, (0, 8))[..., :21] @ self.weight[:, :21].t()
+
+    assert rows(lambda: Sliced(32))[0] == {13}
+    assert rows(lambda: Sliced(31))[0] == {21, 13}
