@@ -1,5 +1,6 @@
 """The command: help at once, mistakes in three beats without a traceback, exit code 2."""
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import pytest
 
 import shoal
 import shoal.errors
+from shoal.cli import main as command
 from shoal.cli.main import main
 from shoal.errors import ExitCode, from_json
 
@@ -95,3 +97,18 @@ def test_the_public_names_are_there_one_by_one() -> None:
     assert set(dir(shoal)) == set(shoal.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nowhere'"):
         shoal.nowhere  # noqa: B018
+
+
+@pytest.mark.parametrize(("word", "collects"), [("plan", False), ("report", True)])
+def test_a_process_that_plans_collects_no_garbage(word: str, collects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(command, "_done", lambda given: seen.append(gc.isenabled()) or 0)
+    for name in ("_end_tidily", "_end_without_threads"):  # they are for a process that ends
+        monkeypatch.setattr(command, name, lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["shoal", word])
+    try:
+        main()
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    assert seen == [collects]

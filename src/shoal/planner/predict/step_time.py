@@ -7,12 +7,12 @@ from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
 from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates, least_peak
+from shoal.planner.predict.makespan import makespan
 from shoal.planner.predict.memory import Rank, States
 from shoal.planner.predict.pipeline_ranks import Ranks, Staging, evenly_in_flight
 from shoal.planner.predict.roofline import ITEMSIZE, Share
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 from shoal.plans.plan import Plan
-from shoal.plans.schedule import Action, ActionKind, actions, simulate
 
 
 class Predictor:
@@ -140,20 +140,7 @@ class Predictor:
     def _makespan(self, ranks: Ranks, message: float) -> float:
         key = ranks.model, ranks.shape, message
         if key not in self._simulated:
-            passes = ranks.passes
-            forwards = [one.forward_seconds + message for one in passes]
-            backwards = [one.backward_seconds + message for one in passes]
-            inputs = [one.backward_seconds - one.weight_seconds + message for one in passes]
-
-            def seconds(action: Action) -> float:
-                kind, stage, _ = action
-                if kind is ActionKind.FORWARD:
-                    return forwards[stage]
-                if kind is ActionKind.BACKWARD:
-                    return backwards[stage]
-                return inputs[stage] if kind is ActionKind.BACKWARD_INPUT else passes[stage].weight_seconds
-
-            self._simulated[key] = simulate(actions(*ranks.shape), seconds)[0]
+            self._simulated[key] = makespan(ranks.shape, ranks.passes, message)
         return self._simulated[key]
 
     # -------------------------------------------------------------------------------------------------------- its bytes

@@ -17,7 +17,6 @@ from shoal.planner.predict.lower_bounds import (
     BlockStates,
     Floors,
     PipelineShape,
-    even_shares,
     filled,
 )
 from shoal.planner.predict.pipeline_ranks import CutModel, Ranks
@@ -64,9 +63,10 @@ class Whole(NamedTuple):
         """Seconds of a microbatch that the busiest rank of a pipeline has at least."""
         return max(self.seconds / pipeline, self.blocks.busiest(pipeline))
 
-    def activations_on(self, pipeline: int, microbatches: int) -> float:
-        """Bytes of activations that the fullest rank of a pipeline has at least."""
-        return self.blocks.number * self.size.saved / even_shares(pipeline, microbatches)
+    @property
+    def activations(self) -> float:
+        """Bytes of a microbatch's activations: of the fullest rank of a pipeline in `even_shares` parts at least."""
+        return self.blocks.number * self.size.saved
 
 
 class Turn(NamedTuple):
@@ -299,11 +299,10 @@ class Costs:
 
     def is_crowded(self, states: Sequence[BlockStates], size: BlockSize, pipeline: int, microbatches: int) -> bool:
         """Whether `uncut_bytes` of each of these plans is more than the memory, where ranks have these activations."""
-        least, *each = states
         memory = self.memory_bytes
-        if least.is_crowded(size, pipeline, microbatches, memory):
+        if states[0].is_crowded(size, pipeline, microbatches, memory):
             return True
-        return all(one.is_crowded(size, pipeline, microbatches, memory) for one in each)
+        return all(one.is_crowded(size, pipeline, microbatches, memory) for one in states[1:])
 
     def block_states(self, plans: Sequence[Plan]) -> tuple[BlockStates, ...]:
         """Bytes of the blocks beside activations, of all plans of these degrees and levels; first the least of all."""

@@ -9,7 +9,7 @@ from itertools import product
 from operator import itemgetter
 from typing import NamedTuple
 
-from shoal.planner.predict.lower_bounds import BlockStates, PipelineShape
+from shoal.planner.predict.lower_bounds import BlockStates, PipelineShape, even_shares
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import Aim, Ceiling, Limit
 from shoal.planner.search.candidates import Candidate
@@ -17,7 +17,15 @@ from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Turn,
 from shoal.planner.search.order import PlanOrder
 from shoal.planner.search.passes import SearchPasses, Wanted
 from shoal.planner.search.schedules import Bounds, Schedules
-from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
+from shoal.planner.search.space import (
+    LEVELS,
+    Degrees,
+    MicrobatchSchedule,
+    ModelDegrees,
+    Recompute,
+    Space,
+    simplicity,
+)
 from shoal.plans.plan import Plan
 
 _ANY = Limit()
@@ -27,8 +35,8 @@ _NEVER = float("inf")
 
 
 @lru_cache(maxsize=65536)
-def _shapes(pipeline: int, microbatches: int, ways: tuple[tuple[str, int], ...]) -> tuple[PipelineShape, ...]:
-    return tuple(PipelineShape(schedule, pipeline, stages, microbatches) for schedule, stages in ways)
+def _shapes(pipeline: int, microbatches: int, orders: tuple[tuple[str, int], ...]) -> tuple[PipelineShape, ...]:
+    return tuple(PipelineShape(schedule, pipeline, stages, microbatches) for schedule, stages in orders)
 
 
 class BoundedPlan(NamedTuple):
@@ -53,7 +61,7 @@ class Search:
         self.space, self.costs, self.grain_size, self.watch = space, costs, grain_size, watch
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
         self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
-        self._turns: dict[tuple[object, ...], Turn] = {}
+        self._turns: dict[tuple[int, ModelDegrees, ScheduleFamily, bool], dict[int, Turn]] = {}  # by stages of a rank
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
         self._least_for_all: dict[tuple[Degrees, Degrees, MicrobatchSchedule], float] = {}
         self._least_at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
@@ -156,30 +164,31 @@ class Search:
 
     def _families(self, costs: Costs, share: int, cut: ModelDegrees, floor: float) -> Iterator[tuple[float, Whole]]:
         alone, pipeline, sizes = cut._replace(pipeline=1), cut.pipeline, self.space.sizes(share)
-        known = self._whole.setdefault((costs.alike, alone), {})
+        known, memory = self._whole.setdefault((costs.alike, alone), {}), costs.memory_bytes
+        counted = [(grains, -(-share // grains)) for grains in reversed(sizes)]
+        each = [(grains, microbatches, even_shares(pipeline, microbatches)) for grains, microbatches in counted]
         for kind in product(self.space.recomputes, self.space.sequences(cut)):
-            for grains in reversed(sizes):
+            for grains, microbatches, parts in each:
                 one = known.get((grains, *kind))
                 if one is None:
                     one = known[(grains, *kind)] = self._of_microbatch(costs, alone, ScheduleFamily(grains, *kind))
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
-                if one.bytes / pipeline > costs.memory_bytes and grains > 1:
+                if one.bytes / pipeline > memory and grains > 1:
                     break
-                microbatches = -(-share // grains)
-                if one.activations_on(pipeline, microbatches) > costs.memory_bytes and grains > sizes[-1]:
+                if one.activations / parts > memory and grains > sizes[-1]:
                     continue
                 yield max(floor, microbatches * one.seconds_on(pipeline)), one
 
-    def is_crowded(self, place: Degrees, whole: Whole) -> bool:
+    def crowding(self, place: Degrees) -> Callable[[Whole], bool]:
         """Whether `missing_uncut` of a family is positive, which this says sooner."""
-        pipeline = place.cut.pipeline
+        pipeline, share = place.cut.pipeline, self.space.share(place)
         if pipeline == 1:
-            return False
+            return lambda _: False
         costs = self.costs(place.devices)
         if place not in self._states:
             self._states[place] = costs.block_states(self._most_divided(place, MicrobatchSchedule(1)))
-        microbatches = -(-self.space.share(place) // whole.group.grains)
-        return costs.is_crowded(self._states[place], whole.size, pipeline, microbatches)
+        states = self._states[place]
+        return lambda whole: costs.is_crowded(states, whole.size, pipeline, -(-share // whole.group.grains))
 
     def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
@@ -218,12 +227,18 @@ class Search:
         key = (costs.alike, share, place.cut, way)
         if key not in self._least:
             microbatches = -(-share // way.grains)
-            alike = costs.alike, place.cut, way.grains, way.recompute, way.sequence, way.stages, microbatches > 1
-            if alike not in self._turns:
-                self._turns[alike] = costs.turn(self.space.plan(place, way))
+            turns = self._known_turns(costs, place.cut, ScheduleFamily(*way[:3]), microbatches)
+            if way.stages not in turns:
+                turns[way.stages] = costs.turn(self.space.plan(place, way))
             shape = PipelineShape(way.schedule, place.cut.pipeline, way.stages, microbatches)
-            self._least[key] = costs.least_of(self._turns[alike], shape)
+            self._least[key] = costs.least_of(turns[way.stages], shape)
         return self._least[key]
+
+    def _known_turns(
+        self, costs: Costs, cut: ModelDegrees, group: ScheduleFamily, microbatches: int
+    ) -> dict[int, Turn]:
+        """Turns of a family that were computed, by stages of a rank: one for all shares of several microbatches."""
+        return self._turns.setdefault((costs.alike, cut, group, microbatches > 1), {})
 
     def least_for_all(self, layouts: LayoutClass, way: MicrobatchSchedule) -> float:
         """Seconds that no plan of a family goes below at any place of a class, without what is beside."""
@@ -254,11 +269,17 @@ class Search:
         return self._plans[place, way]
 
     def bounded(self, layouts: LayoutClass, whole: Whole) -> Iterator[tuple[float, MicrobatchSchedule]]:
-        """Schedules of a family with a cheaper bound: from the seconds of the family where a rank has all stages."""
-        filled, (share, cut) = self.costs(layouts.first.devices).filled, layouts[:2]
-        ways = tuple(self.space.ways(layouts.first, whole.group))
-        shapes = _shapes(cut.pipeline, -(-share // whole.group.grains), tuple(way[3:] for way in ways))
-        return ((filled(whole, shape), way) for shape, way in zip(shapes, ways, strict=True))
+        """Schedules of a family with a cheaper bound: from the seconds of the family where a rank has all stages.
+
+        Where another share has asked for the better one, that costs no more.
+        """
+        costs, cut, group = self.costs(layouts.first.devices), layouts.cut, whole.group
+        microbatches = -(-layouts.share // group.grains)
+        turns = self._known_turns(costs, cut, group, microbatches)
+        for shape in _shapes(cut.pipeline, microbatches, self.space.orders(cut.pipeline, microbatches)):
+            turn = turns.get(shape.stages)
+            seconds = costs.filled(whole, shape) if turn is None else costs.least_of(turn, shape)
+            yield seconds, MicrobatchSchedule(*group, shape.schedule, shape.stages)
 
     def schedules(self, layouts: LayoutClass) -> Schedules:
         """Schedules of a class, which differ by what its most divided place holds."""
@@ -267,7 +288,7 @@ class Search:
             self._schedules[key] = Schedules(
                 Bounds(
                     iter(self.groups(layouts.first)),
-                    partial(self.is_crowded, layouts.divided),
+                    self.crowding(layouts.divided),
                     partial(self.bounded, layouts),
                     partial(self.least_seconds, layouts.first),
                 )

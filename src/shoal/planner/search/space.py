@@ -244,7 +244,12 @@ class Space:
 
     def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
         """The orders in which a place's ranks may compute microbatches of a group."""
-        return iter(_ways(self.num_layers, place.cut.pipeline, -(-self.share(place) // group[0]), group))
+        own = self.orders(place.cut.pipeline, -(-self.share(place) // group[0]))
+        return (MicrobatchSchedule(*group, *order) for order in own)
+
+    def orders(self, pipeline: int, microbatches: int) -> tuple[tuple[str, int], ...]:
+        """Schedules and stages a rank of so many ranks that are defined for so many microbatches."""
+        return _orders(self.num_layers, pipeline, microbatches)
 
     def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
         """The plan with these degrees, and `shard` of the replicas along the shard axis.
@@ -333,17 +338,14 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _ways(
-    num_layers: int, pipeline: int, num_microbatches: int, group: tuple[int, Recompute, bool]
-) -> tuple[MicrobatchSchedule, ...]:
-    """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
+def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
+    """The stages of a rank divide its layers."""
     if pipeline == 1:
-        return (MicrobatchSchedule(*group),)
+        return (("1f1b", 1),)
     several = [s for s in divisors(num_layers // pipeline) if s > 1]
     choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
     choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
-    legal = ((schedule, stages) for schedule, stages in choices if fits(schedule, pipeline, num_microbatches))
-    return tuple(MicrobatchSchedule(*group, schedule, stages) for schedule, stages in legal)
+    return tuple(choice for choice in choices if fits(choice[0], pipeline, num_microbatches))
 
 
 @lru_cache(maxsize=65536)

@@ -35,7 +35,6 @@ from shoal.planner.search.space import (
     Level,
     MicrobatchSchedule,
     ModelDegrees,
-    Recompute,
     Space,
     counts,
     microbatch_sizes,
@@ -245,8 +244,8 @@ class Shuffled(Space):
     def cuts(self) -> tuple[ModelDegrees, ...]:
         return tuple(self.shuffled(super().cuts))
 
-    def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
-        return iter(self.shuffled(super().ways(place, group)))
+    def orders(self, pipeline: int, microbatches: int) -> tuple[tuple[str, int], ...]:
+        return tuple(self.shuffled(super().orders(pipeline, microbatches)))
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> Iterator[Plan]:
         return iter(self.shuffled(super().plans(place, way)))
@@ -411,13 +410,32 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
             least, whole = bounds[group]
-            assert search.is_crowded(place, whole) == (uncut > 0)
+            assert search.crowding(place)(whole) == (uncut > 0)
             filled = {w: bound for bound, w in search.bounded(search.classes([place])[0], whole)}[way]
             assert search.floor(place) <= least * almost
             assert least + beside <= predicted.step_seconds * almost
             assert filled + beside <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
+
+
+def test_schedules_are_bounded_by_what_another_share_has_asked_for(real: tuple[Space, Workload, Search]) -> None:
+    space, work, search = real
+    search = Search(space, search.costs, work.grain_size)
+    tried, group = 0, ScheduleFamily(1, "none", False)
+    for one in search.all_classes:
+        whole = next((whole for _, whole in search.groups(one.first) if whole.group == group), None)
+        others = [other.first for other in search.all_classes if other.cut == one.cut and other.share > one.share > 1]
+        if one.cut.pipeline == 1 or whole is None or not others:
+            continue
+        first = {way: bound for bound, way in search.bounded(one, whole)}
+        for way in first:
+            search.least_seconds(others[0], way)
+        for bound, way in search.bounded(one, whole):
+            assert first[way] <= bound * (1 + 1e-9)
+            assert bound == search.least_seconds(one.first, way)
+            tried += 1
+    assert tried > 0
 
 
 def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
