@@ -227,8 +227,15 @@ def _of_kind(values: Tensor, like: Tensor) -> Tensor:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies into the first of each pair the second, all of a dtype at once."""
     with torch.no_grad():
-        for alike in _by_kind((pair, pair[0]) for pair in pairs):
+        for into, value in filter(_is_lazy, pairs):
+            into.copy_(value)
+        for alike in _by_kind((pair, pair[0]) for pair in pairs if not _is_lazy(pair)):
             torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
+
+
+def _is_lazy(pair: tuple[Tensor, Tensor]) -> bool:
+    """Whether one is a view that is conjugate or negative, which no copy of several tensors takes."""
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
 
 
 def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:

@@ -132,6 +132,29 @@ def test_both_parts_of_a_complex_value_are_means() -> None:
     assert model.turn.tolist() == [5 + 5j, -5 - 5j]  # type: ignore[operator]
 
 
+def test_lazy_views_go_back_too() -> None:
+    """Conjugate and negative ones, among others of their dtypes."""
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex64).mul(1j).conj())
+    model.register_buffer("plain", torch.ones(2, dtype=torch.complex64))
+    model.register_buffer("negative", torch.ones(2, dtype=torch.complex64).mul(1j).conj().imag)
+    assert model.conjugate.is_conj()  # type: ignore[operator]
+    assert model.negative.is_neg()  # type: ignore[operator]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = StepBuffers(model)
+    buffers.watch()
+    buffers.begin()
+    model(torch.randn(4, 2))
+    model.plain += 1  # type: ignore[operator]
+    weighted = buffers.weighted(4)
+    buffers.restore()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    buffers.assign(weighted.numpy(), 4)
+    assert torch.equal(model.conjugate, before["conjugate"])  # type: ignore[arg-type]
+    assert torch.equal(model.plain, before["plain"] + 1)  # type: ignore[arg-type]
+    assert not torch.equal(model.running_mean, before["running_mean"])  # type: ignore[arg-type]
+
+
 def test_a_step_without_samples_assigns_nothing() -> None:
     model = Counter()
     buffers = StepBuffers(model)

@@ -115,7 +115,8 @@ def learn(every: Sequence[Observation]) -> Lesson:
         ratios["exchanges"] = [
             _ratio(one, one.measured["compute"] - computing * one.of("compute"), one.of("exchanges")) for one in others
         ]
-    hosts = [one.measured["host"] for one in every if "host" in one.measured and not _is_told(one, "host")]
+    # Of a GPU's host something is predicted of some runs, and then a factor corrects it: not both.
+    hosts = [one.measured["host"] for one in every if "host" in one.measured and not ratios["host"]]
     return Lesson(
         Correction({name: median(found) for name, found in ratios.items() if found}, median(hosts) if hosts else 0.0),
         {name: len(found) for name, found in ratios.items() if found},

@@ -43,6 +43,15 @@ def test_what_the_host_takes_is_added() -> None:
     assert learn([again]).correction.host_seconds == pytest.approx(0.3)
 
 
+def test_a_host_that_is_predicted_of_some_runs_is_not_added_as_well() -> None:
+    """As of small models on a GPU, beside large ones whose device hides it."""
+    small = seen(predicted(compute=1.0, host=0.2), forward=1.0, other=0.2)
+    large = seen(predicted(compute=9.0), forward=9.0, other=0.1)
+    correction = learn([small, large]).correction
+    assert correction.host_seconds == 0.0
+    assert correction.factors["host"] == pytest.approx(1.0)
+
+
 def test_a_small_part_is_corrected_too() -> None:
     lesson = learn([seen(predicted(compute=1.0, gradients=0.005), forward=1.0, exposed_communication=0.05)])
     assert lesson.correction.factors["communication"] == pytest.approx(10.0)

@@ -23,7 +23,7 @@ from shoal.errors import PlanError
 from shoal.planner.answer.outlook import curve
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.lower_bounds import Blocks, PipelineShape
-from shoal.planner.predict.workload import Prediction, Workload
+from shoal.planner.predict.workload import Prediction, Program, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
@@ -364,14 +364,15 @@ def test_counts_are_whole_hosts() -> None:
     assert counts(cluster, 3) == (1, 2, 3)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["a copy each", "one copy"])
+@pytest.fixture(scope="module", params=[False, True, 5e-3], ids=["a copy each", "one copy", "a slow host"])
 def real(request: pytest.FixtureRequest) -> tuple[Space, Workload, Search]:
     profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
     work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
     mapped = dict.fromkeys(range(2, 9), "shared_memory")
     facts_of_it = facts(16, layers=4, heads=8, positions=512)
-    space = Space(Plan(), facts_of_it, counts(cluster), all_reduces=mapped, one_copy=request.param)
-    return space, work, Search(space, costs_of(work, cluster), work.grain_size)
+    space = Space(Plan(), facts_of_it, counts(cluster), all_reduces=mapped, one_copy=request.param is True)
+    program = Program(host_seconds=float(request.param) if isinstance(request.param, float) else 0.0)
+    return space, work, Search(space, costs_of(work, cluster, program), work.grain_size)
 
 
 def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search]) -> None:
@@ -473,7 +474,7 @@ def test_a_prediction_does_not_depend_on_those_before(real: tuple[Space, Workloa
     sampled = random.Random(1).sample(range(len(plans) - 3), 12)
     for plan in (plan for place in sampled for plan in plans[place : place + 3]):  # neighbours are of one family
         num_devices = plan.layout.world_size
-        alone = costs_of(work, gpus(2, 4, gib=6))(num_devices).predict(plan)
+        alone = costs_of(work, gpus(2, 4, gib=6), search.costs(1)._program)(num_devices).predict(plan)
         assert search.costs(num_devices).predict(plan) == alone
 
 
