@@ -154,6 +154,12 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(found, default=None)
 
 
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Cores whose time this process gets: by its affinity and by its cgroup's quota, at least one."""
+    quota = cpu_quota(root)
+    return cores() if quota is None else max(1, min(cores(), int(quota)))
+
+
 def _upwards(top: Path, place: str) -> list[Path]:
     parts = [part for part in place.split("/") if part and part != ".."]
     return [top.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hardware.host_facts import GPU_FIELDS, _file_system, cpu_quota, host_facts, parsed_gpu_rows
+from shoal.hardware.host_facts import GPU_FIELDS, _file_system, allowed_cores, cpu_quota, host_facts, parsed_gpu_rows
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:
@@ -49,6 +49,14 @@ def test_this_host(tmp_path: Path) -> None:
 )
 def test_the_quota_of_a_cgroup(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
     assert cpu_quota(plant(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max", 4), ("250000", 2), ("50000", 1), ("900000", 4)])
+def test_cores_whose_time_a_process_gets(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.hardware.host_facts.cores", lambda: 4)
+    assert allowed_cores(plant(tmp_path, {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"})) == cores
 
 
 def test_a_host_that_tells_nothing(tmp_path: Path) -> None:

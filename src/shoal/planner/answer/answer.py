@@ -21,8 +21,8 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import PlanError, ShoalError
 from shoal.hardware import cluster as find_cluster
-from shoal.hardware.detect import cores
 from shoal.hardware.fastest_all_reduce import fastest_on
+from shoal.hardware.host_facts import allowed_cores
 from shoal.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.structure import facts_of
@@ -366,7 +366,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
 def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     case = question.case
     began = clock()
-    with case.search_on(cores()) as search:
+    with case.search_on(allowed_cores()) as search:
         try:
             choice = choose(search, aim, question.num_steps)
         except NothingFitsError as error:
