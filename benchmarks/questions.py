@@ -90,7 +90,7 @@ def _ddp(model: str, **columns: str) -> Like:
 
 QUESTIONS = (
     Asked("LeNet", "lenet", "V100", 256, "fp32",
-          why="a step of 2 ms on one device; more would wait for each other longer than they compute"),
+          why="a step of 4 ms on one device; more would wait for each other longer than they compute"),
     Asked("ResNet-50", "images", "8xV100", 2048, "fp16", "resnet-50", like=_ddp("ResNet-50 v1.5", n_gpus="8")),
     Asked("LSTM (Zaremba et al., large)", "recurrent", "V100", 2048, "fp16", length=35,
           why="66 M parameters on one device: cuDNN's LSTM over large batches is bound by its products"),
