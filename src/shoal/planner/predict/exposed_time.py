@@ -19,8 +19,9 @@ from shoal.planner.predict.memory import Rank, StageSize
 from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Ranks
 from shoal.planner.predict.remembered import Remembered
-from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
+from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
 from shoal.planner.predict.shard_time import ShardExchanges, price
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import LARGE_PARAMETER, Program
 from shoal.planner.profile.values import Profile, Unit, Weight

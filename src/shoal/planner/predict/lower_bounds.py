@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from shoal.hardware.values import Curve
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.roofline import K_FILL, WINOGRAD, DeviceModel, Share, divided
+from shoal.planner.predict.roofline import K_FILL, WINOGRAD, DeviceModel
+from shoal.planner.predict.share import Share, divided
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 

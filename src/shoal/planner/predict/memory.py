@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shoal.planner.predict.accounts import Accounts
-from shoal.planner.predict.roofline import ITEMSIZE, Share, is_layer
+from shoal.planner.predict.roofline import ITEMSIZE, is_layer
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, Profile, TensorCut

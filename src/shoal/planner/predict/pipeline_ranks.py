@@ -15,8 +15,9 @@ from shoal.planner.predict import stage_split
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.memory import Rank, Sizes, StageSize, rank_at
-from shoal.planner.predict.roofline import DeviceModel, Share
+from shoal.planner.predict.roofline import DeviceModel
 from shoal.planner.predict.segments import flat, segments
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.stage_split import Counts, Held, StageDivision
 from shoal.planner.predict.stage_time import Passes, StageCosts, together
 from shoal.planner.predict.workload import Program, Workload

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from shoal.planner.predict.share import Share
 from shoal.planner.profile.values import Operation, TensorCut
-
-if TYPE_CHECKING:
-    from shoal.planner.predict.roofline import Share
 
 ALIGNED: Final = 8  # elements of 16 bits that 16 bytes have
 

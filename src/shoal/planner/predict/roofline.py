@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.fusion import fused
 from shoal.planner.predict.product_sizes import sizes_on_rank, unaligned_rows
+from shoal.planner.predict.share import Share, divided
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
@@ -64,36 +65,10 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(device, host)
 
 
-class Share(NamedTuple):
-    """One rank's share of a body: its microbatch in samples, and the degrees that divide each sample."""
-
-    samples: float
-    tensor: int = 1
-    sequence: bool = False
-    context: int = 1
-    all_reduce: str = "native"  # by which a tensor axis exchanges
-
-    def of(self, body: Body, divides_ends: bool) -> Share:
-        """The share of one body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
-        return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
-
-    @property
-    def local_samples(self) -> float:
-        """Samples, where a part of a sample's positions counts as that part of it."""
-        return self.samples / self.context
-
-
 def is_layer(operation: Operation) -> bool:
     """Whether an operation is a product of a layer in 16 bits, which a program may cast to fewer."""
     is_product = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
     return is_product and ITEMSIZE.get(operation.dtype) == 2
-
-
-def divided(operation: Operation, share: Share) -> float:
-    """By how much tensor parallelism divides an operation's work as a whole."""
-    if operation.cut is TensorCut.NONE or (operation.cut is TensorCut.SEQUENCE and not share.sequence):
-        return 1.0
-    return float(share.tensor)
 
 
 def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:

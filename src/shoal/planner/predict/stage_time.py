@@ -7,7 +7,8 @@ from operator import add
 from typing import NamedTuple
 
 from shoal.planner.predict.collective_time import Network, RankGroup
-from shoal.planner.predict.roofline import NO_COST, Cost, DeviceModel, Share, total
+from shoal.planner.predict.roofline import NO_COST, Cost, DeviceModel, total
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.stage_split import Counts
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase

@@ -10,7 +10,8 @@ from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, Block
 from shoal.planner.predict.makespan import makespan
 from shoal.planner.predict.memory import Rank, States
 from shoal.planner.predict.pipeline_ranks import Ranks, Staging, evenly_in_flight
-from shoal.planner.predict.roofline import ITEMSIZE, Share
+from shoal.planner.predict.roofline import ITEMSIZE
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 from shoal.plans.plan import Plan
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.planner.made import block, matmul
 
 from shoal.planner.predict.memory import Sizes, kept_alternately
-from shoal.planner.predict.roofline import Share
+from shoal.planner.predict.share import Share
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, TensorCut
 

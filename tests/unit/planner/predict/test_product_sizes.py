@@ -6,7 +6,7 @@ import pytest
 from tests.unit.planner.made import matmul
 
 from shoal.planner.predict.product_sizes import MatrixRow, sizes_on_rank, unaligned_rows
-from shoal.planner.predict.roofline import Share
+from shoal.planner.predict.share import Share
 from shoal.planner.profile.values import Amount, Operation, TensorCut
 
 

@@ -6,7 +6,8 @@ import pytest
 from tests.unit.planner.made import DEVICE, block, flat, matmul
 
 from shoal.hardware.values import Curve
-from shoal.planner.predict.roofline import Cost, DeviceModel, Share, matmul_seconds
+from shoal.planner.predict.roofline import Cost, DeviceModel, matmul_seconds
+from shoal.planner.predict.share import Share
 from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 TILED = replace(DEVICE, multiprocessors=10, tile=(128, 256))
