@@ -122,7 +122,7 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     cluster = find_cluster(cluster_name)
     model = outline(job)
     grains = grains_of(job, model)
-    job = replace(job, grains=grains.num_grains)
+    job = replace(job, grains=min(grains.num_grains, job.global_batch))  # a step has no more of them than samples
     model = model or deferred_outline(job)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)

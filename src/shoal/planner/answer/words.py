@@ -257,18 +257,17 @@ def hints(answer: SearchResult) -> list[str]:
         return first
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
-    told = first + [
-        f"{change.what}: {change.effect}"
-        for change in answer.changes
-        if (change.what.startswith("--") or change.what == GRAPH) and "-" not in change.effect
-    ]
+    gains = [change for change in answer.changes if "-" not in change.effect]
+    told = first + [f"{change.what}: {change.effect}" for change in gains if change.what.startswith("--")]
+    told += [f"{GRAPH}: {c.effect}, where the step can be captured" for c in gains if c.what == GRAPH]
     told += _in_float32(answer)
-    if pays_until is None or not grains <= pays_until or grains >= most:
+    more = min(most, answer.question.case.work.global_batch)
+    if pays_until is None or not grains <= pays_until or grains >= more:
         return told
     return [
         *told,
         f"The job's {several(grains, 'grain')} are shared by at most as many replicas of the model: "
-        f"Job(grains={most}) would let {most} devices share them, which changes the run.",
+        f"Job(grains={more}) would let {more} devices share them, which changes the run.",
     ]
 
 

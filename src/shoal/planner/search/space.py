@@ -177,10 +177,11 @@ class Space:
         """Degrees up to the largest number of devices that are left out, by axis."""
         most, heads = max(self.counts), self.facts.num_heads
         if most > self.facts.num_grains:
-            grains = self.facts.num_grains
+            grains, samples = self.facts.num_grains, self.facts.num_grains * self.facts.grain_size
+            wanted = f"Job(grains={min(most, samples)})" if samples > grains else "a larger batch"
             yield Illegal(
                 f"data x shard > {grains}",
-                f"the job has {grains} grains; Job(grains={most}) would allow more (which changes the run)",
+                f"the job has {grains} grains; {wanted} would allow more (which changes the run)",
             )
         if not self.tensor and most > 1:
             yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")

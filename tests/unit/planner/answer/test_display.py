@@ -215,6 +215,20 @@ def test_what_the_host_does_is_hidden_beside_a_device_that_is_behind(one: Search
     assert one.chosen.prediction.terms["host"] == 0.0
 
 
+@pytest.mark.parametrize(("batch", "grains", "wanted"), [(64, 8, 32), (16, 8, 16), (8, 8, None)])
+def test_no_more_grains_are_advised_than_a_step_has_samples(batch: int, grains: int, wanted: int | None) -> None:
+    question = asked(hosts=4, batch=batch)
+    case = question.case
+    few = replace(case.space.facts, num_grains=grains, grain_size=batch // grains)
+    case = replace(case, work=replace(case.work, num_grains=grains), space=replace(case.space, facts=few))
+    found = answered(replace(question, case=case))
+    found = replace(found, finer=None, curve=replace(found.curve, pays_until=32))
+    advised = [text.partition("Job(grains=")[2].partition(")")[0] for text in words.hints(found) if "Job(" in text]
+    assert advised == ([] if wanted is None else [str(wanted)])
+    (left_out,) = [i.reason for i in case.space.illegal() if i.what == f"data x shard > {grains}"]
+    assert (f"Job(grains={wanted})" if wanted else "a larger batch") in left_out
+
+
 def test_a_plan_says_which_torch_it_needs(one: SearchResult) -> None:
     def needs(**sections: dict[str, Any]) -> str:
         plan = one.chosen.plan.with_sections(layout={"data": 1, "shard": 8}, **sections)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.conformance import cases
 from tests.unit.planner.models import facts, gpus, transformer
 
-from shoal.planner.answer.answer import Question, answer
+from shoal.planner.answer.answer import Question, answer, question
 from shoal.planner.answer.display import show
 from shoal.planner.answer.finer import finer
 from shoal.planner.answer.outlook import Case
@@ -85,3 +86,11 @@ def test_grains_are_not_blamed_where_they_are_not_the_cause() -> None:
     kept_apart = case(2, devices=8, max_grains=1)
     assert finer(kept_apart, Aim(), choose(kept_apart.search(), Aim()).chosen) is None, "the loss compares samples"
     assert "The number of grains keeps" not in said(alone)
+
+
+@pytest.mark.parametrize(("batch", "grains"), [(3, 3), (8, 8), (16, 8)])
+def test_a_step_has_no_more_grains_than_samples(batch: int, grains: int) -> None:
+    """Three samples are priced as three, and not as eight grains of one."""
+    asked = question(cases.job(global_batch=batch), Plan(), "1xH100", None)
+    assert (asked.case.work.num_grains, asked.case.space.facts.num_grains) == (grains, grains)
+    assert asked.case.work.grain_size * grains == batch
