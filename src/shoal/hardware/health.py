@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal.hardware.host_facts import HostFacts
+from shoal.hardware.host_facts import HostFacts, within_quota
 
 _GIB = 1 << 30
 _SHM = "/dev/shm"  # noqa: S108  (the mount)
@@ -106,7 +106,7 @@ def _versions(facts: HostFacts) -> Checks:
 
 def usable_cores(facts: HostFacts) -> float:
     """Cores that this process gets: by its affinity and by its cgroup's quota."""
-    return min(facts.cores, facts.quota_cores or facts.cores)
+    return within_quota(facts.cores, facts.quota_cores)
 
 
 def _cores(facts: HostFacts) -> Checks:

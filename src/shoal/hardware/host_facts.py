@@ -154,10 +154,14 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(found, default=None)
 
 
+def within_quota(number: int, quota: float | None) -> float:
+    """Cores whose time a process gets of so many, by its cgroup's quota."""
+    return min(number, quota or number)
+
+
 def allowed_cores(root: Path = Path("/")) -> int:
-    """Cores whose time this process gets: by its affinity and by its cgroup's quota, at least one."""
-    quota = cpu_quota(root)
-    return cores() if quota is None else max(1, min(cores(), int(quota)))
+    """Whole cores whose time this process gets, by its affinity and by its cgroup's quota; at least one."""
+    return max(1, int(within_quota(cores(), cpu_quota(root))))
 
 
 def _upwards(top: Path, place: str) -> list[Path]:

@@ -7,6 +7,7 @@ weighted by samples. For BatchNorm's running statistics, which are linear in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
     running = {name: given[name] for name in _RUNNING if given.get(name) is not None}
     own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
     normalised = _as_channels if _is_launch_bound(given["input"], parts) else _one_by_one
-    whole = normalised(parts, {**given, **own})
+    whole = normalised(parts, given, own)
     rows = len(given["input"])
     for name, values in own.items():  # which the backward has: nothing is written there
         if _are_alike(parts):
@@ -54,22 +55,21 @@ def _are_alike(parts: Sequence[Tensor]) -> bool:
     return len(set(map(len, parts))) == 1
 
 
-def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
-    """Batch normalisation of a grain after the other; running statistics have a row for each."""
-    running = [name for name in _RUNNING if given.get(name) is not None]
+def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
+    """Batch normalisation of a grain after the other; `running` statistics have a row for each."""
     outputs = [
-        F.batch_norm(**{**given, "input": part, **{name: given[name][place] for name in running}})
+        F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in running.items()}})
         for place, part in enumerate(parts)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
-    """Batch normalisation of grains of one size in one call, where each grain's channels are channels of their own."""
+def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
+    """As `_one_by_one`, of grains of one size in one call, where each grain's channels are channels of their own."""
     grains, input = len(parts), given["input"]
     rows, channels, *rest = parts[0].shape
     beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
-    own = {name: given[name].view(-1) for name in _RUNNING if given.get(name) is not None}
+    own = {name: values.view(-1) for name, values in running.items()}
     own |= {name: given[name].expand(grains, -1).reshape(-1) for name in _WEIGHTS if given.get(name) is not None}
     normal = F.batch_norm(**{**given, "input": beside, **own})
     return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
@@ -227,15 +227,17 @@ def _of_kind(values: Tensor, like: Tensor) -> Tensor:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies into the first of each pair the second, all of a dtype at once."""
     with torch.no_grad():
-        for into, value in filter(_is_lazy, pairs):
-            into.copy_(value)
-        for alike in _by_kind((pair, pair[0]) for pair in pairs if not _is_lazy(pair)):
-            torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
+        for alike in _by_kind((pair, pair[0]) for pair in pairs):
+            if any(map(_is_lazy, chain.from_iterable(alike))):
+                for into, value in alike:
+                    into.copy_(value)
+            else:
+                torch._foreach_copy_([into for into, _ in alike], [value for _, value in alike])
 
 
-def _is_lazy(pair: tuple[Tensor, Tensor]) -> bool:
-    """Whether one is a view that is conjugate or negative, which no copy of several tensors takes."""
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in pair)
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether it is a conjugate or negative view, which no copy of several tensors takes."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:

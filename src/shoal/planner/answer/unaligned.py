@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.planner.answer.answer import SearchResult
-from shoal.planner.predict.product_sizes import ALIGNED, MatrixRow, unaligned_rows
-from shoal.planner.profile.values import Body
+from shoal.planner.answer.utilisation import operators
+from shoal.planner.predict.product_sizes import MatrixRow, unaligned_rows
+from shoal.planner.profile.values import ALIGNED
 from shoal.report.quantities import seconds
 
 # Below this share of a step padding is not worth a line: it changes the model.
@@ -70,18 +71,11 @@ def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
 
 def _shares(answer: SearchResult) -> dict[tuple[MatrixRow, ...], float]:
     """Shares of the operators' seconds on the device, by the unaligned rows of a product, of the model as a whole."""
-    case, plan = answer.question.case, answer.chosen.plan
-    predictor = case.predictor
-    computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
+    computer, every = operators(answer)
     whole, found = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)
-    counts: dict[Body, int] = defaultdict(int)
-    for unit in case.work.profile.units:
-        counts[unit.body] += 1
-    for body, count in counts.items():
-        of_body = share.of(body, predictor.program.divides_ends)
-        for operation in computer.operations(body):
-            taken = count * computer.operation(operation, of_body).device
-            whole += taken
-            if computer.is_unaligned(operation, of_body):
-                found[unaligned_rows(operation, of_body)] += taken
+    for operation, share, count in every:
+        taken = count * computer.operation(operation, share).device
+        whole += taken
+        if computer.is_unaligned(operation, share):
+            found[unaligned_rows(operation, share)] += taken
     return {rows: taken / whole for rows, taken in found.items()}

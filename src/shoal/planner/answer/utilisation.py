@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from shoal.planner.answer.answer import SearchResult
-from shoal.planner.predict.roofline import ITEMSIZE
-from shoal.planner.profile.values import Body, OperationKind
+from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
+from shoal.planner.predict.share import Share
+from shoal.planner.profile.values import Operation, OperationKind
 
 MEMORY_BOUND = "operators that move memory"
 BELOW_PEAK = "products and attention below the peak"
@@ -47,25 +48,23 @@ def wide_products(answer: SearchResult) -> tuple[float, str] | None:
     return (share, max(wide, key=lambda name: wide[name])) if share else None
 
 
-def _moving_share(answer: SearchResult) -> float:
-    """The part of the operators' seconds that goes to those which only move memory."""
+def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, Share, int]]]:
+    """Operators of the chosen plan, each with a rank's share of it and how often the whole model has it."""
     case, plan = answer.question.case, answer.chosen.plan
     predictor = case.predictor
     computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
-    by_body: dict[int, dict[OperationKind, float]] = {}
-    total: dict[OperationKind, float] = defaultdict(float)
-
-    def seconds(body: Body) -> dict[OperationKind, float]:
-        found: dict[OperationKind, float] = defaultdict(float)
+    found: list[tuple[Operation, Share, int]] = []
+    for body, count in Counter(unit.body for unit in case.work.profile.units).items():
         of_body = share.of(body, predictor.program.divides_ends)
-        for operation in computer.operations(body):
-            found[operation.kind] += computer.operation(operation, of_body).seconds
-        return found
+        found += [(operation, of_body, count) for operation in computer.operations(body)]
+    return computer, found
 
-    for unit in case.work.profile.units:
-        if id(unit.body) not in by_body:
-            by_body[id(unit.body)] = seconds(unit.body)
-        for kind, value in by_body[id(unit.body)].items():
-            total[kind] += value
+
+def _moving_share(answer: SearchResult) -> float:
+    """The part of the operators' seconds that goes to those which only move memory."""
+    computer, every = operators(answer)
+    total: dict[OperationKind, float] = defaultdict(float)
+    for operation, share, count in every:
+        total[operation.kind] += count * computer.operation(operation, share).seconds
     whole = sum(total.values())
     return total[OperationKind.MEMORY] / whole if whole else 0.0

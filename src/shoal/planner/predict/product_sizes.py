@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shoal.planner.predict.share import Share
-from shoal.planner.profile.values import Operation, TensorCut
-
-ALIGNED: Final = 8  # elements of 16 bits that 16 bytes have
+from shoal.planner.profile.values import ALIGNED, Operation, TensorCut
 
 
 class MatrixRow(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.planner.profile.events import OperatorEvent, StorageRef
-from shoal.planner.profile.values import OperationKind
+from shoal.planner.profile.values import ALIGNED, OperationKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,6 @@ def _moves(event: OperatorEvent) -> KernelCost:
 
 # ---------------------------------------------------------------------------------------------------------- products
 
-_ALIGNED = 8  # elements of 16 bits in 16 bytes
-
 
 def _product(event: OperatorEvent, left: StorageRef, right: StorageRef) -> list[KernelCost]:
     *batch, m, k = left.shape
@@ -163,7 +161,7 @@ def _row(ref: StorageRef, outer: str, inner: str) -> str:
     if 1 not in (down, along):  # it is copied before it is multiplied
         return inner
     name, length, distance = (outer, height, along) if down == 1 != along else (inner, width, down)
-    return "" if distance > length and distance % _ALIGNED == 0 else name
+    return "" if distance > length and distance % ALIGNED == 0 else name
 
 
 def _plain(event: OperatorEvent) -> list[KernelCost]:

@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
+ALIGNED = 8  # elements of 16 bits in 16 bytes, at which tensor cores want each row of a matrix to begin
+
 
 class OperationKind(StrEnum):
     """Limit of an operation, and so the curve of the device that it follows."""

@@ -17,15 +17,7 @@ from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Turn,
 from shoal.planner.search.order import PlanOrder
 from shoal.planner.search.passes import SearchPasses, Wanted
 from shoal.planner.search.schedules import Bounds, Schedules
-from shoal.planner.search.space import (
-    LEVELS,
-    Degrees,
-    MicrobatchSchedule,
-    ModelDegrees,
-    Recompute,
-    Space,
-    simplicity,
-)
+from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
 
 _ANY = Limit()
