@@ -17,8 +17,7 @@ from tests.unit import words
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
 
-MAX_MODULE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_MODULE_LINES = 800
 MAX_POSITIONAL_PARAMETERS = 5
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "helpers", "helper", "core", "components", "misc"}
 MODULES_THAT_RUN_WHAT_THEY_READ = {
@@ -57,15 +56,6 @@ def _functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in _nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
-
-
-def long_functions(source: str) -> list[str]:
-    lengths = {node: (node.end_lineno or node.lineno) - node.lineno + 1 for node in _functions(source)}
-    return [
-        f"line {node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
-        for node, length in lengths.items()
-        if length > MAX_FUNCTION_LINES
-    ]
 
 
 def many_positional_parameters(source: str) -> list[str]:
@@ -168,7 +158,6 @@ def shells(source: str) -> list[str]:
 
 RULES: list[Rule] = [
     long_module,
-    long_functions,
     many_positional_parameters,
     global_statements,
     bare_excepts,
@@ -181,8 +170,6 @@ RULES: list[Rule] = [
 
 VIOLATIONS = [
     (long_module, "x = 1\n" * (MAX_MODULE_LINES + 1)),
-    (long_functions, "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
-    (long_functions, "class A:\n    async def f(self):\n" + "        x = 1\n" * MAX_FUNCTION_LINES),
     (many_positional_parameters, "def f(a, b, c, d, e, f): ..."),
     (many_positional_parameters, "class A:\n    def f(self, a, b, c, /, d, e, f): ..."),
     (global_statements, "def f():\n    global x\n    x = 1"),
@@ -207,7 +194,6 @@ VIOLATIONS = [
 
 INNOCENT = [
     (long_module, "x = 1\n" * MAX_MODULE_LINES),
-    (long_functions, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
     (many_positional_parameters, "class A:\n    def f(self, a, b, c, d, e, *, f, g): ..."),
     (global_statements, "def f():\n    x = 1\n    def g():\n        nonlocal x"),
     (bare_excepts, "try:\n    f()\nexcept Exception:\n    pass"),
