@@ -108,6 +108,8 @@ class Job:
     watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
         kept as checkpoints/best.
     callbacks: hooks into a run, each a shoal.Callback; every process makes its own by loading the job file.
+    allow_state: names of attributes and variables that change from forward to forward and are known not to matter, as
+        module names joined with the attribute's: "encoder.cache", "blocks.*.calls"; `*` stands for one part.
     predict: (model, batch) -> outputs, for `shoal predict`: a tensor with a row per sample, or a dict of such. None:
         those of the model for the batch, or for its first part where that is a tuple.
     Raises: JobError with every mistake at once.
@@ -133,6 +135,7 @@ class Job:
     watch: str | None = None
     callbacks: Sequence[Any] = ()
     predict: Callable[[Any, Any], Any] | None = None
+    allow_state: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         mistakes = [m for check in (_callables, _numbers, _hooks, _others) for m in check(self)]
@@ -233,6 +236,7 @@ class Job:
             "seed": self.seed,
             "shuffle": self.shuffle is not False,
             "on_nonfinite": self.on_nonfinite,
+            "allow_state": sorted(self.allow_state),
         }
 
 
@@ -344,6 +348,8 @@ def _hooks(job: Job) -> Iterator[Mistake]:
 
 
 def _others(job: Job) -> Iterator[Mistake]:
+    if isinstance(job.allow_state, str) or not all(isinstance(name, str) and name for name in job.allow_state):
+        yield f"allow_state={job.allow_state!r:.60}", "it lists names", 'write allow_state=("encoder.calls",), say'
     if job.train_data is None:
         yield "train_data=None", "a step needs samples", "give a dataset or a function that returns one"
     if job.on_nonfinite not in ("skip", "rollback", "stop"):

@@ -174,6 +174,10 @@ class Loader(ABC):
     def filler(self, step: int) -> Microbatch:
         """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
 
+    @abstractmethod
+    def first_grains(self, step: int) -> Microbatch | None:
+        """The first two grains of `step`, or its one; of a stream those that this rank has, None for none."""
+
     def commit(self) -> None:  # noqa: B027 - what a loader without a state has to do
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
 
@@ -283,6 +287,10 @@ class MapLoader(Loader):
         requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
         first = next(found[0] for found in requests if found)
         return self._read(step, first.grains, first.ids)
+
+    def first_grains(self, step: int) -> Microbatch | None:
+        grains = self._order.grains(step)[:2]
+        return self._read(step, tuple(grains), tuple(self._order.ids(step, grains))) if grains else None
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""

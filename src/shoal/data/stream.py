@@ -105,6 +105,9 @@ class StreamLoader(Loader):
         """None to be had. Raises: JobError."""
         raise no_lockstep()
 
+    def first_grains(self, step: int) -> Microbatch | None:
+        return self._microbatch(step, self._pending[:2]) if self._pending else None
+
     def commit(self) -> None:
         self._pending, self._state = None, self._read_state()
 

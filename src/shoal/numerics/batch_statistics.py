@@ -82,8 +82,15 @@ class StepBuffers:
         """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one."""
         self.names: tuple[str, ...] = ()
         self._counts = counts
+        # Parameters without gradient, such as a teacher that the forward averages, are watched once they are named.
+        self._frozen = {
+            f"{prefix}.{key}" if prefix else key: (module._parameters, key)
+            for prefix, module in model.named_modules()
+            for key, value in module._parameters.items()
+            if value is not None and not value.requires_grad
+        }
         # Where each buffer hangs, since a forward may replace the tensor; walking the modules each time is slow.
-        self._homes: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for prefix, module in model.named_modules():
             for key, value in module._buffers.items():
                 if value is not None:
@@ -102,12 +109,16 @@ class StepBuffers:
 
     def _now(self, name: str) -> Tensor:
         home, key = self._homes[name]
-        value = home[key]
+        value: Tensor | None = home[key]
         assert value is not None, f"buffer {name} was removed"
         return value
 
     def watch(self, names: Iterable[str] | None = None) -> None:
         """Sets the names of the buffers that change; all of them where None."""
+        for name in self._frozen.keys() & set(names or ()) - self._homes.keys():
+            self._homes[name] = self._frozen[name]
+            self._shapes[name] = self._now(name).shape
+        self.is_empty = not self._homes
         self.names = tuple(sorted(self._homes if names is None else names))
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,16 +25,11 @@ from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import FEW_GRAINS, random_key
-from shoal.training.coupling import compare, meaning
-from shoal.training.probe_contexts import probing, widened
+from shoal.training.coupling import meaning
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
 RANDOMNESS = ("none", "scoped", "opaque")
-
-# Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
-# the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
-FUSION_TOLERANCE_UNITS = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class MicrobatchPolicy:
 
     `coupled`: why they may not, in words, as far as that was found.
     `by_position`: random numbers are drawn for all grains at once (decision 0029); a checkpoint of an older version
-    does not name it, and goes on without.
+    does not name it, and goes on without. `kept_state`: state in Python that the job allows to differ by layout.
     """
 
     grains_per_microbatch: int
@@ -53,6 +47,7 @@ class MicrobatchPolicy:
     buffers: tuple[str, ...] = ()
     coupled: str = ""
     by_position: bool = False
+    kept_state: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
@@ -71,7 +66,8 @@ class MicrobatchPolicy:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> MicrobatchPolicy:
         """From `to_json`."""
-        return cls(**{**document, "buffers": tuple(document["buffers"])})
+        lists = {name: tuple(document.get(name, ())) for name in ("buffers", "kept_state")}
+        return cls(**{**document, **lists})
 
     def with_care_of(self, other: MicrobatchPolicy) -> MicrobatchPolicy:
         """The more careful of both in every respect."""
@@ -82,6 +78,7 @@ class MicrobatchPolicy:
             tuple(sorted({*self.buffers, *other.buffers})),
             self.coupled or other.coupled,
             self.by_position and other.by_position,
+            tuple(sorted({*self.kept_state, *other.kept_state})),
         )
 
 
@@ -176,7 +173,7 @@ class LossComputer:
     """Loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
-    has the whole model.
+    has the whole model. `compiles`: forwards with gradients are compiled. `one_copy`: ranks share the parameters.
     """
 
     def __init__(
@@ -189,12 +186,24 @@ class LossComputer:
         *,
         cut: bool = False,
         divided: bool = False,
+        exact: bool = False,
+        compiles: bool = False,
+        one_copy: bool = False,
     ) -> None:
-        self.job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
-        self._cut, self._divided = cut, divided or cut or evaluate is not None
+        self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
+        self.exact, self.compiles, self.one_copy = exact, compiles, one_copy
+        self.look_seconds = 0.0  # of all looks so far
+        self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
+
+    def in_precision(self, precision: Precision) -> LossComputer:
+        """A computer of the same losses in another precision."""
+        if precision == self.precision:
+            return self
+        known = {"cut": self.cut, "divided": self.divided, "exact": self.exact, "compiles": self.compiles}
+        return LossComputer(self.job, self.model, precision, self.computation, self.evaluate, **known)
 
     def scope(
         self, microbatch: Microbatch, grains: GrainScope | None = None, draws: DrawWatch | None = None
@@ -212,19 +221,20 @@ class LossComputer:
 
     @functools.cached_property
     def _computes_plainly(self) -> bool:
-        return isinstance(self._precision.products(), contextlib.nullcontext)
+        return isinstance(self.precision.products(), contextlib.nullcontext)
 
     @contextlib.contextmanager
     def _scope(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
-        with self._precision.products(), self._randomness(microbatch, grains):
+        with self.precision.products(), self._randomness(microbatch, grains):
             yield
 
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """The same for a stage of a pipeline: it is entered again for the backward."""
-        grains = self._grain_scope(microbatch)
+        grains = self.grain_scope(microbatch)
         return ReentrantContext(lambda: self.scope(microbatch, grains))
 
-    def _grain_scope(self, microbatch: Microbatch) -> GrainScope:
+    def grain_scope(self, microbatch: Microbatch) -> GrainScope:
+        """The scope of a microbatch's random numbers and batch statistics."""
         by_position = self.computation.by_position
         return GrainScope(self.job.seed, microbatch.step, microbatch.grains, by_position=by_position)
 
@@ -239,7 +249,7 @@ class LossComputer:
                 yield
         else:
             try:
-                with grains or self._grain_scope(microbatch) as scope:
+                with grains or self.grain_scope(microbatch) as scope:
                     yield
             except NotFusibleError as error:
                 raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
@@ -248,7 +258,7 @@ class LossComputer:
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
-        return self.pair(self._model, batch)
+        return self.pair(self.model, batch)
 
     def why_not_fused(self, agreed: MicrobatchPolicy) -> str:
         """Why grains do not share a forward, and what that means, in a line for people."""
@@ -263,85 +273,6 @@ class LossComputer:
         if unknown:
             names = tuple({*buffers.names, *unknown})
             raise RedoError(replace(self.computation, buffers=names), "further buffers change")
-
-    def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
-        """How this microbatch, the first of a run, has to be computed; runs it fused and grain by grain, twice in all.
-
-        In float32, whatever the run's precision: bfloat16 is too coarse to tell a sum over grains from another loss.
-        Leaves model and buffers as they were. Raises: what the model raises.
-        """
-        if self._precision.is_wide:
-            return self._probe(microbatch, buffers)
-        if not self._cut:
-            # Suppressed for a model that computes in its own dtype only, or one that raises in any.
-            with contextlib.suppress(ShoalError), widened(self._model, torch.float32):
-                wide = self._precision.wide()
-                return LossComputer(
-                    self.job, self._model, wide, self.computation, self._evaluate, divided=self._divided
-                )._probe(microbatch, buffers)
-        return ProbeResult(replace(self._probe(microbatch, buffers).computation, fuse=False))
-
-    def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
-        buffers.watch()
-        buffers.begin()
-        fuse: bool | None = False
-        randomness, coupled = "opaque", ""
-        # What the model warns of here it warns of in the step as well, or only because of no_grad.
-        with probing(buffers, self._precision.device), contextlib.suppress(NotFusibleError):
-            fused, calls, leaked = self._scoped(microbatch)
-            parts = []
-            split = microbatch.split()
-            for part in split:
-                buffers.restore()
-                parts.append(self._scoped(part))
-            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
-                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
-                fuse = _same(fused, [pair for pair, _, _ in parts])
-                if fuse is False and not self._divided:
-                    fuse, coupled = self._looked_at_again(microbatch, split, buffers)
-        # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
-        changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
-        buffers.watch(changed)
-        computation = replace(self.computation, randomness=randomness, fuse=fuse is not False, buffers=changed)
-        return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
-
-    def _looked_at_again(
-        self, microbatch: Microbatch, split: list[Microbatch], buffers: StepBuffers
-    ) -> tuple[bool | None, str]:
-        """Whether grains may share a forward after all, and where samples are mixed, where not.
-
-        In float64, in which totals that are small differences of large terms show no rounding; where the model
-        computes in its own dtype only, in that.
-        """
-        double = Precision(torch.float64, torch.float64, torch.float64, self._precision.device)
-        for precision in (double, self._precision):
-
-            def loss(part: Microbatch, precision: Precision = precision) -> tuple[float, float]:
-                buffers.restore()
-                return LossComputer(self.job, self._model, precision, self.computation)._scoped(part)[0]
-
-            kind = precision.parameters
-            with contextlib.suppress(Exception), widened(self._model, kind):
-                fused, parts, coupled = compare(self._model, loss, microbatch, split, kind.itemsize)
-                fuse = _same(fused, parts)
-                return fuse, "" if fuse else coupled
-        return False, ""
-
-    def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
-        with self._grain_scope(microbatch) as scope:
-            batch = self._precision.inputs(microbatch.batch)
-            total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
-        return (float(total), float(weight)), scope.calls, scope.leaked()
-
-
-def _same(fused: tuple[float, float], parts: list[tuple[float, float]]) -> bool | None:
-    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so; None: unknown."""
-    totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
-    if fused[1] != sum(w for _, w in parts):
-        return False
-    if not math.isfinite(scale) or not math.isfinite(fused[0]):
-        return None
-    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(torch.float32).eps * scale
 
 
 def check_gradient(total: Tensor) -> None:

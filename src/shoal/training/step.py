@@ -20,6 +20,7 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, NUM_SUMS, Flags, QueuedSums, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
+from shoal.training.look import LATER_STEPS, Look
 
 
 @dataclass
@@ -90,6 +91,8 @@ class StepRunner:
         self._parts, self._loader, self._note = parts, loader, note
         self._transfer = Transfer(parts.mesh.device, parts.precision.inputs)
         self._probed = False
+        divided = parts.sharded_model.divided
+        self._look = Look(parts.computer, (lambda told: any(parts.mesh.gather_json(told))) if divided else bool)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
 
@@ -124,8 +127,7 @@ class StepRunner:
 
         Raises: on every rank, where any failed. Collective: all ranks.
         """
-        if not self._probed:
-            fetched = self._probe(fetched)
+        fetched = self.looked_at(fetched)
         while True:
             computed = self._compute(fetched, factor, row)
             if computed.sums.flags.errors:
@@ -134,6 +136,19 @@ class StepRunner:
                 return computed
             self._agree_on(computed.proposal)
             fetched = self._fetch_again(fetched.step)
+
+    def looked_at(self, fetched: FetchedStep) -> FetchedStep:
+        """The step, after the look that comes before it, if one does; perhaps in other microbatches.
+
+        Collective: all ranks. Raises: on every rank, where any raised.
+        """
+        if not self._probed:
+            return self._probe(fetched)
+        if fetched.step + 1 in LATER_STEPS:
+            grains = self._loader.first_grains(fetched.step)
+            look = functools.partial(self._look.state, grains) if grains is not None else (lambda: None)
+            collectively(self._parts.mesh, self._parts.sharded_model.divided, look)
+        return fetched
 
     def _probe(self, fetched: FetchedStep) -> FetchedStep:
         """Finds out how the model has to be computed; all ranks take the most careful answer."""
@@ -156,7 +171,7 @@ class StepRunner:
         if first is None:
             return ProbeResult(self._parts.computer.computation)
         try:
-            return self._parts.computer.propose(first, self._parts.buffers)
+            return self._look.policy(first, self._loader.first_grains(first.step) or first, self._parts.buffers)
         except Exception as error:
             if not is_out_of_memory(error) or self._parts.sharded_model.divided:
                 raise

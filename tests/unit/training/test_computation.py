@@ -23,7 +23,8 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.numerics.wide_products import ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
-from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
+from shoal.training.computation import LossComputer, MicrobatchPolicy, ProbeResult, RedoError, check_pair
+from shoal.training.look import Look
 
 X = torch.linspace(-1, 1, 96).view(32, 3)
 Loss = Callable[[nn.Module, Any], Any]
@@ -50,10 +51,14 @@ def computer(
     return LossComputer(job, model, precision, computation or MicrobatchPolicy(4))
 
 
+def look_at(computer: LossComputer, batch: Microbatch, buffers: StepBuffers) -> ProbeResult:
+    return Look(computer).policy(batch, batch, buffers)
+
+
 def proposed(model: nn.Module, loss: Loss = plain, **precisions: str) -> MicrobatchPolicy:
     before = {name: b.clone() for name, b in model.named_buffers()}
     buffers = StepBuffers(model)
-    finding = computer(model, loss, **precisions).propose(first_batch(), buffers)
+    finding = look_at(computer(model, loss, **precisions), first_batch(), buffers)
     assert finding.conclusive
     found = finding.computation
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
@@ -133,7 +138,7 @@ def test_a_batch_that_is_not_finite_tells_nothing() -> None:
 
     model = nn.Linear(3, 1)
     buffers = StepBuffers(model)
-    assert not computer(model, infinite).propose(first_batch(), buffers).conclusive
+    assert not look_at(computer(model, infinite), first_batch(), buffers).conclusive
 
 
 @pytest.mark.parametrize(

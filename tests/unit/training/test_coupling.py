@@ -20,6 +20,7 @@ from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.coupling import MIXES, meaning
+from shoal.training.look import Look
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[nn.Module, Any], Any]
@@ -34,7 +35,7 @@ def found(model: nn.Module, loss: Loss, collate: Any = None, **precisions: str) 
     job = Job(model=lambda: model, loss=loss, optimizer=print, train_data=X, global_batch=16, grains=4)
     precision = Precision.of(PrecisionSection(**precisions), torch.device("cpu"))  # type: ignore[arg-type]
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    finding = LossComputer(job, model, precision, MicrobatchPolicy(4)).propose(first, StepBuffers(model))
+    finding = Look(LossComputer(job, model, precision, MicrobatchPolicy(4))).policy(first, first, StepBuffers(model))
     assert finding.conclusive
     for name, now in model.state_dict().items():
         assert now.dtype == before[name].dtype

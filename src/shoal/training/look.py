@@ -1,0 +1,386 @@
+"""The look at a job before its first step and at a few later ones.
+
+A look computes the loss of a few grains, fused and by themselves, and leaves no trace (`numerics/no_trace.py`). It
+finds the microbatch policy, and refuses a job whose result depends on which batches a process has seen before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.data.loader import Microbatch
+from shoal.errors import JobError, ShoalError
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.grain_randomness import NotFusibleError
+from shoal.numerics.no_trace import Change, NoTrace, copy_of
+from shoal.numerics.precision import Precision
+from shoal.training.computation import LossComputer, ProbeResult
+from shoal.training.coupling import compare
+
+# Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
+# the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
+FUSION_TOLERANCE_UNITS = 64
+# State that a job begins to keep after its first step is looked for before these steps, counted from 1.
+LATER_STEPS = (2, 10, 100)
+# Further forwards in which a container may grow until it matters.
+_REPEATS = 6
+# Added to a counter, to see a schedule or a period that begins later: odd and even, and no multiple of one period.
+_JUMPS = (7, 10, 93, 1_000, 9_991, 100_000, 1_000_003)
+
+Sums = tuple[float, float]
+
+
+class Look:
+    """A look at one microbatch by a rank's `LossComputer`.
+
+    `together` combines a yes or no of all ranks that compute the model together: any yes is a yes.
+    """
+
+    def __init__(self, computer: LossComputer, together: Callable[[bool], bool] = bool) -> None:
+        self._computer, self._together = computer, together
+        self._differentiates = not computer.divided and not computer.compiles
+
+    _unchanged = False  # whether the forward of the policy's look left no state
+
+    def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
+        """Compute the first microbatch fused and grain by grain, and return how it has to be computed.
+
+        `grains`: the step's first grains, the same on all ranks where they can be.
+        In float32, whatever the run's precision: bfloat16 is too coarse to tell a sum over grains from another loss.
+        Raises: what the model raises; JobError for state that no layout keeps the same.
+        """
+        computer, precision = self._computer, self._computer.precision
+        with self._watching() as kept:
+            found: ProbeResult | None = None
+            if precision.is_wide:
+                found = self._policy(microbatch, buffers, kept, precision)
+            elif not computer.cut:
+                # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+                with contextlib.suppress(ShoalError), widened(computer.model, torch.float32), self._no_trace() as wide:
+                    found = self._policy(microbatch, buffers, wide, precision.wide())
+                kept.restore()
+            if found is None:
+                found = self._policy(microbatch, buffers, kept, precision)
+                found = replace(found, computation=replace(found.computation, fuse=False))
+            self._check_allowed(kept)
+            allowed = () if self._unchanged and not computer.exact else self._state(grains, kept)
+            return replace(found, computation=replace(found.computation, kept_state=allowed))
+
+    def state(self, grains: Microbatch) -> None:
+        """Look for state again. Raises: as `policy`."""
+        with self._watching() as kept:
+            self._state(grains, kept)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[NoTrace]:
+        """A context without trace, warnings and TF32 (CUDA's default in convolutions: too coarse to tell a sum)."""
+        computer, began = self._computer, time.perf_counter()
+        cuda = computer.precision.device.type == "cuda"
+        rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
+        try:
+            # What the model warns of here it warns of in the step as well.
+            with rounding, self._no_trace() as kept, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield kept
+                kept.restore()
+                lost = kept.unrestored()
+        finally:
+            computer.look_seconds += time.perf_counter() - began
+        if lost:
+            raise JobError(
+                given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
+                conflict="shoal cannot put the parameter back after it has looked at the first batch",
+                remedy="write it with torch's operators under torch.no_grad(), or in a callback after the step",
+            )
+
+    def _no_trace(self) -> NoTrace:
+        job = self._computer.job
+        source = getattr(job.train_data, "source", None)
+        return NoTrace(self._computer.model, {"loss": job.loss, "train_data": getattr(source, "data", None)})
+
+    def _policy(self, microbatch: Microbatch, buffers: StepBuffers, kept: NoTrace, precision: Precision) -> ProbeResult:
+        computation = self._computer.computation
+        fuse: bool | None = False
+        randomness, coupled = "opaque", ""
+        changed: set[str] = set()
+        with contextlib.suppress(NotFusibleError):
+            fused, calls, leaked = self._computed(microbatch, kept, precision)
+            changed |= set(kept.changed_buffers())
+            if precision == self._computer.precision:
+                written = kept.changed_parameters()
+                self._unchanged = not self._together(bool(kept.changes() or written))
+                frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
+                changed |= written.keys() & frozen
+            split, parts = microbatch.split(), []
+            for part in split:
+                kept.restore()
+                parts.append(self._computed(part, kept, precision))
+                changed |= set(kept.changed_buffers())
+            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
+                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
+                fuse = _is_sum(fused, [pair for pair, _, _ in parts])
+                if fuse is False and not self._computer.divided:
+                    fuse, coupled = self._looked_at_again(microbatch, split, kept)
+        # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
+        buffers.watch(None if randomness == "opaque" else changed)
+        computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
+        return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
+
+    def _looked_at_again(
+        self, microbatch: Microbatch, split: list[Microbatch], kept: NoTrace
+    ) -> tuple[bool | None, str]:
+        """Whether grains may share a forward after all, and where samples are mixed, where not.
+
+        In float64, in which totals that are small differences of large terms show no rounding; where the model
+        computes in its own dtype only, in that.
+        """
+        computer = self._computer
+        double = Precision(torch.float64, torch.float64, torch.float64, computer.precision.device)
+        for precision in (double, computer.precision):
+            kind = precision.parameters
+            with contextlib.suppress(Exception), widened(computer.model, kind), self._no_trace() as wide:
+
+                def loss(part: Microbatch, kept: NoTrace = wide, precision: Precision = precision) -> Sums:
+                    kept.restore()
+                    return self._computed(part, kept, precision)[0]
+
+                fused, parts, coupled = compare(computer.model, loss, microbatch, split, kind.itemsize)
+                fuse = _is_sum(fused, parts)
+                return fuse, "" if fuse else coupled
+            kept.restore()
+        return False, ""
+
+    def _computed(self, microbatch: Microbatch, kept: NoTrace, precision: Precision) -> tuple[Sums, int, bool]:
+        """(total, weight), how often the model drew by grain, and whether it drew otherwise."""
+        computer = self._computer.in_precision(precision)
+
+        def run() -> tuple[Sums, int, bool]:
+            with computer.grain_scope(microbatch) as scope, torch.set_grad_enabled(self._differentiates):
+                batch = precision.inputs(copy_of(microbatch.batch))
+                total, weight = computer.evaluate(computer.pair, batch) if computer.evaluate else computer.loss(batch)
+            return (float(total), float(weight)), scope.calls, scope.leaked()
+
+        try:
+            return run()
+        except ShoalError:
+            if self._differentiates or computer.evaluate:
+                raise
+            kept.restore()
+            self._differentiates = True  # a loss with derivatives within
+            return run()
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    def _state(self, grains: Microbatch, kept: NoTrace) -> tuple[str, ...]:
+        """Names of the state that Job(allow_state=...) allows, where there is some.
+
+        Raises: JobError for state that changes a loss, or for a trainable parameter that the forward writes.
+        """
+        computer, precision = self._computer, self._computer.precision
+        one, other = _two_grains(grains)
+        kept.restore()
+
+        def run(part: Microbatch) -> Sums:
+            try:
+                return self._computed(part, kept, precision)[0]
+            except NotFusibleError:  # without a scope: the generators begin with the same state each time
+                return self._computed_opaquely(part, precision)
+
+        first = run(one)
+        changes, written = kept.changes(), kept.changed_parameters()
+        trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
+        if self._together(bool(written.keys() & trained)):
+            kept.restore()
+            run(other)
+            self._refuse_written(written, kept.changed_parameters(), trained)
+        if written and (computer.one_copy or computer.divided):
+            layout = (
+                "memory.shared = true" if computer.one_copy else "a layout that divides the model or its parameters"
+            )
+            raise JobError(
+                given=f"a forward that writes parameter {min(written)}, with {layout}",
+                conflict="no rank has a copy of the parameter that it may write alone",
+                remedy="write memory.shared = false"
+                if computer.one_copy
+                else 'use the data axis, shard.level = "optimizer"',
+            )
+        if computer.exact:
+            kept.restore()
+            if run(one) != first and not math.isnan(first[0]):
+                raise JobError(
+                    given="a loss or model whose first batch, computed twice, gives two losses",
+                    conflict="it draws from a source of randomness that shoal cannot seed, such as a generator of its "
+                    "own, the clock or the operating system; in exact mode each number has to be the same in each run",
+                    remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
+                )
+        allowed = {change.name for change in changes if _allows(computer.job.allow_state, change.name)}
+        mattering = [change for change in changes if change.name not in allowed]
+        if not self._together(bool(mattering)):
+            return tuple(sorted(allowed))
+        kept.restore()
+        run(other)
+        kept.keep_state(but=allowed)
+        values: dict[str, list[Any]] = {}
+        for number in range(1 + _REPEATS):
+            if self._together(run(one) != first):
+                self._refuse_state(self._culprits(mattering, kept, first, lambda: run(other), lambda: run(one)), number)
+            for name, home, key in kept.numbers():
+                values.setdefault(name, []).append(home[key])
+            kept.keep_state(but=allowed)
+        if not computer.divided:
+            self._try_counters(kept, values, allowed, first, lambda: run(one))
+        return tuple(sorted(allowed))
+
+    def _check_allowed(self, kept: NoTrace) -> None:
+        """Raises: JobError for a pattern of Job(allow_state=...) that names nothing."""
+        known = kept.names()
+        for pattern in self._computer.job.allow_state:
+            if not self._together(any(_allows([pattern], name) for name in known)):
+                raise JobError(
+                    given=f"Job(allow_state=({pattern!r},))",
+                    conflict="no attribute of a module and no variable of the loss has that name",
+                    remedy="write the module's name and the attribute's, such as 'encoder.calls'",
+                )
+
+    def _computed_opaquely(self, part: Microbatch, precision: Precision) -> Sums:
+        computer = self._computer
+        opaque = computer.in_precision(precision)
+        opaque.computation = replace(computer.computation, randomness="opaque")
+        with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
+            total, weight = opaque.loss(precision.inputs(copy_of(part.batch)))
+        return float(total), float(weight)
+
+    def _culprits(
+        self, changes: Sequence[Change], kept: NoTrace, first: Sums, before: Callable[[], Sums], run: Callable[[], Sums]
+    ) -> list[Change]:
+        """Changes that alter the loss by themselves; all where none does, or where ranks share the model."""
+        if self._computer.divided or len(changes) == 1:
+            return list(changes)
+        found = []
+        for change in changes:
+            kept.restore()
+            before()
+            kept.keep_state(only=change.name)
+            with contextlib.suppress(Exception):
+                if run() != first:
+                    found.append(change)
+        return found or list(changes)
+
+    def _try_counters(
+        self, kept: NoTrace, values: dict[str, list[Any]], allowed: set[str], first: Sums, run: Callable[[], Sums]
+    ) -> None:
+        """Set each counter to later values. Raises: JobError where one changes the loss."""
+        counters = {
+            name
+            for name, seen in values.items()
+            if name not in allowed and len({b - a for a, b in itertools.pairwise(seen)}) == 1 and seen[0] != seen[1]
+        }
+        for name, home, key in kept.numbers():
+            if name in counters:
+                for jump in _JUMPS:
+                    kept.keep_state(only=name)
+                    home[key] = type(home[key])(values[name][-1] + jump)
+                    with contextlib.suppress(Exception):
+                        if run() != first:
+                            self._refuse_state([Change(name, "number")], jump)
+                kept.restore()
+
+    def _refuse_state(self, culprits: Sequence[Change], later: int) -> None:
+        """Raises: JobError that names the state."""
+        names = [change.name for change in culprits]
+        numbers = all(change.kind == "number" for change in culprits)
+        names_said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        when = "" if later == 0 else " after some forwards"
+        remedy = (
+            "count in a buffer (register_buffer), which shoal advances once a step,"
+            if numbers
+            else "keep it in a buffer (register_buffer) whose value does not depend on how the batch is divided,"
+        )
+        raise JobError(
+            given=f"state that a forward leaves in {names_said}",
+            conflict=f"the loss of the same batch is another one{when}: the result depends on which batches a process "
+            "has computed before, and so on the number of devices",
+            remedy=f"{remedy} or write Job(allow_state=({', '.join(map(repr, names[:4]))},)) if it does not matter",
+        )
+
+    def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
+        """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
+        for name in sorted((first.keys() | second.keys()) & trained):
+            one, other = first.get(name), second.get(name)
+            if one is None or other is None or not torch.equal(one, other):
+                module = name.rpartition(".")[0] or "the model"
+                renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+                raise JobError(
+                    given=f"a forward that writes the trainable parameter {name}"
+                    + (f": {module} has max_norm" if renormalises else ""),
+                    conflict="what it writes depends on the samples of the grain: ranks would train different values",
+                    remedy="renormalise the rows that the forward has looked up instead, such as "
+                    "torch.renorm(embedding(x), 2, -1, max_norm)"
+                    if renormalises
+                    else "write the parameter in a callback after the step, where its value is the same on every rank",
+                )
+
+
+def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
+    """A grain, and another one of as many samples; where there is one grain alone, its samples in another order."""
+    split = microbatch.split()
+    one = split[0]
+    other = next((part for part in split[1:] if part.num_samples == one.num_samples), None)
+    if other is None:
+        rows = one.num_samples
+
+        def turned(leaf: Any) -> Any:
+            is_rows = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim and len(leaf) == rows
+            return leaf.roll(1, 0) if is_rows and rows > 1 else leaf
+
+        other = replace(one, batch=tree_map(turned, one.batch))
+    return one, other
+
+
+def _allows(allowed: Sequence[str], name: str) -> bool:
+    """Whether a pattern names the state; `*` stands for one part of a name."""
+    parts = name.split(".")
+    return any(
+        len(parts) == len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True))
+        for pattern in (one.split(".") for one in allowed)
+    )
+
+
+def _is_sum(fused: Sums, parts: list[Sums]) -> bool | None:
+    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so; None: unknown."""
+    totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
+    if fused[1] != sum(w for _, w in parts):
+        return False
+    if not math.isfinite(scale) or not math.isfinite(fused[0]):
+        return None
+    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(torch.float32).eps * scale
+
+
+@contextlib.contextmanager
+def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which parameters and buffers of fewer bits than the dtype's are copies of themselves in it."""
+    # A forward may put another tensor in a buffer's place.
+    homes = [(m._buffers, key, buffer) for m in model.modules() for key, buffer in m._buffers.items()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    tensors = [t for t in tensors if t.itemsize < dtype.itemsize]
+    narrow = [t.data for t in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for home, key, buffer in homes:
+            home[key] = buffer
+        for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
