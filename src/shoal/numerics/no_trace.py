@@ -56,7 +56,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """A change of Python state: its dotted name, as Job(allow_state=...) takes it, and number, tensor or container."""
 
     name: str
@@ -95,7 +95,13 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._stack = ExitStack()
         modules = {} if model is None else dict(model.named_modules())
         self._places = [(name, vars(module), _OF_TORCH) for name, module in modules.items()]
-        self._places += _reachable(modules.values(), functions)
+        own = {
+            f"{name}.{key}".lstrip("."): value
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if key not in _OF_TORCH and callable(value) and not isinstance(value, nn.Module)
+        }
+        self._places += _reachable(modules.values(), {**functions, **own})
         self._parameters = {} if model is None else dict(model.named_parameters())
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
@@ -184,10 +190,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Names of the parameters that were written unseen, and that `restore` cannot put back."""
         return [name for name, parameter in self._parameters.items() if self._was[name][3] != _mark(parameter)]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """The attributes, variables and containers that differ from what they were."""
         return [
-            Change(f"{name}.{key}".lstrip("."), kind)
+            StateChange(f"{name}.{key}".lstrip("."), kind)
             for name, _, kept in self._kept
             for key, kind in kept.differences()
         ]

@@ -23,7 +23,7 @@ from shoal.data.loader import Microbatch
 from shoal.errors import JobError, ShoalError
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import NotFusibleError
-from shoal.numerics.no_trace import Change, NoTrace, copy_of
+from shoal.numerics.no_trace import StateChange, NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.training.computation import LossComputer, ProbeResult
 from shoal.training.coupling import compare
@@ -94,9 +94,13 @@ class Look:
                 warnings.simplefilter("ignore")
                 yield kept
                 kept.restore()
-                lost = kept.unrestored()
+                self._refuse_unrestored(kept)
         finally:
             computer.look_seconds += time.perf_counter() - began
+
+    def _refuse_unrestored(self, kept: NoTrace) -> None:
+        """Raises: JobError for a parameter that a forward has written unseen."""
+        lost = kept.unrestored()
         if lost:
             raise JobError(
                 given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
@@ -202,6 +206,7 @@ class Look:
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         if self._together(bool(written.keys() & trained)):
             kept.restore()
+            self._refuse_unrestored(kept)
             run(other)
             self._refuse_written(written, kept.changed_parameters(), trained)
         if written and (computer.one_copy or computer.divided):
@@ -262,8 +267,13 @@ class Look:
         return float(total), float(weight)
 
     def _culprits(
-        self, changes: Sequence[Change], kept: NoTrace, first: Sums, before: Callable[[], Sums], run: Callable[[], Sums]
-    ) -> list[Change]:
+        self,
+        changes: Sequence[StateChange],
+        kept: NoTrace,
+        first: Sums,
+        before: Callable[[], Sums],
+        run: Callable[[], Sums],
+    ) -> list[StateChange]:
         """Changes that alter the loss by themselves; all where none does, or where ranks share the model."""
         if self._computer.divided or len(changes) == 1:
             return list(changes)
@@ -291,12 +301,14 @@ class Look:
                 for jump in _JUMPS:
                     kept.keep_state(only=name)
                     home[key] = type(home[key])(values[name][-1] + jump)
-                    with contextlib.suppress(Exception):
-                        if run() != first:
-                            self._refuse_state([Change(name, "number")], jump)
+                    matters = False
+                    with contextlib.suppress(Exception):  # a count that the model was never made for
+                        matters = run() != first
+                    if matters:
+                        self._refuse_state([StateChange(name, "number")], jump)
                 kept.restore()
 
-    def _refuse_state(self, culprits: Sequence[Change], later: int) -> None:
+    def _refuse_state(self, culprits: Sequence[StateChange], later: int) -> None:
         """Raises: JobError that names the state."""
         names = [change.name for change in culprits]
         numbers = all(change.kind == "number" for change in culprits)

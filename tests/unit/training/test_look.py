@@ -1,0 +1,348 @@
+"""State that forwards keep is found by what it does to a loss; a look leaves no trace of itself."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.training.test_computation import X, computer, first_batch, look_at
+from torch import Tensor, nn
+
+from shoal.errors import JobError
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.losses import mse
+from shoal.numerics.no_trace import NoTrace
+from shoal.training.look import Look
+
+Loss = Callable[[nn.Module, Any], Any]
+Case = tuple[nn.Module, Loss]
+CALLS = {"n": 0}
+COUNT = 0
+
+
+def plain(model: nn.Module, batch: Any) -> Any:
+    return mse(model(batch[0]), batch[1])
+
+
+class Net(nn.Module):
+    """A linear layer whose output is changed by `more`, which may keep state in the module."""
+
+    total = 0
+
+    def __init__(self, more: Callable[[Any, Tensor], Tensor], **state: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.more = more
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.more(self, self.layer(x))
+
+
+def carried(net: Any, y: Tensor) -> Tensor:
+    before, net.state = net.state, y.detach()
+    return y if before is None or before.shape != y.shape else y + 0.1 * before
+
+
+def warmed_up(net: Any, y: Tensor) -> Tensor:
+    net.calls += 1
+    return y * min(1.0, net.calls / 100)
+
+
+def begins_later(net: Any, y: Tensor) -> Tensor:
+    net.calls += 1
+    return y if net.calls < 5_000 else y * 0.5
+
+
+def each_tenth(net: Any, y: Tensor) -> Tensor:
+    net.calls += 1
+    return y * 0.5 if net.calls % 10 == 0 else y
+
+
+def annealed(net: Any, y: Tensor) -> Tensor:
+    net.temperature *= 0.99
+    return y * net.temperature
+
+
+def grown(net: Any, y: Tensor) -> Tensor:
+    net.bank.append(y.detach().mean())
+    return y + (sum(net.bank) if len(net.bank) > 4 else 0.0)
+
+
+def written_in_place(net: Any, y: Tensor) -> Tensor:
+    net.mean.mul_(0.9).add_(y.detach().mean() * 0.1)
+    return y - net.mean
+
+
+def of_class(net: Any, y: Tensor) -> Tensor:
+    Net.total += 1
+    return y * (1 + Net.total / 10)
+
+
+def of_global(net: Any, y: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return y + COUNT
+
+
+def of_generator(net: Any, y: Tensor) -> Tensor:
+    return y + torch.rand((), generator=net.generator)
+
+
+def of_numpy_generator(net: Any, y: Tensor) -> Tensor:
+    return y + float(net.generator.normal())
+
+
+def in_loss(model: nn.Module, batch: Any) -> Any:
+    CALLS["n"] += 1
+    return mse(model(batch[0]) * CALLS["n"], batch[1])
+
+
+def in_closure() -> Loss:
+    mean = torch.zeros(())
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        nonlocal mean
+        y = model(batch[0])
+        mean = 0.9 * mean + 0.1 * y.detach().mean()
+        return mse(y - mean, batch[1])
+
+    return loss
+
+
+class Running:
+    """A loss that is an object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        self.scale = 0.9 * self.scale + 0.1 * float(model(batch[0]).abs().mean())
+        return mse(model(batch[0]) / self.scale, batch[1])
+
+
+def on_function(model: nn.Module, batch: Any) -> Any:
+    on_function.calls += 1  # type: ignore[attr-defined]
+    return mse(model(batch[0]) * on_function.calls, batch[1])  # type: ignore[attr-defined]
+
+
+on_function.calls = 0  # type: ignore[attr-defined]
+
+
+def unchanged(net: Any, y: Tensor) -> Tensor:
+    return y
+
+
+STATE: dict[str, tuple[Callable[[], Case], str]] = {
+    "carried": (lambda: (Net(carried, state=None), plain), "state"),
+    "warmed up": (lambda: (Net(warmed_up, calls=0), plain), "calls"),
+    "begins later": (lambda: (Net(begins_later, calls=0), plain), "calls"),
+    "each tenth": (lambda: (Net(each_tenth, calls=0), plain), "calls"),
+    "annealed": (lambda: (Net(annealed, temperature=2.0), plain), "temperature"),
+    "grown": (lambda: (Net(grown, bank=[]), plain), "bank"),
+    "grown deque": (lambda: (Net(grown, bank=collections.deque(maxlen=8)), plain), "bank"),
+    "tensor attribute": (lambda: (Net(written_in_place, mean=torch.zeros(())), plain), "mean"),
+    "class attribute": (lambda: (Net(of_class), plain), "Net.total"),
+    "global": (lambda: (Net(of_global), plain), "COUNT"),
+    "torch generator": (lambda: (Net(of_generator, generator=torch.Generator()), plain), "generator"),
+    "numpy generator": (lambda: (Net(of_numpy_generator, generator=np.random.default_rng(0)), plain), "generator"),
+    "loss's global": (lambda: (Net(unchanged), in_loss), "loss.CALLS"),
+    "loss's closure": (lambda: (Net(unchanged), in_closure()), "loss.mean"),
+    "loss object": (lambda: (Net(unchanged), Running()), "loss.scale"),
+    "loss's attribute": (lambda: (Net(unchanged), on_function), "loss.calls"),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_state_that_changes_a_loss_is_refused_by_its_name(name: str) -> None:
+    make, attribute = STATE[name]
+    model, loss = make()
+    with pytest.raises(JobError) as caught:
+        look_at(computer(model, loss), first_batch(), StepBuffers(model))
+    assert attribute in caught.value.given
+    assert "allow_state" in caught.value.remedy
+
+
+def cached(net: Any, y: Tensor) -> Tensor:
+    if net.mask is None or len(net.mask) < len(y):
+        net.mask = torch.ones(len(y), 1)
+    return y * net.mask[: len(y)]
+
+
+def kept_for_plots(net: Any, y: Tensor) -> Tensor:
+    net.last = y
+    net.history.append(float(y.detach().sum()))
+    net.calls += 1
+    return y
+
+
+def first_call(net: Any, y: Tensor) -> Tensor:
+    if net.first:
+        net.first, net.ones = False, torch.ones(1)
+    return y * net.ones
+
+
+def seeded_anew(net: Any, y: Tensor) -> Tensor:
+    return y + torch.rand((), generator=torch.Generator().manual_seed(3))
+
+
+def clamped(net: Any, y: Tensor) -> Tensor:
+    net.scale.data = net.scale.data.clamp(max=1.0)
+    return y * net.scale
+
+
+def auxiliary(model: Any, batch: Any) -> Any:
+    total, weight = plain(model, batch)
+    return total + model.last.square().sum(), weight
+
+
+@functools.lru_cache
+def table(size: int) -> Tensor:
+    return torch.linspace(0, 1, size)
+
+
+PURE: dict[str, Callable[[], Case]] = {
+    "cache": lambda: (Net(cached, mask=None), plain),
+    "kept for plots": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), plain),
+    "auxiliary loss": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), auxiliary),
+    "first call": lambda: (Net(first_call, first=True, ones=None), plain),
+    "seeded anew": lambda: (Net(seeded_anew), plain),
+    "clamped": lambda: (Net(clamped, scale=nn.Parameter(torch.tensor(2.0))), plain),
+    "lru_cache": lambda: (Net(lambda net, y: y * table(1)), plain),
+    "counter of a loop": lambda: (Net(lambda net, y: y + next(itertools.count(1))), plain),
+}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_what_does_not_change_a_loss_is_let_pass(name: str) -> None:
+    model, loss = PURE[name]()
+    found = look_at(computer(model, loss), first_batch(), StepBuffers(model)).computation
+    assert found.fuse or found.randomness == "opaque"
+    assert not found.kept_state
+
+
+def test_allowed_state_is_listed() -> None:
+    model = Net(carried, state=None)
+    made = computer(model)
+    object.__setattr__(made.job, "allow_state", ("*",))
+    assert look_at(made, first_batch(), StepBuffers(model)).computation.kept_state == ("state",)
+    object.__setattr__(made.job, "allow_state", ("stat",))
+    with pytest.raises(JobError, match="no attribute of a module"):
+        look_at(made, first_batch(), StepBuffers(model))
+
+
+def test_rows_that_a_forward_renormalises_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(64, 1, max_norm=0.1))
+
+    def loss(net: nn.Module, batch: Any) -> Any:
+        return mse(net((batch[0][:, 0] * 31 + 32).long()), batch[1])
+
+    before = model[0].weight.clone()
+    with pytest.raises(JobError, match="max_norm"):
+        look_at(computer(model, loss), first_batch(), StepBuffers(model))
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_teacher_that_the_forward_averages_is_a_buffer() -> None:
+    class Taught(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    own.data.mul_(0.9).add_(other.data * 0.1)
+            return self.student(x) + self.teacher(x)
+
+    model = Taught()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    buffers = StepBuffers(model)
+    found = look_at(computer(model), first_batch(), buffers).computation
+    assert found.buffers == buffers.names == ("teacher.bias", "teacher.weight")
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+class Everything(nn.Module):
+    """Changes all that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(3))
+        self.calls, self.history, self.nested = 0, [1.0], {"a": [torch.zeros(2), {"b": 0}]}
+        self.array, self.generator = np.zeros(3), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(2.0)
+        self.nested["a"][0].add_(1)  # type: ignore[union-attr]
+        self.nested["a"][1]["b"] += 1  # type: ignore[index]
+        self.new = x
+        self.array += 1
+        self.seen.data += x.detach().sum(0)
+        self.frozen.data.mul_(0.5)
+        self.layer.weight.data = self.layer.weight.data * 2
+        self.norm.eval()
+        torch.rand(1)
+        random.random()
+        np.random.rand()
+        torch.rand(1, generator=self.generator)
+        return self.norm(self.layer(x))
+
+
+def test_a_look_leaves_no_trace() -> None:
+    model, x = Everything(), X.clone()
+    layer = model.layer.weight
+
+    def state() -> Any:
+        attributes = {k: v for k, v in vars(model).items() if not k.startswith("_")}
+        values = {**model.state_dict(), "array": torch.tensor(model.array), "generator": model.generator.get_state()}
+        generators = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+        return repr(attributes), {k: v.tolist() for k, v in values.items()}, generators, model.norm.training
+
+    before = state()
+    with NoTrace(model, {"loss": plain}) as kept:
+        model(x)
+        names = {change.name for change in kept.changes()}
+        assert {"calls", "history", "nested", "new", "array", "generator", "norm.training"} <= names
+        assert set(kept.changed_buffers()) == {"seen"}
+        assert kept.changed_parameters().keys() == {"frozen", "layer.weight"}
+        kept.restore()
+        assert state() == before
+        model(x)
+    assert state() == before
+    assert model.layer.weight is layer
+    assert "new" not in vars(model)
+
+
+def test_what_is_written_past_torch_is_refused() -> None:
+    class Past(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.detach().numpy()[:] *= 0.5
+            return super().forward(x)
+
+    model = Past(3, 1)
+    with pytest.raises(JobError, match="past torch's operators"):
+        look_at(computer(model), first_batch(), StepBuffers(model))
+
+
+def test_a_batch_that_is_changed_in_place_is_a_copy() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        batch[0].mul_(0.5)
+        return plain(model, batch)
+
+    model, batch = Net(unchanged), first_batch()
+    before = batch.batch[0].clone()
+    found = Look(computer(model, loss)).policy(batch, batch, StepBuffers(model)).computation
+    assert found.fuse
+    assert torch.equal(batch.batch[0], before)
