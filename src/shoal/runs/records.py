@@ -150,6 +150,7 @@ class RunRecord:
     wall_seconds: float  # of this call, launch included
     best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, where the job watches one
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
+    look_seconds: float | None = None  # in looks at the job before its first step and later ones, on rank 0
     resumed_from: int | None = None
     restarts: int = 0  # of this call's ranks, after one was lost
     ettr: float | None = None  # effective training time ratio of this call, 0 to 1: docs/recovery.md

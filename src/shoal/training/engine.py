@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,8 +97,10 @@ class Engine(TrainingParts):
         Not where blocks are compiled, which would be compiled for another shape first. Collective: all ranks.
         """
         if self.plan.execution.compile == "none":
+            began = time.perf_counter()
             self.evaluator.rehearse(self.model)
             self.strategy.rest()
+            self.computer.look_seconds += time.perf_counter() - began
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""

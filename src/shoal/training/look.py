@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.data.loader import Microbatch
 from shoal.errors import JobError, ShoalError
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import NotFusibleError
-from shoal.numerics.no_trace import StateChange, NoTrace, copy_of
+from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.training.computation import LossComputer, ProbeResult
 from shoal.training.coupling import compare
@@ -202,19 +202,20 @@ class Look:
                 return self._computed_opaquely(part, precision)
 
         first = run(one)
-        changes, written = kept.changes(), kept.changed_parameters()
+        written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         if self._together(bool(written.keys() & trained)):
             kept.restore()
             self._refuse_unrestored(kept)
             run(other)
             self._refuse_written(written, kept.changed_parameters(), trained)
-        if written and (computer.one_copy or computer.divided):
+        shared = computer.one_copy or computer.divided
+        if self._together(bool(written and shared)):
             layout = (
                 "memory.shared = true" if computer.one_copy else "a layout that divides the model or its parameters"
             )
             raise JobError(
-                given=f"a forward that writes parameter {min(written)}, with {layout}",
+                given=f"a forward that writes parameter {min(written, default='of another rank')}, with {layout}",
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy="write memory.shared = false"
                 if computer.one_copy
@@ -222,30 +223,24 @@ class Look:
             )
         if computer.exact:
             kept.restore()
-            if run(one) != first and not math.isnan(first[0]):
+            if self._together(_differ(run(one), first)):
                 raise JobError(
                     given="a loss or model whose first batch, computed twice, gives two losses",
                     conflict="it draws from a source of randomness that shoal cannot seed, such as a generator of its "
                     "own, the clock or the operating system; in exact mode each number has to be the same in each run",
                     remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
                 )
-        allowed = {change.name for change in changes if _allows(computer.job.allow_state, change.name)}
-        mattering = [change for change in changes if change.name not in allowed]
-        if not self._together(bool(mattering)):
-            return tuple(sorted(allowed))
         kept.restore()
-        run(other)
-        kept.keep_state(but=allowed)
-        values: dict[str, list[Any]] = {}
-        for number in range(1 + _REPEATS):
-            if self._together(run(one) != first):
-                self._refuse_state(self._culprits(mattering, kept, first, lambda: run(other), lambda: run(one)), number)
-            for name, home, key in kept.numbers():
-                values.setdefault(name, []).append(home[key])
-            kept.keep_state(but=allowed)
-        if not computer.divided:
-            self._try_counters(kept, values, allowed, first, lambda: run(one))
-        return tuple(sorted(allowed))
+        run(one)  # again, since parameters were looked at in between
+        return find_state(
+            kept,
+            lambda: run(other),
+            lambda: run(one),
+            first,
+            computer.job.allow_state,
+            together=self._together,
+            divided=computer.divided,
+        )
 
     def _check_allowed(self, kept: NoTrace) -> None:
         """Raises: JobError for a pattern of Job(allow_state=...) that names nothing."""
@@ -266,66 +261,6 @@ class Look:
             total, weight = opaque.loss(precision.inputs(copy_of(part.batch)))
         return float(total), float(weight)
 
-    def _culprits(
-        self,
-        changes: Sequence[StateChange],
-        kept: NoTrace,
-        first: Sums,
-        before: Callable[[], Sums],
-        run: Callable[[], Sums],
-    ) -> list[StateChange]:
-        """Changes that alter the loss by themselves; all where none does, or where ranks share the model."""
-        if self._computer.divided or len(changes) == 1:
-            return list(changes)
-        found = []
-        for change in changes:
-            kept.restore()
-            before()
-            kept.keep_state(only=change.name)
-            with contextlib.suppress(Exception):
-                if run() != first:
-                    found.append(change)
-        return found or list(changes)
-
-    def _try_counters(
-        self, kept: NoTrace, values: dict[str, list[Any]], allowed: set[str], first: Sums, run: Callable[[], Sums]
-    ) -> None:
-        """Set each counter to later values. Raises: JobError where one changes the loss."""
-        counters = {
-            name
-            for name, seen in values.items()
-            if name not in allowed and len({b - a for a, b in itertools.pairwise(seen)}) == 1 and seen[0] != seen[1]
-        }
-        for name, home, key in kept.numbers():
-            if name in counters:
-                for jump in _JUMPS:
-                    kept.keep_state(only=name)
-                    home[key] = type(home[key])(values[name][-1] + jump)
-                    matters = False
-                    with contextlib.suppress(Exception):  # a count that the model was never made for
-                        matters = run() != first
-                    if matters:
-                        self._refuse_state([StateChange(name, "number")], jump)
-                kept.restore()
-
-    def _refuse_state(self, culprits: Sequence[StateChange], later: int) -> None:
-        """Raises: JobError that names the state."""
-        names = [change.name for change in culprits]
-        numbers = all(change.kind == "number" for change in culprits)
-        names_said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        when = "" if later == 0 else " after some forwards"
-        remedy = (
-            "count in a buffer (register_buffer), which shoal advances once a step,"
-            if numbers
-            else "keep it in a buffer (register_buffer) whose value does not depend on how the batch is divided,"
-        )
-        raise JobError(
-            given=f"state that a forward leaves in {names_said}",
-            conflict=f"the loss of the same batch is another one{when}: the result depends on which batches a process "
-            "has computed before, and so on the number of devices",
-            remedy=f"{remedy} or write Job(allow_state=({', '.join(map(repr, names[:4]))},)) if it does not matter",
-        )
-
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
         """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
         for name in sorted((first.keys() | second.keys()) & trained):
@@ -344,20 +279,122 @@ class Look:
                 )
 
 
+def find_state(
+    kept: NoTrace,
+    other: Callable[[], Any],
+    one: Callable[[], Any],
+    first: Any,
+    allow_state: Sequence[str],
+    *,
+    together: Callable[[bool], bool] = bool,
+    divided: bool = False,
+) -> tuple[str, ...]:
+    """Return the names of the state that is allowed, where a forward leaves some.
+
+    Args:
+        kept: The context of the look, after a call of `one` from the state at its beginning.
+        other: Computes other samples, whose state the next call of `one` finds.
+        one: Computes some samples; its result tells whether the state matters.
+        first: Its result from the state at the beginning.
+        allow_state: Patterns of names that are known not to matter.
+        together: Combines a yes or no of the ranks that compute the model together.
+        divided: Whether such ranks do. Their state is not told apart, and no counter is tried.
+
+    Raises:
+        JobError: State changes what `one` gives.
+    """
+
+    def matters(found: Any) -> bool:
+        if not together(_differ(found, first)):
+            return False
+        kept.restore()  # kernels that add in another order each time are no state
+        again = one()
+        return together(_differ(found, first, 4 * _distance(again, first)))
+
+    changes = kept.changes()
+    allowed = {change.name for change in changes if _allows(allow_state, change.name)}
+    names = [change.name for change in changes if change.name not in allowed]
+    if not together(bool(names)):
+        return tuple(sorted(allowed))
+    kinds = {change.name: change.kind for change in changes}
+    kept.restore()
+    other()
+    kept.keep_state(but=allowed)
+    values: dict[str, list[Any]] = {}
+    for number in range(1 + _REPEATS):
+        found = one()
+        for name, home, key in kept.numbers():
+            values.setdefault(name, []).append(home[key])
+        if matters(found):
+            culprits = []
+            for name in names if not divided and len(names) > 1 else ():
+                kept.restore()
+                other()
+                kept.keep_state(only=name)
+                with contextlib.suppress(Exception):
+                    if _differ(one(), first):
+                        culprits.append(name)
+            raise _state_error(culprits or names, kinds, "" if number == 0 else " after some more forwards")
+        kept.keep_state(but=allowed)
+    # Counters, which may matter later: numbers that each forward of the same samples has changed by as much.
+    counters = {
+        name
+        for name, seen in values.items()
+        if name not in allowed and seen[0] != seen[1] and len({b - a for a, b in itertools.pairwise(seen)}) == 1
+    }
+    for name, home, key in kept.numbers() if not divided else ():
+        for jump in _JUMPS if name in counters else ():
+            kept.keep_state(only=name)
+            home[key] = type(home[key])(values[name][-1] + jump)
+            found = first
+            with contextlib.suppress(Exception):  # of a count that the model was never made for
+                found = one()
+            if _differ(found, first):
+                raise _state_error([name], kinds, f" after {jump} more forwards")
+    return tuple(sorted(allowed))
+
+
+def _differ(found: Any, first: Any, noise: float = 0.0) -> bool:
+    """Whether two results are not the same, NaN being NaN."""
+    pairs = zip(found, first, strict=True)
+    return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
+
+
+def _distance(found: Any, first: Any) -> float:
+    return max((abs(a - b) for a, b in zip(found, first, strict=True) if math.isfinite(a - b)), default=0.0)
+
+
+def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> JobError:
+    """The error for state that changes a result."""
+    said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    if all(kinds.get(name) == "number" for name in names):
+        remedy = "count in a buffer (register_buffer), which shoal advances once a step,"
+    else:
+        remedy = "keep it in a buffer (register_buffer) whose value does not depend on how the batch is divided,"
+    return JobError(
+        given=f"state that a forward leaves in {said}",
+        conflict=f"the same samples give another result{when}: it depends on which batches a process has computed "
+        "before, and so on the number of devices",
+        remedy=f"{remedy} or write allow_state=({', '.join(map(repr, names[:4]))},) if it does not matter",
+    )
+
+
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
     """A grain, and another one of as many samples; where there is one grain alone, its samples in another order."""
     split = microbatch.split()
     one = split[0]
     other = next((part for part in split[1:] if part.num_samples == one.num_samples), None)
-    if other is None:
-        rows = one.num_samples
+    return one, other or replace(one, batch=turned(one.batch))
 
-        def turned(leaf: Any) -> Any:
-            is_rows = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim and len(leaf) == rows
-            return leaf.roll(1, 0) if is_rows and rows > 1 else leaf
 
-        other = replace(one, batch=tree_map(turned, one.batch))
-    return one, other
+def turned(batch: Any) -> Any:
+    """Return a batch with the rows of its tensors moved by one."""
+
+    def moved(leaf: Any) -> Any:
+        is_rows = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim and len(leaf) > 1
+        return leaf.detach().roll(1, 0).requires_grad_(leaf.requires_grad) if is_rows else leaf
+
+    return tree_map(moved, batch)
 
 
 def _allows(allowed: Sequence[str], name: str) -> bool:

@@ -24,7 +24,6 @@ from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.captured_step import LaunchedStep, captured_step
-from shoal.training.look import LATER_STEPS
 from shoal.training.optimizer_step import Update
 from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import StepRecords, TrainingParts
@@ -106,12 +105,7 @@ class StepsAhead:
             if self._captured is not None:
                 self._captured.read_at_once()
             return False
-        if (
-            step < self._not_before
-            or step + 1 in LATER_STEPS
-            or step <= max(state.bad_steps, default=-1)
-            or self._is_due(step + 1)
-        ):
+        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
             return False
         self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
         if self._is_slow or self._parts.callbacks.always_at_once:
@@ -137,6 +131,7 @@ class StepsAhead:
         scale, samples = state.loss_scale, state.samples
         while True:
             try:
+                fetched = self._runner.looked_at(fetched)
                 queued = self._queue(state, fetched, (scale, samples), unread)
             except Exception:
                 with contextlib.suppress(Exception):  # what has been raised is the reason to end
@@ -167,7 +162,7 @@ class StepsAhead:
         """Whether the step is to be read before the next one is queued."""
         asks = queued.agreed is not None and _comes_between(queued.agreed)
         step = queued.fetched.step + 1
-        return self._is_due(step) or step >= self._last or self._is_slow or asks or step + 1 in LATER_STEPS
+        return self._is_due(step) or step >= self._last or self._is_slow or asks
 
     def _queue(
         self, state: RunState, fetched: FetchedStep, known: tuple[LossScale, int], unread: _Queued | None

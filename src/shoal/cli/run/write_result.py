@@ -93,6 +93,7 @@ class Result:
             step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
             wall_seconds=time.time() - self.started_at,
             first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
+            look_seconds=round(engine.computer.look_seconds, 6),
             resumed_from=self.resumed_from,
             restarts=self.restarts,
             ettr=self.ettr(),

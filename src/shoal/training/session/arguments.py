@@ -91,6 +91,7 @@ class TrainingKeywords(TypedDict, total=False):
     checkpoint_every: int | None
     keep_checkpoints: int | Literal["all"]
     resume: bool
+    allow_state: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,7 @@ class Training:
     checkpoint_every: int | None = None
     keep_checkpoints: int | Literal["all"] = 3
     resume: bool = False
+    allow_state: Sequence[str] = ()
 
     @classmethod
     def given(cls, arguments: Mapping[str, Any]) -> Training:
@@ -154,7 +156,19 @@ class Training:
         def unused(*_: Any) -> Any:
             raise AssertionError("a Session's loop computes its own loss")
 
-        own = ("global_batch", "grains", "seed", "clip_norm", "clip_value", "schedule", "collate", "shuffle", "fuse")
+        own = (
+            "global_batch",
+            "grains",
+            "seed",
+            "clip_norm",
+            "clip_value",
+            "schedule",
+            "collate",
+            "shuffle",
+            "fuse",
+            "allow_state",
+        )
+
         told = {name: getattr(self, name) for name in own}
         return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
 

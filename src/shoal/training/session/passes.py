@@ -29,6 +29,7 @@ from shoal.training.optimizer_step import Update, Updater
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
+from shoal.training.session.state import ForwardWatch
 from shoal.training.telemetry import StepClock
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import Replay
@@ -174,6 +175,7 @@ class BatchPasses:
             observer=self._observer,
         )
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
+        self._states = ForwardWatch(prepared.models, base.training.allow_state)
         self._count = 0  # of all passes: a verification compares each update by itself
         self._watch = LoopWatch()
         self._after: Groups | None = None
@@ -206,6 +208,7 @@ class BatchPasses:
         self._passes = ForwardBackward(parts, loss_scale.factor(base.job.global_batch))
         self._passes.begin(step)
         self._observer.begin(self._count, self._passes.factor)
+        self._states.begin(step)
 
     def _computer(self, turn: int) -> LossComputer:
         """What gives each microbatch its randomness, another one in each pass of a step; the loop computes its loss."""
@@ -250,6 +253,8 @@ class BatchPasses:
                         )
                     self._watch.check(self._prepared.optimizers)
                     self._watch.drop()
+                if number == 0:
+                    self._states.end()
         except RedoError as redo:
             self.error = UserCodeError(
                 given=f"a model that uses {redo}",
