@@ -43,6 +43,17 @@ class Noting(nn.Module):
         return found
 
 
+class Warmed(Noting):
+    """The perceptron with outputs that grow by the number of forwards."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = super().forward(inputs) * min(1.0, self.calls / 100)
+        return found
+
+
 class Images(nn.Module):
     """A convolution that notes how its input lies in memory."""
 
@@ -155,6 +166,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "skip": {"train_data": poisoned, "on_nonfinite": "skip"},
     "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
     "fuse": {"fuse": False},
+    "state": {"model": Warmed},
+    "allow_state": {"model": Warmed, "allow_state": ("calls",)},
+    "allow_state of nothing": {"allow_state": ("first.*.calls",)},
+    "allow_state as a text": {"allow_state": "calls"},
     "predict": {"predict": lambda model, batch: {"class": model(batch[0]).argmax(1)}},
     "watch": {"watch": "accuracy:max"},
     "callbacks": {"callbacks": [shoal.EMA(0.5)]},
@@ -252,6 +267,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "resume without checkpoints": {"resume": True},
     "exact": {"exact": True},
     "precision": {"precision": "bf16"},
+    "allow_state": {"allow_state": ("calls",)},
     "plan": {"plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
     "plan without effect": {"plan": shoal.Plan().with_sections(pipeline={"schedule": "gpipe"})},
     "plan with servers": {"plan": shoal.Plan().with_sections(server={"mode": "synchronous"})},
@@ -265,9 +281,9 @@ def loop(name: str) -> None:
     """Four steps of the perceptron by a Session; what came of them is in `out/result.json`."""
     changes, _, poison = name.partition("; ")
     torch.manual_seed(0)
-    data = poisoned() if poison else tiny.vectors(64)
+    data = poisoned() if poison == "poisoned" else tiny.vectors(64)
     with shoal.Session(**({"global_batch": 16} | LOOPS[changes])) as session:
-        model = Noting()
+        model = Warmed() if changes == "allow_state" or poison == "state" else Noting()
         model, _ = session.prepare(model, tiny.sgd(model.parameters()))
         losses, rates = [], []
         for step in session.steps(TensorDataset(*data), shoal.Steps(4)):

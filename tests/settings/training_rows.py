@@ -103,6 +103,10 @@ JOB: Table = {
     ),
     "callbacks: no object": Refuses(changed("callbacks: no object"), "a callback is an object with hooks"),
     "callbacks: nothing to evaluate": Says(changed("callbacks: of nothing"), "EarlyStopping has no effect", NO_DATA),
+    "allow_state": Acts(changed("allow_state"), PLAIN, lambda e: e.result["computation"]["kept_state"], ["calls"]),
+    "allow_state: state": Refuses(changed("state"), "state that a forward leaves in calls"),
+    "allow_state: of nothing": Refuses(changed("allow_state of nothing"), "no attribute of a module"),
+    "allow_state: a text": Refuses(changed("allow_state as a text"), "it lists names"),
     "predict": Acts(
         Call("predict", ("out", "--set", "change=predict"), after=PLAIN),
         Call("predict", ("out",), after=PLAIN),
@@ -152,6 +156,8 @@ SESSION: Table = {
     "fuse: with grains_per_microbatch": Says(
         loop("fuse, plan"), "batch.grains_per_microbatch = 2: no effect, since fuse=False", loop("fuse")
     ),
+    "allow_state": Acts(loop("allow_state"), OWN, steps),
+    "allow_state: state": Refuses(loop("; state"), "state that a forward leaves in calls"),
     "skip_nonfinite": Acts(
         loop("skip_nonfinite; poisoned"), OWN, lambda ended: len(steps(ended)) == 4 and steps(ended)
     ),

@@ -117,8 +117,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._guard = None
-        if not _compiles():
-            self._guard = self._stack.enter_context(_WriteGuard([*(data for data, *_ in self._was.values()), *large]))
+        watched = [*(data for data, *_ in self._was.values()), *large]
+        if watched and not _compiles():
+            self._guard = self._stack.enter_context(_WriteGuard(watched))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -22,6 +22,7 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.numerics.isolation import ReentrantContext
+from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import FEW_GRAINS, random_key
@@ -197,6 +198,11 @@ class LossComputer:
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
+
+    def no_trace(self) -> NoTrace:
+        """A context for a look at the model, the loss and the samples."""
+        source = getattr(self.job.train_data, "source", None)
+        return NoTrace(self.model, {"loss": self.job.loss, "train_data": getattr(source, "data", None)})
 
     def in_precision(self, precision: Precision) -> LossComputer:
         """A computer of the same losses in another precision."""

@@ -67,7 +67,11 @@ class Look:
                 found = self._policy(microbatch, buffers, kept, precision)
             elif not computer.cut:
                 # Suppressed for a model that computes in its own dtype only, or one that raises in any.
-                with contextlib.suppress(ShoalError), widened(computer.model, torch.float32), self._no_trace() as wide:
+                with (
+                    contextlib.suppress(ShoalError),
+                    widened(computer.model, torch.float32),
+                    self._computer.no_trace() as wide,
+                ):
                     found = self._policy(microbatch, buffers, wide, precision.wide())
                 kept.restore()
             if found is None:
@@ -90,7 +94,7 @@ class Look:
         rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
         try:
             # What the model warns of here it warns of in the step as well.
-            with rounding, self._no_trace() as kept, warnings.catch_warnings():
+            with rounding, self._computer.no_trace() as kept, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield kept
                 kept.restore()
@@ -107,11 +111,6 @@ class Look:
                 conflict="shoal cannot put the parameter back after it has looked at the first batch",
                 remedy="write it with torch's operators under torch.no_grad(), or in a callback after the step",
             )
-
-    def _no_trace(self) -> NoTrace:
-        job = self._computer.job
-        source = getattr(job.train_data, "source", None)
-        return NoTrace(self._computer.model, {"loss": job.loss, "train_data": getattr(source, "data", None)})
 
     def _policy(self, microbatch: Microbatch, buffers: StepBuffers, kept: NoTrace, precision: Precision) -> ProbeResult:
         computation = self._computer.computation
@@ -153,7 +152,7 @@ class Look:
         double = Precision(torch.float64, torch.float64, torch.float64, computer.precision.device)
         for precision in (double, computer.precision):
             kind = precision.parameters
-            with contextlib.suppress(Exception), widened(computer.model, kind), self._no_trace() as wide:
+            with contextlib.suppress(Exception), widened(computer.model, kind), self._computer.no_trace() as wide:
 
                 def loss(part: Microbatch, kept: NoTrace = wide, precision: Precision = precision) -> Sums:
                     kept.restore()

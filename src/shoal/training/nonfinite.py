@@ -79,10 +79,11 @@ class NonFiniteSearch:
     def find(self, mesh: Mesh, microbatches: list[Microbatch]) -> dict[str, Any]:
         """The first rank that has bad grains, with its grains and sample ids; on every rank the same.
 
-        Buffers may be written: the caller restores them. Collective: all ranks, one JSON gather.
+        Leaves no trace. Collective: all ranks, one JSON gather.
         """
         try:
-            grains, samples = self._search(microbatches)
+            with self._computer.no_trace():
+                grains, samples = self._search(microbatches)
         except Exception:  # samples that cannot be read again, say: all of them are under suspicion
             grains = [grain.index for m in microbatches for grain in m.grains]
             samples = [i for m in microbatches for ids in m.read_ids for i in ids.tolist()]

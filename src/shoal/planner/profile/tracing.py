@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.grouped_autocast import cast_grouped_products
+from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import twin
 from shoal.parallel.model.structure import repeated_blocks
@@ -96,7 +97,7 @@ class OperatorTracer:
             handles.append(module.register_forward_hook(recorder.after))
         self._stand_ins.begin(recorder)
         try:
-            with self._quiet(), self.mode, self._integers(), self._kernels():
+            with NoTrace(None, {"loss": self._loss}), self._quiet(), self.mode, self._integers(), self._kernels():
                 given = self._input(batch(samples))
                 of_batch = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
                 trace.constants = frozenset(of_batch | buffers | set(trace.parameters))
