@@ -32,6 +32,8 @@ from shoal.numerics.checksum import bits_checksum
 # Containers of more items are compared by length, arrays of more bytes not at all: they are data. Tensors of more bytes
 # are copied only when an operator is about to write them.
 _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
+# Parameters of a model that uses torch.compile are copied up to this size, and not put back beyond it.
+_MOST_COPIED_BYTES = 256 << 20
 # Words of a large parameter that its checksum reads, evenly spread.
 _SAMPLED_WORDS = 1 << 16
 # What a module keeps for torch itself.
@@ -118,8 +120,13 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._guard = None
         watched = [*(data for data, *_ in self._was.values()), *large]
-        if watched and not _compiles():
-            self._guard = self._stack.enter_context(_WriteGuard(watched))
+        if watched:
+            guard = _WriteGuard(watched)
+            if not _compiles():
+                self._guard = self._stack.enter_context(guard)
+            elif sum(tensor.nbytes for tensor in watched) <= _MOST_COPIED_BYTES:
+                guard.copy(watched)
+                self._guard = guard
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -275,10 +282,14 @@ class _WriteGuard(TorchDispatchMode):
             given = args[place] if place < len(args) else kwargs.get(name)
             for tensor in given if isinstance(given, list | tuple) else (given,):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
-                    for owner in self._homes.get(tensor.untyped_storage()._cdata, ()):
-                        if id(owner) not in self._copies:
-                            self._copies[id(owner)] = owner, owner.clone()
+                    self.copy(self._homes.get(tensor.untyped_storage()._cdata, ()))
         return func(*args, **kwargs)
+
+    def copy(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors that have no copy yet."""
+        for tensor in filter(_is_plain, tensors):
+            if id(tensor) not in self._copies:
+                self._copies[id(tensor)] = tensor, tensor.detach().clone()
 
     def before(self, tensor: Tensor) -> Tensor | None:
         """The value before the first write; None where nothing wrote."""

@@ -204,9 +204,7 @@ class Look:
         written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         if self._together(bool(written.keys() & trained)):
-            kept.restore()
-            self._refuse_unrestored(kept)
-            run(other)
+            run(other)  # from what the first forward has left: a second one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
         shared = computer.one_copy or computer.divided
         if self._together(bool(written and shared)):
@@ -270,7 +268,8 @@ class Look:
                 raise JobError(
                     given=f"a forward that writes the trainable parameter {name}"
                     + (f": {module} has max_norm" if renormalises else ""),
-                    conflict="what it writes depends on the samples of the grain: ranks would train different values",
+                    conflict="what it writes depends on the samples of the grain, or on how many forwards a step has: "
+                    "ranks would train different values",
                     remedy="renormalise the rows that the forward has looked up instead, such as "
                     "torch.renorm(embedding(x), 2, -1, max_norm)"
                     if renormalises

@@ -270,7 +270,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a chosen kernel": ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True)}, "SGD has no kernels"),
     "a model that reads": ({"model": lambda: Reading(6, 3)}, "reads a number off the device"),
     "a model that draws from Python": (
-        {"model": drawing(random.random), "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01)},
+        {
+            "model": drawing(random.random),
+            "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01),
+            "allow_state": ("calls",),
+        },
         "random numbers outside of torch",
     ),
     "buffers that are replaced": ({"model": Replacing}, "other tensors in the place of buffers"),

@@ -100,7 +100,7 @@ class Begins(nn.Module):
 
 def test_a_model_that_begins_to_draw_later_is_found_out() -> None:
     for draw in (lambda: torch.rand(2), random.random, np.random.rand):
-        found = trained(job(model=lambda draw=draw: Begins(draw, 14), length=shoal.Steps(12)))
+        found = trained(job(model=lambda draw=draw: Begins(draw, 5), length=shoal.Steps(12)))
         assert found.state["computation"]["randomness"] != "none"
 
 
