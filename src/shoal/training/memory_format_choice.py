@@ -6,7 +6,6 @@ It depends on the job alone, never on devices, times or threads: any number of p
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ from shoal.data.source import MapSource, Opened, small_batch
 from shoal.distributed.failures import user_error
 from shoal.errors import ShoalError
 from shoal.job import Job
-from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.isolation import generators_kept
+from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -64,8 +63,7 @@ class FormatChoice:
 def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened) -> FormatChoice:
     """The format for a job where nobody says. Leaves model and generators as they were.
 
-    model: with values, as it is trained. A copy of it computes two samples, and that only with convolutions in 2 dims;
-    where it cannot be copied, channels stay first.
+    model: with values, as it is trained. It computes two samples, and that only with convolutions in 2 dims.
     """
     source = data.source
     if precision.device.type != "cpu" or not precision.is_wide or not isinstance(source, MapSource):
@@ -76,9 +74,8 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
         batch = small_batch(source, data.collate, data.bad_samples)
         if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
             grains = job.grain_size / min(len(source), 2)
-            # Copies: a forward or a loss may count its calls, or keep what it has seen, in attributes of its own.
-            copied, loss = copy.deepcopy((model, job.loss))
-            return _tried(_FormatTrial(copied, LossPair(loss, precision), precision, batch), grains)
+            with NoTrace(model, {"loss": job.loss}) as kept:
+                return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, kept), grains)
     return FormatChoice()
 
 
@@ -118,12 +115,13 @@ class _FormatTrial:
     pair: LossPair
     precision: Precision
     batch: Any
+    kept: NoTrace
 
     def operators(self) -> ImageOperators:
         """The operators of a forward with channels last."""
         found = ImageOperators()
         with self._apart(), torch.no_grad(), found:
-            self.pair(self.model, replace(self.precision, channels_last=True).inputs(self.batch))
+            self.pair(self.model, replace(self.precision, channels_last=True).inputs(copy_of(self.batch)))
         return found
 
     def gradients(self, *, channels_last: bool) -> list[Tensor]:
@@ -131,18 +129,16 @@ class _FormatTrial:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with self._apart(), torch.enable_grad():
             precision = replace(self.precision, channels_last=channels_last)
-            total, _ = self.pair(self.model, precision.inputs(self.batch))
+            total, _ = self.pair(self.model, precision.inputs(copy_of(self.batch)))
             found = torch.autograd.grad(total, parameters, allow_unused=True)
         return [total.detach(), *(g for g in found if g is not None)]
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """A context after which buffers and generators are as before; dropout, whose masks differ, drops nothing."""
-        buffers = StepBuffers(self.model)
-        buffers.watch()
-        buffers.begin()
+        """A context after which all is as before; dropout, whose masks differ, drops nothing."""
+        self.kept.restore()
         dropping = [m for m in self.model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-        with generators_kept(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 for module in dropping:
@@ -151,7 +147,7 @@ class _FormatTrial:
             finally:
                 for module in dropping:
                     module.training = True
-                buffers.restore()
+                self.kept.restore()
 
 
 class ImageOperators(TorchDispatchMode):
