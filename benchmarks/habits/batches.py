@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from benchmarks.habits.plain import Points, cross_entropy, mlp, points
+from benchmarks.habits.plain import Points, cross_entropy, mlp, points, train
 from benchmarks.habits.program import habit
 
 
@@ -215,7 +215,12 @@ class Words(nn.Module):
         return self.head(self.table((x.abs() * 8).long().clamp(0, 19)).sum(1))
 
 
-@habit("sparse and nested", "either", why="sums of sparse gradients are not those of dense ones in every layout", names=("table",))
+@habit(
+    "sparse and nested",
+    "either",
+    why="sums of sparse gradients are not those of dense ones in every layout",
+    names=("table",),
+)
 def sparse_gradients():
     """An embedding gives sparse gradients."""
     return {"model": lambda: Words(True)}
@@ -258,7 +263,21 @@ def padded_with_lengths(items):
     return x, y, torch.tensor([len(row) for row, _ in items])
 
 
-LONGEST = "a sample's value depends on the longest sample that it is padded with, which is that of its grain"
+LONGEST = "a sample's value depends on the longest sample of its grain, as batch norm's on its grain: so, or refused"
+
+
+def padded_by_grain(**pieces):
+    """The plain loop with eight grains a batch, each padded to its own longest sample."""
+    collate, loss = pieces["collate"], pieces["loss"]
+
+    def grains(items):
+        return [collate(items[i : i + 2]) for i in range(0, len(items), 2)]
+
+    def summed(model, parts):
+        each = [loss(model, part) for part in parts]
+        return sum(total for total, _ in each), sum(weight for _, weight in each)
+
+    return train(**{**pieces, "collate": grains, "loss": summed})
 
 
 class BothWays(nn.Module):
@@ -273,7 +292,7 @@ class BothWays(nn.Module):
         return self.head(self.rnn(packed)[1][0].transpose(0, 1).flatten(1))
 
 
-@habit("padding", "refused", why=LONGEST, names=("pad",))
+@habit("padding", "either", reference=padded_by_grain, why=LONGEST, names=("pad",))
 def padded_both_ways():
     """A recurrent net reads padded sequences backwards."""
     return {"model": BothWays, "train_data": Lengths, "collate": padded}
@@ -308,7 +327,7 @@ class Mean(nn.Module):
         return self.b(torch.tanh(self.a(x)).mean(1))
 
 
-@habit("padding", "refused", why=LONGEST, names=("pad",))
+@habit("padding", "either", reference=padded_by_grain, why=LONGEST, names=("pad",))
 def mean_over_padding():
     """A mean over time counts padded steps."""
     return {"model": Mean, "train_data": Lengths, "collate": padded}

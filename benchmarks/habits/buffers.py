@@ -390,7 +390,9 @@ def dead_codes(m, x):
     m.codes[0] = x[torch.randint(len(x), ())][:4]
 
 
-@habit("buffers", "either", reference=None, why="one draw a batch; no rule keeps one of several draws", names=("codes",))
+@habit(
+    "buffers", "either", reference=None, why="one draw a batch; no rule keeps one of several draws", names=("codes",)
+)
 def dead_codes_replaced_at_random():
     """A code is replaced by a random sample of the batch."""
     return {"model": lambda: Watched(dead_codes, codes=torch.zeros(8, 4))}

@@ -38,25 +38,6 @@ def set_epoch():
     return {"train_data": EpochAware, "epochs": 3}
 
 
-class EpochStream(IterableDataset):
-    def __init__(self):
-        self.epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        x, y = points()
-        for i in range(64):
-            yield x[(i + self.epoch) % 64] + self.epoch, y[(i + self.epoch) % 64]
-
-
-@habit("epochs", may_refuse=("verify",))
-def set_epoch_of_a_stream():
-    """A stream gives another order in each pass."""
-    return {"train_data": EpochStream, "steps": 12}
-
-
 class Rotated(Sampler):
     def __init__(self, n):
         self.n, self.epoch = n, 0
@@ -276,7 +257,13 @@ class NoisyModel(nn.Module):
         return self.net(x)
 
 
-@habit("unseeded", "refused", reference=None, why="the module's generator gives what follows from the order of forwards", names=("generator",))
+@habit(
+    "unseeded",
+    "refused",
+    reference=None,
+    why="the module's generator gives what follows from the order of forwards",
+    names=("generator",),
+)
 def own_generator_of_the_model():
     """A module draws noise from a `torch.Generator` that it made and keeps."""
     return {"model": NoisyModel}
@@ -285,7 +272,13 @@ def own_generator_of_the_model():
 DRAWS = random.Random()
 
 
-@habit("unseeded", "refused", reference=None, why="each process draws other numbers, and other ones in each run", names=("DRAWS",))
+@habit(
+    "unseeded",
+    "refused",
+    reference=None,
+    why="each process draws other numbers, and other ones in each run",
+    names=("DRAWS",),
+)
 def unseeded_in_the_loss():
     """The loss draws from a generator of its module that nobody seeded."""
 

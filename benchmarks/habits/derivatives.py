@@ -127,7 +127,9 @@ def maml():
         def inner(p):
             return (functional_call(model, p, (x[:8],)) - y[:8]).pow(2).mean()
 
-        step = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), grad(inner)(parameters).values(), strict=True)}
+        step = {
+            name: p - 0.1 * g for (name, p), g in zip(parameters.items(), grad(inner)(parameters).values(), strict=True)
+        }
         return (functional_call(model, step, (x[8:],)) - y[8:]).pow(2).mean()
 
     def loss(model, batch):

@@ -88,7 +88,12 @@ def post_accumulate_norm():
     return {"model": model}
 
 
-@habit("hooks", "either", why="a step for each backward: a batch has as many as the layout has microbatches", names=("weight",))
+@habit(
+    "hooks",
+    "either",
+    why="a step for each backward: a batch has as many as the layout has microbatches",
+    names=("weight",),
+)
 def step_in_backward():
     """A hook after accumulation updates its parameter and drops the gradient."""
 

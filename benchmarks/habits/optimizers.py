@@ -65,7 +65,12 @@ class Forgetful(Both):
     load_state_dict = Opt.load_state_dict
 
 
-@habit("optimizers in optimizers", "either", why="its state_dict is empty: a resume in plain torch forgets too", names=("Forgetful",))
+@habit(
+    "optimizers in optimizers",
+    "either",
+    why="its state_dict is empty: a resume in plain torch forgets too",
+    names=("Forgetful",),
+)
 def two_without_state_dict():
     """The same without a state_dict of its own: what its parts keep is in no checkpoint."""
     return {"optimizer": Forgetful}
@@ -137,7 +142,13 @@ class Sam(Opt):
         assert closure is not None, "SAM needs a closure"
 
 
-@habit("optimizers in optimizers", "refused", reference=None, why="its step needs a closure that computes the batch's gradient anew: neither a plain loop without one nor shoal gives it", names=("closure",))
+@habit(
+    "optimizers in optimizers",
+    "refused",
+    reference=None,
+    why="its step needs a closure that computes the gradient anew, which the loop does not give",
+    names=("closure",),
+)
 def sharpness_aware():
     """SAM as it is published: its step takes a closure."""
     return {"optimizer": Sam}
@@ -204,7 +215,12 @@ class Tuned(torch.optim.SGD):
         super().step(closure)
 
 
-@habit("optimizers in optimizers", "either", why="its state_dict lacks the attribute: a resume in plain torch forgets it too", names=("factor",))
+@habit(
+    "optimizers in optimizers",
+    "either",
+    why="its state_dict lacks the attribute: a resume in plain torch forgets it too",
+    names=("factor",),
+)
 def factor_in_attribute():
     """The optimizer keeps a number in an attribute that its state_dict lacks."""
     return {"optimizer": Tuned}
@@ -287,7 +303,14 @@ class ClipByLogit(torch.optim.SGD):
                 p.mul_(f)
 
 
-@habit("optimizers in optimizers", "refused", why="the largest logit is that of a rank's own samples", names=("MOST",), late=True, alone_trains=True)
+@habit(
+    "optimizers in optimizers",
+    "refused",
+    why="the largest logit is that of a rank's own samples",
+    names=("MOST",),
+    late=True,
+    alone_trains=True,
+)
 def clipped_by_largest_logit():
     """The optimizer scales weights by the largest logit that this process has seen, kept in a global."""
     MOST["logit"] = 0.0

@@ -20,14 +20,32 @@ def there():
 
 @habit("collectives", "refused", why=OWN_SUM, names=("all_reduce",), alone_trains=True)
 def all_reduce_in_loss():
-    """The loss averages itself over ranks."""
+    """The loss takes the value that it has on average over the ranks, with the gradient scaled to it."""
 
     def loss(model, batch):
         total, weight = cross_entropy(model, batch)
         if there():
-            seen = total.detach().clone()
-            dist.all_reduce(seen)
-            total = total * (1 + 0 * seen)
+            mean = total.detach().clone()
+            dist.all_reduce(mean)
+            total = total * (mean / dist.get_world_size() / total.detach())
+        return total, weight
+
+    return {"loss": loss}
+
+
+@habit(
+    "collectives",
+    "either",
+    why="nothing of it is trained on, but ranks may call it unequally often",
+    names=("all_reduce",),
+)
+def all_reduce_for_a_log():
+    """The loss sums itself over ranks for a log."""
+
+    def loss(model, batch):
+        total, weight = cross_entropy(model, batch)
+        if there():
+            dist.all_reduce(total.detach().clone())
         return total, weight
 
     return {"loss": loss}
@@ -45,7 +63,7 @@ class Gathers(torch.autograd.Function):
         return g.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-@habit("collectives", "refused", why=OWN_SUM, names=("all_gather",), alone_trains=True)
+@habit("collectives", "refused", reference=None, why=OWN_SUM, names=("all_gather",), alone_trains=True)
 def all_gather_of_features():
     """A contrastive loss gathers the features of all ranks itself."""
 
@@ -57,7 +75,9 @@ def all_gather_of_features():
     return {"loss": loss}
 
 
-@habit("collectives", "refused", why=OWN_SUM, names=("barrier",), alone_trains=True)
+@habit(
+    "collectives", "either", why="ranks may call it unequally often, and then they wait for ever", names=("barrier",)
+)
 def barrier_in_loss():
     """The loss waits for all ranks."""
 
@@ -76,18 +96,18 @@ class SumsInForward(nn.Module):
         self.register_buffer("mean", torch.zeros(16))
 
     def forward(self, x):
+        y = self.net(x - self.mean)
         if self.training:
             mean = x.mean(0)
             if there():
                 dist.all_reduce(mean)
-                mean /= dist.get_world_size()
             self.mean.lerp_(mean, 0.1)
-        return self.net(x - self.mean)
+        return y
 
 
 @habit("collectives", "refused", why=OWN_SUM, names=("all_reduce",), alone_trains=True)
 def all_reduce_in_model():
-    """A model averages a statistic over ranks itself."""
+    """A model sums a statistic over ranks itself."""
     return {"model": SumsInForward}
 
 
@@ -134,19 +154,38 @@ def fully_sharded():
     return {"model": model}
 
 
-@habit("wrapped", "either", why="DataParallel passes on to its module where there is no GPU", names=("DataParallel", "bare"))
+@habit(
+    "wrapped",
+    "either",
+    why="DataParallel passes on to its module where there is no GPU",
+    names=("DataParallel", "bare"),
+)
 def data_parallel():
     """The model function returns DataParallel of its model."""
     return {"model": lambda: nn.DataParallel(mlp())}
 
 
-@habit("SyncBatchNorm", "refused", why="its batch is that of all ranks, with collectives of its own on GPUs alone", names=("SyncBatchNorm", "BatchNorm"), reference=None)
+@habit(
+    "SyncBatchNorm",
+    "refused",
+    why="its batch is that of all ranks, with collectives of its own on GPUs alone",
+    names=("torch.nn.BatchNorm",),
+    alone_trains=True,
+    reference=None,
+)
 def sync_batch_norm():
     """A SyncBatchNorm in a model."""
     return {"model": lambda: nn.Sequential(nn.Linear(16, 32), nn.SyncBatchNorm(32), nn.ReLU(), nn.Linear(32, 4))}
 
 
-@habit("SyncBatchNorm", "refused", why="as the one before", names=("SyncBatchNorm", "BatchNorm"), reference=None)
+@habit(
+    "SyncBatchNorm",
+    "refused",
+    why="as the one before",
+    names=("torch.nn.BatchNorm",),
+    alone_trains=True,
+    reference=None,
+)
 def converted_to_sync_batch_norm():
     """`convert_sync_batchnorm`, as scripts for DDP have it."""
 
@@ -185,7 +224,9 @@ with torch.no_grad():
         parameter.uniform_(-0.2, 0.2, generator=noise)
 
 
-@habit("made at import", "either", reference=None, why="two runs begin at other values, which shoal says", names=("model",))
+@habit(
+    "made at import", "either", reference=None, why="two runs begin at other values, which shoal says", names=("model",)
+)
 def model_object_without_a_seed():
     """The model is an object that was made at import, with values of no seed."""
     return {"model": lambda: UNSEEDED}
@@ -198,7 +239,7 @@ def logs_on_rank_zero():
     def loss(model, batch):
         total, weight = cross_entropy(model, batch)
         if not there() or dist.get_rank() == 0:
-            print(f"loss {float(total):.3f}", file=open(os.devnull, "w"))  # noqa: SIM115
+            print(f"loss {float(total.detach()):.3f}", file=open(os.devnull, "w"))  # noqa: SIM115
         return total, weight
 
     return {"loss": loss}

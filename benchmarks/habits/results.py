@@ -71,8 +71,8 @@ A program and its plain loop are in one file of `benchmarks/habits/`; the loop i
 are `shoal run --exact` on so many processes, "resume" is stopped on two and resumed on one, "layouts" are fast runs.
 A cell has the last step's mean loss; `=` stands for the reference's to six digits. Exact cells have one hash, or are
 WRONG. "Same" compares every step's loss, every parameter and buffer, and the evaluation: a tensor may deviate by
-{TOLERANCE:g} of how far training moves it, which is what another order of float32 sums explains. "drawn" in the place of a
-reference: only shoal says what is drawn (dropout by grain); layouts are compared with each other.
+{TOLERANCE:g} of how far training moves it, which is what another order of float32 sums explains. "drawn" in the place
+of a reference: only shoal says what is drawn (dropout by grain); layouts are compared with each other.
 """
 
 
@@ -80,10 +80,21 @@ def page(every: Mapping[str, Program]) -> str:
     """The page of what is kept."""
     document = read()
     now, before = document.get("now", {}), document.get("before", {})
-    commits = {name: sorted({of["commit"] for of in column.values()}) for name, column in (("now", now), ("before", before))}
-    lines = [_HEAD, f"Run with {document.get('versions', '')}; commits: " + "; ".join(f"{k} {', '.join(v)}" for k, v in commits.items()) + ".", ""]
+    commits = {
+        name: sorted({of["commit"] for of in column.values()}) for name, column in (("now", now), ("before", before))
+    }
+    lines = [
+        _HEAD,
+        f"Run with {document.get('versions', '')}; commits: "
+        + "; ".join(f"{k} {', '.join(v)}" for k, v in commits.items())
+        + ".",
+        "",
+    ]
     lines += _counts(every, now, "now") + _counts(every, before, "before")
-    lines += ["", "| program | kind | expected | reference | 1 | 2 | 4 | resume | layouts | verify | verdict | before |"]
+    lines += [
+        "",
+        "| program | kind | expected | reference | 1 | 2 | 4 | resume | layouts | verify | verdict | before |",
+    ]
     lines += ["|" + "---|" * 12]
     for name, program in every.items():
         found = now.get(name) or before.get(name)
@@ -92,7 +103,7 @@ def page(every: Mapping[str, Program]) -> str:
     lines += ["", "## What was said", ""]
     for name, program in every.items():
         found = now.get(name) or {}
-        if found and not found["verdict"] == SAME:
+        if found and found["verdict"] != SAME:
             lines += _said(program, found)
     return "\n".join(lines) + "\n"
 
@@ -105,8 +116,8 @@ def _counts(every: Mapping[str, Program], column: Mapping[str, Found], name: str
     trains = sum(v.startswith(SAME) for v in verdicts.values())
     refused = sum(v == REFUSED and every[k].expected != "trains" for k, v in verdicts.items())
     wrong = sum("WRONG" in v for v in verdicts.values())
-    text = f"{len(verdicts)} programs, {len(right)} as expected: {trains} train with the reference's numbers, {refused} are"
-    return [f"- {name}: {text} refused in words; {wrong} of the others are silently wrong somewhere."]
+    text = f"{len(verdicts)} programs, {len(right)} as expected: {trains} train with the reference's numbers"
+    return [f"- {name}: {text}, {refused} are refused in words; {wrong} are silently wrong somewhere."]
 
 
 def _row(program: Program, found: Found, before: str, is_now: bool) -> str:
@@ -117,7 +128,8 @@ def _row(program: Program, found: Found, before: str, is_now: bool) -> str:
     verify = cells.get("verify", {}).get("status", "")
     mark = "" if is_right(program, found["verdict"]) else "**"
     verdict = f"{mark}{found['verdict']}{mark}" if is_now else ""
-    return f"| {program.name} | {program.kind} | {program.expected} | {number} | {' | '.join(shown)} | {layouts} | {verify} | {verdict} | {before} |"
+    facts = [program.name, program.kind, program.expected, number, *shown, layouts, verify, verdict, before]
+    return "| " + " | ".join(facts) + " |"
 
 
 def _cell(cell: Found, reference: str, sha: bool = True) -> str:

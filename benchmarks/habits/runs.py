@@ -76,7 +76,12 @@ def run_cell(program: Program, cell: str, right: plain.Trained | None, folder: P
         found["own"] = program_numbers
     deviation, where = deviates(right, losses, last, result["metrics"] or {})
     status = "same" if deviation <= program.tolerance else "WRONG"
-    return {**found, "status": status, "deviation": round(deviation, 8) if deviation < math.inf else None, "where": where}
+    return {
+        **found,
+        "status": status,
+        "deviation": round(deviation, 8) if deviation < math.inf else None,
+        "where": where,
+    }
 
 
 def deviates(
@@ -89,7 +94,7 @@ def deviates(
     for step, (value, wanted) in enumerate(zip(losses, right.losses, strict=True), 1):
         found.append((_relative(value, wanted), f"loss of step {step}: {value:.6g} instead of {wanted:.6g}"))
     for name, wanted in right.evaluated.items():
-        value = evaluated.get(name)
+        value = math.nan if name in evaluated and evaluated[name] is None else evaluated.get(name)  # JSON has no NaN
         text = f"evaluated {name}: {value} instead of {wanted:.6g}"
         found.append((math.inf if value is None else _relative(value, wanted), text))
     for name, wanted in right.last.items():

@@ -375,7 +375,9 @@ class Renormalized(nn.Module):
         return self.head(self.table((x.abs() * 8).long().clamp(0, 19)).sum(1))
 
 
-WRITES = "a trainable parameter that the forward writes: one process with the whole batch has a value, other layouts may not"
+WRITES = (
+    "a trainable parameter that the forward writes: one process with the whole batch has a value, other layouts may not"
+)
 
 
 @habit("state", "either", why=WRITES, names=("table",))

@@ -18,7 +18,10 @@ def total_of(output, labels):
 @habit("suspicious")
 def relu_in_place():
     """ReLU(inplace=True) on activations."""
-    return {"model": lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 4)), "eval_data": points}
+    return {
+        "model": lambda: nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 4)),
+        "eval_data": points,
+    }
 
 
 class MaskCache(nn.Module):
@@ -253,7 +256,7 @@ def global_history():
 
     def loss(model, batch):
         total, weight = total_of(model(batch[0]), batch[1])
-        HISTORY["losses"].append(float(total) / weight)
+        HISTORY["losses"].append(float(total.detach()) / weight)
         return total, weight
 
     return {"loss": loss}
