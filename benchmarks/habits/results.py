@@ -32,7 +32,7 @@ class Results:
             document["versions"] = _versions()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            new.write_text(_lines(document), encoding="utf-8")
             new.replace(self._path)
 
     def has(self, name: str) -> bool:
@@ -51,6 +51,15 @@ class Results:
 def read(path: Path = RESULTS) -> dict[str, Any]:
     """The whole document; empty where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _lines(document: dict[str, Any]) -> str:
+    """JSON with a line for each program, so that a difference shows which ones changed."""
+    parts = [f'"versions": {json.dumps(document["versions"])}']
+    for name in ("before", "now"):
+        rows = [f"{json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in sorted(document.get(name, {}).items())]
+        parts.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _versions() -> str:

@@ -143,7 +143,8 @@ def _losses(out: Path) -> list[float]:
 
 
 def _said(text: str, code: int) -> str:
-    """What was said of the cause: the beats of the first error, or the last lines."""
+    """What was said of the cause: the beats of the first error, or the last lines; without folders of this machine."""
+    text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
     if code == 124:
         return "did not end: " + text.strip().split("\n")[0][:300]
     beats = re.findall(r"^ +(?:you gave|conflicts with|write instead): *(.+(?:\n {6,}.+)*)", text, re.MULTILINE)
