@@ -48,7 +48,7 @@ def main() -> None:
     if options.resume:
         chosen = [p for p in chosen if not results.has(p.name)]
     if options.failed:
-        chosen = [p for p in chosen if not is_right(p, results.verdict(p.name))]
+        chosen = [p for p in chosen if not is_right(p, results.verdict(p))]
     places = {name: place for place, name in enumerate(every)}
     wrong = []
     if not options.page:

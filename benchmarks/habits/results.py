@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.habits.program import TOLERANCE, Program
-from benchmarks.habits.runs import EXACT, LAYOUTS, REFUSED, ROOT, SAME, Found, is_right
+from benchmarks.habits.runs import EXACT, LAYOUTS, REFUSED, ROOT, SAME, Found, is_right, verdict
 
 RESULTS = ROOT / "benchmarks" / "results" / "habits" / "results.json"
 
@@ -28,7 +28,7 @@ class Results:
         with self._lock:
             document = read(self._path)
             column = document.setdefault(self._column, {})
-            column[name] = {**found, "commit": self._commit}
+            column[name] = {"reference": found["reference"], "cells": found["cells"], "commit": self._commit}
             document["versions"] = _versions()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             new = self._path.with_suffix(".new")
@@ -39,9 +39,10 @@ class Results:
         """Whether this commit has run the program."""
         return bool(self._of(name).get("commit") == self._commit)
 
-    def verdict(self, name: str) -> str:
-        """The last run's; empty where there was none."""
-        return str(self._of(name).get("verdict", ""))
+    def verdict(self, program: Program) -> str:
+        """Of the last run; empty where there was none."""
+        found = self._of(program.name)
+        return verdict(program, found["cells"]) if found else ""
 
     def _of(self, name: str) -> Found:
         found: Found = read(self._path).get(self._column, {}).get(name, {})
@@ -88,7 +89,10 @@ of a reference: only shoal says what is drawn (dropout by grain); layouts are co
 def page(every: Mapping[str, Program]) -> str:
     """The page of what is kept."""
     document = read()
-    now, before = document.get("now", {}), document.get("before", {})
+    now, before = (
+        {k: {**of, "verdict": verdict(every[k], of["cells"])} for k, of in document.get(name, {}).items() if k in every}
+        for name in ("now", "before")
+    )
     commits = {
         name: sorted({of["commit"] for of in column.values()}) for name, column in (("now", now), ("before", before))
     }
@@ -120,7 +124,7 @@ def page(every: Mapping[str, Program]) -> str:
 def _counts(every: Mapping[str, Program], column: Mapping[str, Found], name: str) -> list[str]:
     if not column:
         return []
-    verdicts = {k: of["verdict"] for k, of in column.items() if k in every}
+    verdicts = {k: of["verdict"] for k, of in column.items()}
     right = [k for k, v in verdicts.items() if is_right(every[k], v)]
     trains = sum(v.startswith(SAME) for v in verdicts.values())
     refused = sum(v == REFUSED and every[k].expected != "trains" for k, v in verdicts.items())

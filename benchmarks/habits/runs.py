@@ -193,26 +193,27 @@ def verdict(program: Program, cells: dict[str, Found]) -> str:
     """
     by = {status: [c for c in cells if cells[c]["status"] == status] for status in ("WRONG", "failed", "diverged")}
     refused = [cell for cell in cells if cells[cell]["status"] == "refused"]
-    late = [cell for cell in by["failed"] if program.late and cells[cell]["code"] == 2]
     parts = [f"{name} {', '.join(by[name])}" for name in by if by[name]]
-    if program.expected != "trains" and len(refused) + len(late) + program.alone_trains * 1 >= len(cells):
-        return _named(program, cells, [*refused, *late])
-    if program.expected != "trains" and program.alone_trains:
-        many = [cell for cell in cells if cell not in ("1", "verify")]
-        if all(cell in refused or cell in late for cell in many):
-            return _named(program, cells, many)
+    if program.expected != "trains":
+        said = [cell for cell in cells if cell in refused or (program.late and cells[cell].get("code") == 2)]
+        # One process may train where the number of ranks is what is wrong; a proof of two steps may end before a state.
+        others = [cell for cell in cells if cell not in said]
+        free = {c for c in others if (c == "1" and program.alone_trains) or (c == "verify" and program.late)}
+        if said and set(others) == free and all(cells[c]["status"] in ("same", "verified") for c in free):
+            return _named(program, cells, said)
     if parts:
         return "; ".join(parts) + (f"; refused {', '.join(refused)}" if refused else "")
     divided = [cell for cell in refused if (cell in LAYOUTS and cell != "data 2") or cell in program.may_refuse]
     if len(divided) < len(refused):
-        return f"refused {', '.join(refused)}, although it is right"
+        told = "although it is right" if program.expected == "trains" else "and not everywhere"
+        return f"refused {', '.join(refused)}, {told}"
     return SAME + (f"; {' and '.join(divided)} refused" if divided else "")
 
 
 def _named(program: Program, cells: dict[str, Found], refused: list[str]) -> str:
-    lacking = {
-        name for cell in refused for name in program.names if name.lower() not in cells[cell].get("said", "").lower()
-    }
+    # What cannot be cut may be refused for that first.
+    asked = [cells[cell].get("said", "").lower() for cell in refused if cell not in LAYOUTS or cell == "data 2"]
+    lacking = {name for said in asked for name in program.names if name.lower() not in said}
     if any(cells[cell].get("code") == 1 or "inside shoal" in cells[cell].get("said", "") for cell in refused):
         return "refused as a fault of shoal"
     return REFUSED if not lacking else f"refused without naming {', '.join(sorted(lacking))}"

@@ -86,6 +86,10 @@ def cells(**statuses: str) -> dict[str, dict[str, object]]:
         ("carried", {"one": "refused", "two": "WRONG"}, "WRONG two; refused one"),
         ("carried_in_dict", {"one": "refused"}, "refused without naming memory"),
         ("embedding_max_norm", {"one": "same"}, SAME),
+        ("tensors_divided_by_rank", {"1": "same", "2": "refused"}, "refused without naming rank"),
+        ("tensors_divided_by_rank", {"1": "WRONG", "2": "refused"}, "WRONG 1; refused 2"),
+        ("carried", {"1": "same", "2": "refused"}, "refused 2, and not everywhere"),
+        ("carried", {"1": "refused", "2": "refused", "tensor": "refused"}, REFUSED),
         ("stream", {"one": "same", "verify": "refused"}, SAME + "; verify refused"),
     ],
 )
@@ -103,6 +107,7 @@ def test_a_fingerprint_sees_what_a_look_may_change() -> None:
         nn.init.zeros_(model[0].bias)
         vars(model[0]).update({"calls": 0, "kept": [torch.zeros(2)], **fields})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
         return fingerprint(model, optimizer, {"x": torch.ones(2)}, generator, SimpleNamespace(a=1))
 
