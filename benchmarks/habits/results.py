@@ -58,7 +58,7 @@ def _lines(document: dict[str, Any]) -> str:
     """JSON with a line for each program, so that a difference shows which ones changed."""
     parts = [f'"versions": {json.dumps(document["versions"])}']
     for name in ("before", "now"):
-        rows = [f"{json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in sorted(document.get(name, {}).items())]
+        rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(document.get(name, {}).items())]
         parts.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
