@@ -49,11 +49,10 @@ def main() -> None:
         chosen = [p for p in chosen if not results.has(p.name)]
     if options.failed:
         chosen = [p for p in chosen if not is_right(p, results.verdict(p))]
-    places = {name: place for place, name in enumerate(every)}
     wrong = []
     if not options.page:
         with ThreadPoolExecutor(options.jobs) as pool:
-            runs = pool.map(lambda p: (p, run_program(p, places[p.name])), chosen)
+            runs = pool.map(lambda p: (p, run_program(p)), chosen)
             for number, (program, found) in enumerate(runs, 1):
                 results.put(program.name, found)
                 right = is_right(program, found["verdict"])

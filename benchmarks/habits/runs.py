@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ _ONE_AT_A_TIME = threading.Lock()  # plain loops use torch's one generator
 FLOOR = 1e-6
 
 
-def cells_of(program: Program, place: int) -> tuple[str, ...]:
-    """Names of a program's runs; neighbours take turns in how they are divided."""
+def cells_of(program: Program) -> tuple[str, ...]:
+    """Names of a program's runs; which of the ways to divide a model are tried follows from the program's name."""
+    place = zlib.crc32(program.name.encode())
     return (*EXACT, "data 2", ("ZeRO-3", "ZeRO-2")[place % 2], ("tensor", "pipeline")[place // 2 % 2], "verify")
 
 
@@ -158,7 +160,7 @@ def _said(text: str, code: int) -> str:
 # ------------------------------------------------------------------------------------------------------- a program
 
 
-def run_program(program: Program, place: int, wanted: Callable[[str], bool] = lambda cell: True) -> Found:
+def run_program(program: Program, wanted: Callable[[str], bool] = lambda cell: True) -> Found:
     """All cells of a program, the plain loop's numbers and the verdict."""
     torch.set_num_threads(1)
     with _ONE_AT_A_TIME:
@@ -166,7 +168,7 @@ def run_program(program: Program, place: int, wanted: Callable[[str], bool] = la
     reference = {"loss": right.losses[-1], "evaluated": right.evaluated} if right else None
     folder = Path(tempfile.mkdtemp(prefix="habits-"))
     try:
-        for cell in cells_of(program, place):
+        for cell in cells_of(program):
             if wanted(cell):
                 try:
                     found[cell] = run_cell(program, cell, right, folder)

@@ -141,8 +141,8 @@ class BeginsLate(nn.Module):
     def forward(self, x):
         y = self.net(x)
         if self.net[0].weight.detach().abs().max() > 0.26:  # the weights reach this after some steps
-            y = y + sum(self.kept)
-            self.kept.append(float(y.detach().mean()))
+            y = y * (1 + 0.1 * sum(self.kept))
+            self.kept.append(min(1.0, float(y.detach().abs().mean())))
         return y
 
 

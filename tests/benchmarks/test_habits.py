@@ -64,7 +64,7 @@ for program in programs().values():
 @pytest.mark.parametrize("name", ["relu_in_place", "clamped_after_step"])
 def test_a_right_program(name: str) -> None:
     program = EVERY[name]
-    found = run_program(program, 0, lambda cell: cell in ("1", "2", "data 2"))
+    found = run_program(program, lambda cell: cell in ("1", "2", "data 2"))
     assert found["verdict"] == SAME, found
     assert found["cells"]["1"]["sha"] == found["cells"]["2"]["sha"]
 
