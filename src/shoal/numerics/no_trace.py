@@ -91,10 +91,12 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     Args:
         model: The model, whose modules, buffers and parameters are kept. None if the look has a model of its own.
         functions: The job's functions by name, such as its loss. Their closures, globals and objects are kept.
+        gathers: Whether modules gather their parameters while they compute. What is written there is lost.
     """
 
-    def __init__(self, model: nn.Module | None, functions: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module | None, functions: Mapping[str, Any], *, gathers: bool = False) -> None:
         self._stack = ExitStack()
+        self._gathering = model if gathers else None
         modules = {} if model is None else dict(model.named_modules())
         self._places = [(name, vars(module), _OF_TORCH) for name, module in modules.items()]
         own = {
@@ -103,7 +105,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             for key, value in vars(module).items()
             if key not in _OF_TORCH and callable(value) and not isinstance(value, nn.Module)
         }
-        self._places += _reachable(modules.values(), {**functions, **own})
+        self._caches: list[Any] = []
+        self._places += _reachable(modules.values(), {**functions, **own}, self._caches)
         self._parameters = {} if model is None else dict(model.named_parameters())
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
@@ -114,19 +117,20 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     def __enter__(self) -> NoTrace:
         self._generators = _generators()
+        self._filled = [cache.cache_info().currsize for cache in self._caches]
         large: list[Tensor] = []
         self._kept = [(name, home, _Dict(home, skip, {}, large)) for name, home, skip in self._places]
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._guard = None
-        watched = [*(data for data, *_ in self._was.values()), *large]
-        if watched:
-            guard = _WriteGuard(watched)
+        watched = [*(data for data, *_ in self._was.values()), *(t for t, _ in self._was_buffer.values()), *large]
+        if watched or self._gathering is not None:
+            guard = _WriteGuard(watched, self._gathering)
             if not _compiles():
                 self._guard = self._stack.enter_context(guard)
             elif sum(tensor.nbytes for tensor in watched) <= _MOST_COPIED_BYTES:
                 guard.copy(watched)
-                self._guard = guard
+                self._guard, guard.sees = guard, False
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -138,6 +142,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._restore_values()
         for _, _, kept in self._kept:
             kept.restore()
+        for cache, size in zip(self._caches, self._filled, strict=True):
+            if cache.cache_info().currsize != size:
+                cache.cache_clear()
 
     def keep_state(self, *, but: Collection[str] = (), only: str | None = None) -> None:
         """Put all back but the Python state, which the next forward finds as the last one has left it.
@@ -171,13 +178,21 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         _set_generators(self._generators)
 
     def changed_buffers(self) -> list[str]:
-        """Names of the buffers that differ from what they were, also where they were written through `.data`."""
+        """Names of the buffers that were written, also through `.data` or by the value that they had."""
         found = []
         for name, (home, key) in self._buffers.items():
-            now, (_, value) = home.get(key), self._was_buffer[name]
-            if now is None or not _same_bits(now, value):
+            now, (tensor, value) = home.get(key), self._was_buffer[name]
+            if now is not tensor or self._is_written(tensor) or not _same_bits(now, value):
                 found.append(name)
         return found
+
+    def written_parameters(self) -> list[str]:
+        """Names of the parameters that an operator has written, perhaps by the values that they had."""
+        gathered = self._guard.gathered if self._guard is not None else ()
+        return [*gathered, *(name for name, (data, *_) in self._was.items() if self._is_written(data))]
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        return self._guard is not None and self._guard.sees and self._guard.before(tensor) is not None
 
     def changed_parameters(self) -> dict[str, Tensor]:
         """Copies of the parameters whose values differ from what they were, by name."""
@@ -250,7 +265,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def _compiles() -> bool:
     """Whether torch.compile is in use in this process: under a dispatch mode its functions fail, then and later."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and bool(getattr(frames, "cached_backends", True))
+    # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
+    return frames is not None and any(getattr(frames, "cached_backends", {0: True}).values())
 
 
 class _WriteGuard(TorchDispatchMode):
@@ -262,12 +278,15 @@ class _WriteGuard(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler for the first operator: over a second
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], gathering: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gathering = gathering
+        self.gathered: dict[str, None] = {}  # parameters that were written while they were gathered
         self._homes: dict[int, list[Tensor]] = collections.defaultdict(list)
         for tensor in filter(_is_plain, tensors):
             self._homes[tensor.untyped_storage()._cdata].append(tensor)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sees = True  # whether it is in force, and has copied what was written alone
         self._writing: dict[Any, tuple[tuple[int, str], ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,6 +302,10 @@ class _WriteGuard(TorchDispatchMode):
             for tensor in given if isinstance(given, list | tuple) else (given,):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
                     self.copy(self._homes.get(tensor.untyped_storage()._cdata, ()))
+                    if self._gathering is not None and func.namespace == "aten":
+                        home = tensor.untyped_storage()._cdata
+                        held = ((n, p) for n, p in self._gathering.named_parameters() if _is_plain(p))
+                        self.gathered |= {n: None for n, p in held if p.untyped_storage()._cdata == home}
         return func(*args, **kwargs)
 
     def copy(self, tensors: Iterable[Tensor]) -> None:
@@ -297,9 +320,11 @@ class _WriteGuard(TorchDispatchMode):
         return None if found is None else found[1]
 
     def put_back(self) -> None:
-        """Write the copies back."""
+        """Write the copies back; what is written from here on is seen anew."""
         for tensor, value in self._copies.values():
             tensor.copy_(value)
+        if self.sees:
+            self._copies.clear()
 
 
 # -------------------------------------------------------------------------------------------------------- generators
@@ -555,10 +580,21 @@ class _Named(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
 
+def clear_caches(functions: Mapping[str, Any]) -> None:
+    """Empty the `functools.lru_cache` of the functions that a job's functions call, such as after a trace."""
+    caches: list[Any] = []
+    _reachable((), functions, caches)
+    for cache in caches:
+        cache.cache_clear()
+
+
 def _reachable(
-    modules: Iterable[nn.Module], functions: Mapping[str, Any]
+    modules: Iterable[nn.Module], functions: Mapping[str, Any], caches: list[Any]
 ) -> list[tuple[str, MutableMapping[str, Any], frozenset[str]]]:
-    """Namespaces that the job's functions and the classes of its modules can write, with a name for people."""
+    """Namespaces that the job's functions and the classes of its modules can write, with a name for people.
+
+    Appends to `caches` the functions that keep results by functools.
+    """
     found: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []
     seen: set[int] = {id(module) for module in modules}
 
@@ -566,7 +602,10 @@ def _reachable(
         if id(value) in seen or (isinstance(value, _ATOMS) and not isinstance(value, type)):
             return
         seen.add(id(value))
-        if isinstance(value, functools.partial):
+        if hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
+            caches.append(value)
+            visit(name, getattr(value, "__wrapped__", None))
+        elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 visit(name, part)
         elif isinstance(value, types.MethodType):

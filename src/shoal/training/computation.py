@@ -202,7 +202,8 @@ class LossComputer:
     def no_trace(self) -> NoTrace:
         """A context for a look at the model, the loss and the samples."""
         source = getattr(self.job.train_data, "source", None)
-        return NoTrace(self.model, {"loss": self.job.loss, "train_data": getattr(source, "data", None)})
+        functions = {"loss": self.job.loss, "train_data": getattr(source, "data", None)}
+        return NoTrace(self.model, functions, gathers=self.cut)
 
     def in_precision(self, precision: Precision) -> LossComputer:
         """A computer of the same losses in another precision."""

@@ -35,6 +35,7 @@ from shoal.job import Job
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.no_trace import clear_caches
 from shoal.numerics.precision import LossScale, Precision
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
@@ -326,7 +327,9 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
         pair = LossPair(job.loss, precision)
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
-        return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
+        held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
+        clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
+        return held
     mesh = mapped(plan, mesh)
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))

@@ -33,8 +33,8 @@ from shoal.training.coupling import compare
 FUSION_TOLERANCE_UNITS = 64
 # State that a job begins to keep after its first step is looked for before these steps, counted from 1.
 LATER_STEPS = (2, 10, 100)
-# Further forwards in which a container may grow until it matters.
-_REPEATS = 6
+# Further forwards after which state may matter, and those in which a container may grow until it does.
+_REPEATS, _MOST_REPEATS = 6, 64
 # Added to a counter, to see a schedule or a period that begins later: odd and even, and no multiple of one period.
 _JUMPS = (7, 10, 93, 1_000, 9_991, 100_000, 1_000_003)
 
@@ -122,9 +122,9 @@ class Look:
             changed |= set(kept.changed_buffers())
             if precision == self._computer.precision:
                 written = kept.changed_parameters()
-                self._unchanged = not self._together(bool(kept.changes() or written))
+                self._unchanged = not self._together(bool(kept.changes() or written or kept.written_parameters()))
                 frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
-                changed |= written.keys() & frozen
+                changed |= {*written, *kept.written_parameters()} & frozen
             split, parts = microbatch.split(), []
             for part in split:
                 kept.restore()
@@ -204,15 +204,19 @@ class Look:
         written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         if self._together(bool(written.keys() & trained)):
-            run(other)  # from what the first forward has left: a second one must change nothing more
+            kept.restore()
+            run(other)
+            self._refuse_written(written, kept.changed_parameters(), trained)
+            run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
         shared = computer.one_copy or computer.divided
-        if self._together(bool(written and shared)):
+        found = [*written, *kept.written_parameters()]
+        if self._together(bool(found and shared)):
             layout = (
                 "memory.shared = true" if computer.one_copy else "a layout that divides the model or its parameters"
             )
             raise JobError(
-                given=f"a forward that writes parameter {min(written, default='of another rank')}, with {layout}",
+                given=f"a forward that writes parameter {min(found, default='of another rank')}, with {layout}",
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy="write memory.shared = false"
                 if computer.one_copy
@@ -319,7 +323,8 @@ def find_state(
     other()
     kept.keep_state(but=allowed)
     values: dict[str, list[Any]] = {}
-    for number in range(1 + _REPEATS):
+    grows = any(kinds[name] == "container" for name in names)
+    for number in range(1 + (_MOST_REPEATS if together(grows) else _REPEATS)):
         found = one()
         for name, home, key in kept.numbers():
             values.setdefault(name, []).append(home[key])
@@ -364,6 +369,7 @@ def _distance(found: Any, first: Any) -> float:
 
 def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> JobError:
     """The error for state that changes a result."""
+    names = list(names) or ["a part of the model on another rank"]
     said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if all(kinds.get(name) == "number" for name in names):
         remedy = "count in a buffer (register_buffer), which shoal advances once a step,"

@@ -101,7 +101,7 @@ def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("traffic", "memory"):
         ranks = [
-            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": own["predicted"][kind]}
+            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": (own["predicted"] or {}).get(kind)}
             for rank, own in enumerate(told)
             if own is not None
         ]
@@ -147,7 +147,10 @@ def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
     """The measured step as the formulas need to know it, on this rank."""
-    known = dict(sharded_model.model.named_buffers(remove_duplicate=False))
+    known = {
+        **dict(sharded_model.model.named_parameters()),
+        **dict(sharded_model.model.named_buffers(remove_duplicate=False)),
+    }
     held = shares.held(plan.degrees)
     gradients = Gradients(
         tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
