@@ -51,9 +51,9 @@ import sys, torch
 sys.modules["shoal"] = None
 torch.set_num_threads(1)
 from benchmarks.habits import programs
-for program in programs().values():
-    if program.reference is not None:
-        assert len(program.plain().losses) == program.num_steps, program.name
+kinds = {program.kind: program for program in programs().values() if program.reference is not None}
+for program in kinds.values():
+    assert len(program.plain().losses) == program.num_steps, program.name
 """
     command = [sys.executable, "-W", "ignore", "-c", text]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -61,10 +61,8 @@ for program in programs().values():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["relu_in_place", "clamped_after_step"])
-def test_a_right_program(name: str) -> None:
-    program = EVERY[name]
-    found = run_program(program, lambda cell: cell in ("1", "2", "data 2"))
+def test_a_program_that_changes_its_batch() -> None:
+    found = run_program(EVERY["scaled"], lambda cell: cell in ("1", "2", "data 2"))
     assert found["verdict"] == SAME, found
     assert found["cells"]["1"]["sha"] == found["cells"]["2"]["sha"]
 
