@@ -588,7 +588,7 @@ def clear_caches(functions: Mapping[str, Any]) -> None:
         cache.cache_clear()
 
 
-def _reachable(
+def _reachable(  # noqa: C901 - a case for each kind of value
     modules: Iterable[nn.Module], functions: Mapping[str, Any], caches: list[Any]
 ) -> list[tuple[str, MutableMapping[str, Any], frozenset[str]]]:
     """Namespaces that the job's functions and the classes of its modules can write, with a name for people.
@@ -605,17 +605,18 @@ def _reachable(
         if hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
             caches.append(value)
             visit(name, getattr(value, "__wrapped__", None))
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
+        elif isinstance(value, functools.partial | types.MethodType):
+            if isinstance(value, types.MethodType):
+                parts: Iterable[Any] = (value.__func__, value.__self__)
+            else:
+                parts = (value.func, *value.args, *value.keywords.values())
+            for part in parts:
                 visit(name, part)
-        elif isinstance(value, types.MethodType):
-            visit(name, value.__func__)
-            visit(name, value.__self__)
         elif isinstance(value, types.FunctionType):
             if _is_users(value):
                 visit_function(name, value)
         elif isinstance(value, type):
-            if _is_users(value) and value is not object:
+            if _is_users(value):
                 own = {k: v for k, v in vars(value).items() if not k.startswith("__")}
                 plain = [k for k, v in own.items() if isinstance(v, bool | int | float | list | dict | set | Tensor)]
                 found.append((value.__qualname__.rpartition(".")[2], _Named(value, plain), frozenset()))
