@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,8 @@ def _of_tensors(error: BaseException) -> bool:
     if not isinstance(error, ValueError | TypeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    from_torch = bool(frames) and "torch" in Path(frames[-1].filename).parts
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    from_torch = bool(frames and torch) and Path(frames[-1].filename).is_relative_to(Path(str(torch)).parent)
     return "tensor" in str(error).lower() or (from_torch and isinstance(error, ValueError))
 
 
