@@ -22,8 +22,8 @@ SAME_SECONDS = 1.0
 def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that ask to stop: SIGTERM, SIGUSR1, and of Ctrl-C and the terminal's end those that are not ignored.
 
-    A shell starts the background commands of a script with SIGINT ignored, and nohup ignores SIGHUP: such a run outlives
-    both. SIGUSR1 is what schedulers are asked to send before a time limit, and what Open MPI's mpirun hands on.
+    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. SIGUSR1 is what schedulers
+    are asked to send before a time limit, and what Open MPI's mpirun hands on.
     """
     ignorable = (signal.SIGINT, signal.SIGHUP)
     return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))
