@@ -1,10 +1,10 @@
 """Claim: none: this runs the parts of `benchmarks.gpu_parts` on a GPU, and each leaves a record.
 
-Repeat with `scripts/gpu` on a machine with a GPU. A part runs in a process of its own, which is ended at the part's time
-limit. Its record is written when it ends, so that a later part that fails or hangs takes nothing along. `--next SECONDS`
-runs the parts that have no record at this commit and fit into that time, most wanted first. The commit of a record is
-the last one that changed `src` or `benchmarks` without its results. Where torch sees no GPU the parts run in tiny on
-the CPU: their figures mean nothing, and their records go to a folder of their own.
+Repeat with `scripts/gpu` on a machine with a GPU. Each part runs in a process of its own, which is ended at the part's
+time limit. A record is written when its part ends, so that a later part that fails or hangs takes nothing along.
+`--next SECONDS` runs the parts that have no record at this commit and fit into that time, most wanted first. A record's
+commit is the last one that changed `src` or `benchmarks` without its results. Where torch sees no GPU the parts run in
+tiny on the CPU: their figures mean nothing, and their records go to a folder of their own.
 """
 
 from __future__ import annotations
