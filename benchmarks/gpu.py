@@ -1,11 +1,10 @@
-"""Claim: none: this runs what there is to run on GPUs, and each part's page says what it found.
+"""Claim: none: this runs the parts of `benchmarks.gpu_parts` on a GPU, and each leaves a record.
 
-Repeat with `scripts/gpu` on a machine with a GPU or several: tests, each layout of several GPUs, measurements beside
-eager PyTorch and torch.compile, the machine's bench, and a prediction beside its run, within ten minutes. A part has a
-time limit of its own; its result is written when it ends, so that a later one that fails or hangs takes nothing along.
-Where torch sees no GPU the dry half runs: imports, arguments, and the measured programs themselves in tiny on the CPU,
-their kernels compiled too; the captured step is refused there. Its figures are of nothing, and its results go to a
-folder of their own.
+Repeat with `scripts/gpu` on a machine with a GPU. Each part runs in a process of its own, which is ended at the part's
+time limit. A record is written when its part ends, so that a later part that fails or hangs takes nothing along.
+`--next SECONDS` runs the parts that have no record at this commit and fit into that time, most wanted first. A record's
+commit is the last one that changed `src` or `benchmarks` without its results. Where torch sees no GPU the parts run in
+tiny on the CPU: their figures mean nothing, and their records go to a folder of their own.
 """
 
 from __future__ import annotations
@@ -14,164 +13,168 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PYTHON = sys.executable
-TAIL = 4000
-_DRY = 4  # times as long a part may take on a CPU, on which a large model's kernels are compiled for a minute and more
+import torch
+
+from benchmarks.gpu_parts import PARTS, ROOT, Part
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+_MEASURED = ("src", "benchmarks", ":!benchmarks/results")
+_TAIL = 3000
+_END_SECONDS = 5.0  # for a process's start and end, beside a part's own limit
 
 
-@dataclass(frozen=True)
-class Part:
-    """A command with its time limit in seconds, and what stands for it where no GPU is. OUT in a word: its own file.
+def commit() -> str:
+    """The last commit of what is measured; with `+` where files differ from it."""
 
-    `dry_told`: how far that goes.
-    """
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    name: str
-    seconds: float
-    command: tuple[str, ...]
-    dry: tuple[str, ...]
-    dry_told: str = "ran in tiny on the CPU"
+    try:
+        return git("log", "-1", "--format=%h", "--", *_MEASURED) + "+" * bool(git("status", "-s", "--", *_MEASURED))
+    except (OSError, subprocess.CalledProcessError):
+        raise SystemExit("scripts/gpu: no commit is known here: give --commit HASH") from None
 
 
-def step(job: str, seconds: float, steps: int) -> Part:
-    """The measurement of a job's step, in blocks of so many."""
-    counts = ("--turns", "3", "--steps", str(steps))
-    command = (PYTHON, "-m", "benchmarks.gpu_step", "--job", job, *counts, "--out", "OUT.json")
-    return Part(f"step of {job}", seconds, command, (*command, "--tiny"))
+def record_name(part: Part) -> str:
+    """The file of a part's record."""
+    return "-".join("".join(c if c.isalnum() else " " for c in part.name.lower()).split()) + ".json"
 
 
-def predicted(job: Sequence[str], cluster: str, plan_only: bool) -> tuple[str, ...]:
-    """A plan, and a run of it, whose records have the prediction beside what was measured."""
-    shoal, words = f"{PYTHON} -m shoal", " ".join(job)
-    lines = [f"{shoal} plan {words} --cluster {cluster} -o OUT.toml"]
-    if not plan_only:
-        lines += [f"{shoal} run {words} --plan OUT.toml --steps 100 --out OUT.run", f"{shoal} report OUT.run --json"]
-    return ("bash", "-ec", "\n".join(lines))
+def records(*folders: Path) -> dict[str, dict[str, Any]]:
+    """Records by part, the later folder's first."""
+    names = {part.name: record_name(part) for part in PARTS}
+    found = {part: [f / name for f in reversed(folders) if (f / name).is_file()] for part, name in names.items()}
+    return {part: json.loads(paths[0].read_text(encoding="utf-8")) for part, paths in found.items() if paths}
 
 
-DOCTOR = (PYTHON, "-m", "shoal", "doctor", "--json")
-CAPTURED = (PYTHON, "-m", "benchmarks.gpu_captured", "--turns", "1", "--out", "OUT.json")
-LAYOUTS = (PYTHON, "-m", "benchmarks.gpu_layouts")
-GPT = ("examples/gpt.py", "--set", "batch=32", "--set", "layers=8", "--set", "width=512", "--set", "block=512")
-PARTS = (
-    Part("machine", 20, DOCTOR, DOCTOR, "the CPU's"),
-    Part(
-        "tests",
-        100,
-        (PYTHON, "-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "tests/gpu"),
-        (PYTHON, "-m", "pytest", "-q", "--collect-only", "tests/gpu"),
-        "tests collected, none run",
-    ),
-    Part("layouts", 90, (*LAYOUTS, "--out", "OUT.json"), (*LAYOUTS, "--out", "OUT.json", "--dry")),
-    step("lenet", 65, 50),
-    Part("captured step", 30, CAPTURED, (*CAPTURED, "--dry")),
-    step("resnet18", 85, 20),
-    step("gpt", 110, 10),
-    Part(
-        "bench",
-        45,
-        (PYTHON, "-m", "shoal", "bench", "--quick", "-o", "OUT.toml"),
-        (PYTHON, "-m", "shoal", "bench", "--help"),
-        "arguments read, nothing measured",
-    ),
-    Part(
-        "prediction",
-        55,
-        predicted(GPT, "here", False),
-        predicted(("examples/digits.py",), "1xH100", True),
-        "examples/digits.py planned for one H100, nothing run",
-    ),
-)
-
-
-def run(part: Part, folder: Path, dry: bool) -> dict[str, Any]:
-    """Runs a part and writes what came of it to its file in the folder; a part that is late ends with its processes."""
-    stem = folder / part.name.replace(" ", "_")
-    command = [word.replace("OUT", str(stem)) for word in (part.dry if dry else part.command)]
-    limit = part.seconds * (_DRY if dry else 1)
+def run(part: Part, folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs a part and writes its record into the folder; a part that is late ends with its processes."""
+    target = folder / record_name(part)
+    found, output = target.with_suffix(".found"), target.with_suffix(".out")
+    found.unlink(missing_ok=True)  # of a command that was killed
+    dry = ["--dry"] if about["dry"] else []
+    command = [sys.executable, "-m", "benchmarks.gpu_parts", part.name, str(found), *dry]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if dry else dict(os.environ)
     began = time.monotonic()
-    with stem.with_suffix(".txt").open("w+b") as output:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    with output.open("w+b") as file:
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            code: int | None = child.wait(limit)
+            code: int | None = child.wait(part.seconds)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end(child)
-    tail = stem.with_suffix(".txt").read_text(errors="replace")[-TAIL:]
-    found = {
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # those too that it has left
+            child.wait()
+    told = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    not_run = told.pop("not_run", "")
+    late = f"ended at its time limit of {part.seconds} s"
+    status = late if code is None else f"failed with code {code}" if code else "not run" if not_run else "done"
+    record = {
         "part": part.name,
-        "status": "late" if code is None else "done" if code == 0 else "failed",
-        "code": code,
+        "row": part.row,
+        **about,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "status": status,
+        **({"why": not_run} if not_run else {}),
         "seconds": round(time.monotonic() - began, 1),
-        "limit_seconds": limit,
-        "dry": part.dry_told if dry else None,
-        "tail": tail,
+        "satisfied_by": part.satisfied_by,
+        "satisfied": told.get("satisfied", {}),
+        "numbers": told.get("numbers", {}),
+        **({"output": output.read_text(errors="replace")[-_TAIL:]} if status not in ("done", "not run") else {}),
     }
-    stem.with_suffix(".part.json").write_text(json.dumps(found, indent=2) + "\n")
-    return found
+    target.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for aside in (found, found.with_suffix(".new"), output):
+        aside.unlink(missing_ok=True)
+    return record
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Ends a part's processes, those too that it has left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def page(found: Sequence[dict[str, Any]], about: str) -> str:
-    """The parts as Markdown: a table, and the end of what each has said."""
-    lines = ["# On GPUs", "", f"{about}. Written by `scripts/gpu`.", ""]
-    lines += ["| part | status | seconds | limit |", "|---|---|---|---|"]
-    for one in found:
-        status = f"{one['status']}; dry: {one['dry']}" if one["dry"] else one["status"]
-        lines.append(f"| {one['part']} | {status} | {one['seconds']} | {one['limit_seconds']} |")
-    for one in found:
-        title = f"{one['part']}, no figure of a GPU" if one["dry"] else one["part"]
-        lines += ["", f"## {title}", "", "```", one["tail"].rstrip(), "```"]
+def page(found: Mapping[str, dict[str, Any]]) -> str:
+    """The records as Markdown: a table of all parts, and the numbers of each."""
+    lines = [
+        "# On GPUs",
+        "",
+        "Written by `scripts/gpu` from the records in this folder. Figures of earlier states of the",
+    ]
+    lines += ["code, from before there were records, are in [earlier.json](earlier.json).", ""]
+    lines += ["| question | part | satisfied by | satisfied | record |", "|---|---|---|---|---|"]
+    for part in PARTS:
+        record = found.get(part.name)
+        told, where = "", "no record"
+        if record is not None:
+            words = {True: "yes", False: "**no**", None: "dry"}
+            told = "; ".join(f"{words[held]}: {condition}" for condition, held in record["satisfied"].items())
+            why = f": {record['why']}" if "why" in record else ""
+            where = (
+                f"{record['status']}{why}; {record['commit']}, {record['device']}, torch {record['versions']['torch']}"
+            )
+        lines.append(f"| {part.row} | {part.name} | {part.satisfied_by} | {told} | {where} |")
+    for name, record in found.items():
+        if record["numbers"] or "output" in record:
+            lines += ["", f"## {name}", "", f"{record['status']}, {record['seconds']} s, {record['at']}.", ""]
+            lines += ["```", *(_line(key, value) for key, value in record["numbers"].items())]
+            lines += [*(["", record["output"].rstrip()] if "output" in record else []), "```"]
     return "\n".join(lines) + "\n"
 
 
-def run_all(parts: Sequence[Part], folder: Path, dry: bool, about: str) -> list[dict[str, Any]]:
-    """Runs the parts one after the other; the page is written anew after each."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
-    for part in parts:
-        found.append(run(part, folder, dry))
-        print("{part}: {status} in {seconds} s".format(**found[-1]), flush=True)
-        (folder / "README.md").write_text(page(found, about))
-    return found
+def _line(name: str, value: Any) -> str:
+    told = value.rstrip() if isinstance(value, str) else json.dumps(value)
+    return f"{name}: {told}"
+
+
+def following(found: Mapping[str, dict[str, Any]], at: str, seconds: float) -> Part | None:
+    """The most wanted part without a record at this commit whose limit fits into the time."""
+    fitting = (part for part in PARTS if part.seconds + _END_SECONDS <= seconds)
+    return next((part for part in fitting if found.get(part.name, {}).get("commit") != at), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts; 1 where one has failed or was late."""
-    parser = argparse.ArgumentParser(prog="scripts/gpu", description="Everything that there is to run on GPUs.")
-    parser.add_argument("--dry", action="store_true", help="the dry half, also where a GPU is")
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="some of them")
+    parser = argparse.ArgumentParser(prog="scripts/gpu", description="The questions that a GPU is to answer.")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--next", type=float, metavar="SECONDS", help="those without a record at this commit that fit")
+    names = [part.name for part in PARTS]
+    which.add_argument("--parts", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--dry", action="store_true", help="in tiny on the CPU, also where a GPU is")
+    parser.add_argument("--commit", help="where this is no clone: what is measured")
     parser.add_argument("--out", type=Path, help="a folder (default: benchmarks/results/gpu; dry: runs/gpu-dry)")
     options = parser.parse_args(arguments)
-    import torch
+    gpus = 0 if options.dry else torch.cuda.device_count()
+    about = {
+        "commit": options.commit or commit(),
+        "device": ", ".join(torch.cuda.get_device_name(number) for number in range(gpus)) or "no GPU",
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "dry": not gpus,
+    }
+    folder = (options.out or (RESULTS if gpus else ROOT / "runs" / "gpu-dry")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    known = [RESULTS, folder] if gpus else [folder]
+    print(f"commit {about['commit']}, {about['device']}, torch {torch.__version__}", flush=True)
+    given = iter([part for part in PARTS if options.parts is None or part.name in options.parts])
+    began, ended = time.monotonic(), list[dict[str, Any]]()
 
-    gpus = torch.cuda.device_count()
-    dry = options.dry or not gpus
-    names = ", ".join(torch.cuda.get_device_name(number) for number in range(gpus)) or "no GPU"
-    about = f"{names}, torch {torch.__version__}" + (", the dry half: no figure means anything" if dry else "")
-    print(about, flush=True)
-    chosen = [part for part in PARTS if options.parts is None or part.name in options.parts]
-    folder = options.out or ROOT / ("runs/gpu-dry" if dry else "benchmarks/results/gpu")
-    found = run_all(chosen, folder.absolute(), dry, about)
-    print(f"page: {folder / 'README.md'}")
-    return int(any(one["status"] != "done" for one in found))
+    def next_part() -> Part | None:
+        if options.next is None:
+            return next(given, None)
+        return following(records(*known), about["commit"], options.next - (time.monotonic() - began))
+
+    while (part := next_part()) is not None:
+        ended.append(run(part, folder, about))
+        print(f"{part.name}: {ended[-1]['status']}, {ended[-1]['seconds']} s", flush=True)
+        (folder / "README.md").write_text(page(records(*known)), encoding="utf-8")
+    return int(any(record["status"] not in ("done", "not run") for record in ended))
 
 
 if __name__ == "__main__":

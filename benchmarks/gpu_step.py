@@ -1,39 +1,31 @@
-"""Claim: on an H200 a step as one CUDA graph takes 0.6 (LeNet), 1.0 (ResNet-18) and 1.0 (GPT-2) of a bare loop's.
+"""Claim: none: loops of one job on one device, which the parts of `scripts/gpu` time: shoal's, and its peers'.
 
-On a CPU (`--tiny`) the program runs, and its figures mean nothing.
-
-Repeat with `python -m benchmarks.gpu_step --job lenet` (resnet18, gpt) on a machine with a GPU; `scripts/gpu` runs all.
-Blocks of steps of shoal's trainer, records and all, and of a bare loop, each with a model and an optimizer of its own,
-take turns in one process, so that other work on the machine meets both alike. shoal's plan is as it is by default, with
-its step captured in a CUDA graph, and with its blocks compiled; the bare loop is in eager mode, or under torch.compile
-beside the compiled plan. A block's time is taken between two synchronisations of the device, after steps that are not
-counted; a ratio is taken within a turn, and medians are over the turns. The bare loops copy pinned batches without
-waiting and read the loss once a block. The GPT is GPT-2's in bfloat16; its share of the peak counts 6 FLOPs a parameter
-and token, and attention.
+Repeat with `scripts/gpu --parts lenet` on a machine with a GPU. shoal's loop is its trainer, records and all. Each peer
+is a plain loop over the same model, loss and optimizer: eager, with model and loss under torch.compile or its
+"reduce-overhead", or with the whole step as one CUDA graph by hand. The loops run one after the other in one process.
+A block's time is taken between two synchronisations, after a fifth as many steps that are not counted. The plain loops
+copy pinned batches without waiting, and read the loss once a block. On a CPU nothing is captured, and the peers that
+compile take the backend aot_eager: their figures mean nothing there.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import shoal
 from benchmarks import small_jobs
 from shoal.distributed.mesh import open_mesh
-from shoal.errors import PlanError
-from shoal.hardware import cluster
 from shoal.launch.environment import Environment
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.records import StepRecord
@@ -42,7 +34,9 @@ from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
-TOKENS = 50_257
+CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
+PEERS = ("eager", "compiled", "reduce-overhead", "graph")
+_WARM_UP = 3  # steps before a capture
 
 
 class GPT2(small_jobs.GPT):
@@ -55,25 +49,91 @@ class GPT2(small_jobs.GPT):
         self.head.weight = self.embedding.weight
 
 
-def gpt(tiny: bool) -> shoal.Job:
-    layers, width, block, tokens, batch = (2, 32, 16, 256, 4) if tiny else (12, 768, 1024, TOKENS, 16)
-    model = partial(GPT2, layers, width, width // 16 if tiny else 12, block, tokens)
-    return replace(small_jobs.gpt(batch=batch, block=block), model=model, clip_norm=None)
+class Logits(nn.Module):
+    """A model of Transformers that returns its logits."""
+
+    def __init__(self, name: str, **sizes: Any) -> None:
+        import transformers
+
+        super().__init__()
+        self.body = getattr(transformers, name)(getattr(transformers, _CONFIGURATIONS[name])(**sizes))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.body(inputs).logits
+        return out
 
 
-JOBS: dict[str, Callable[[bool], shoal.Job]] = {
-    "lenet": lambda tiny: small_jobs.lenet(8 if tiny else 256),
-    "resnet18": lambda tiny: small_jobs.resnet18(8 if tiny else 256),
-    "gpt": gpt,
+_CONFIGURATIONS = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "BertForMaskedLM": "BertConfig",
+    "ViTForImageClassification": "ViTConfig",
 }
 
 
-# By name: keys of the plan's section [execution], and the loops beside it.
-PLANS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "default": ({}, ("eager",)),
-    "captured": ({"cuda_graph": True}, ("eager",)),
-    "compiled": ({"compile": "default"}, ("eager", "compiled")),
-}
+def lenet(dry: bool) -> shoal.Job:
+    return small_jobs.lenet(8 if dry else 256)
+
+
+def resnet18(dry: bool) -> shoal.Job:
+    """ResNet-18 of images of 28 x 28; in tiny one of its blocks."""
+    job = small_jobs.resnet18(8 if dry else 256)
+    return replace(job, model=small_jobs.residual) if dry else job
+
+
+def texts(samples: int, length: int, tokens: int) -> TensorDataset:
+    """Two int64 [samples, length]."""
+    text = torch.randint(tokens, (samples, length + 1), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(text[:, :-1].clone(), text[:, 1:].clone())
+
+
+def pictures(samples: int, side: int) -> TensorDataset:
+    """Float32 [samples, 3, side, side] and int64 [samples]."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(samples, 3, side, side, generator=generator), torch.randint(10, (samples,), generator=generator)
+    )
+
+
+def large(model: Callable[[], nn.Module], data: Callable[[], TensorDataset], batch: int, **changes: Any) -> shoal.Job:
+    """A job with a fused AdamW; of tokens unless `changes` has another loss."""
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
+    job = replace(small_jobs.gpt(batch), model=model, train_data=data, optimizer=optimizer, clip_norm=None)
+    return replace(job, **changes)
+
+
+def gpt2(dry: bool, batch: int = 16, tokens: int = 50_257) -> shoal.Job:
+    """GPT-2 of 124 M parameters with a context of 1024."""
+    layers, width, heads, block = (2, 32, 2, 16) if dry else (12, 768, 12, 1024)
+    batch, tokens = (4, 250) if dry else (batch, tokens)
+    return large(partial(GPT2, layers, width, heads, block, tokens), partial(texts, 8 * batch, block, tokens), batch)
+
+
+def llama(dry: bool) -> shoal.Job:
+    """Llama 3.2 1B, 8 x 2048."""
+    sizes = json.loads((CONFIGURATIONS / "llama-3.2-1b" / "config.json").read_text())
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= tiny | {"num_key_value_heads": 1, "vocab_size": 64, "head_dim": 16} if dry else {}
+    batch, length = (4, 16) if dry else (8, 2048)
+    model = partial(Logits, "LlamaForCausalLM", **sizes, use_cache=False)
+    return large(model, partial(texts, 8 * batch, length, sizes["vocab_size"]), batch)
+
+
+def bert(dry: bool) -> shoal.Job:
+    """BERT-base, 32 x 512; each token is predicted from the tokens before and after it."""
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    batch, length, tokens = (4, 16, 64) if dry else (32, 512, 30_522)
+    model = partial(Logits, "BertForMaskedLM", vocab_size=tokens, **(tiny if dry else {}))
+    return large(model, partial(texts, 8 * batch, length, tokens), batch)
+
+
+def vit(dry: bool) -> shoal.Job:
+    """ViT-S/16, 256 images of 224 x 224."""
+    width, layers, heads, side, batch = (32, 2, 2, 32, 4) if dry else (384, 12, 6, 224, 256)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    model = partial(
+        Logits, "ViTForImageClassification", **sizes, intermediate_size=4 * width, image_size=side, num_labels=10
+    )
+    return large(model, partial(pictures, 4 * batch, side), batch, loss=small_jobs.classified)
 
 
 def synchronize(device: torch.device) -> None:
@@ -81,7 +141,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def batches(job: shoal.Job, device: torch.device) -> Iterator[Any]:
+def batches(job: shoal.Job, device: torch.device) -> Iterator[list[Tensor]]:
     """Rows of the job's tensors in an order that is drawn once, on the device."""
     tensors = job.train_data().tensors
     while True:
@@ -91,164 +151,160 @@ def batches(job: shoal.Job, device: torch.device) -> Iterator[Any]:
             yield [tensor.to(device, non_blocking=True) for tensor in pinned]
 
 
-def bare(
-    job: shoal.Job, device: torch.device, half: bool, compiled: bool, counts: tuple[int, int]
-) -> Callable[[], float]:
-    """A block of steps of a loop without shoal: seconds of one of them."""
-    model = job.model().to(device)
+@dataclass(frozen=True)
+class Loop:
+    """How a job is trained: `peer` is one of PEERS, or "" for shoal, whose plan has the keys of `execution`.
+
+    `channels_last`: None leaves the choice to shoal, and to a peer channels first.
+    """
+
+    peer: str = ""
+    half: bool = False
+    channels_last: bool | None = None
+    execution: Mapping[str, Any] | None = None
+
+
+def plain(job: shoal.Job, device: torch.device, loop: Loop) -> Callable[[], Tensor]:
+    """A step of a loop without shoal, which returns its loss on the device."""
+    formats = torch.channels_last if loop.channels_last else torch.contiguous_format
+    model = job.model().to(device, memory_format=formats)
     optimizer = job.optimizer(list(model.parameters()))
-    forward = torch.compile(model) if compiled else model
     source = batches(job, device)
 
-    def steps(count: int) -> None:
-        loss = None
-        for _ in range(count):
-            batch = next(source)
+    def computed(batch: list[Tensor]) -> Tensor:
+        kept = loop.peer != "graph"  # autocast's cache outlives a capture
+        with torch.autocast(device.type, torch.bfloat16, enabled=loop.half, cache_enabled=kept):
+            total, weight = job.loss(model, batch)
+            return total / weight
+
+    compute: Callable[[list[Tensor]], Tensor] = computed
+    if loop.peer in ("compiled", "reduce-overhead"):
+        how = {"mode": "default" if loop.peer == "compiled" else "reduce-overhead"}
+        compute = torch.compile(computed, dynamic=False, **(how if device.type == "cuda" else {"backend": "aot_eager"}))
+
+    def fetched() -> list[Tensor]:
+        batch = next(source)
+        return [t.to(memory_format=formats) if t.ndim == 4 else t for t in batch]
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = compute(fetched())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step if loop.peer != "graph" else captured(optimizer, compute, fetched, device)
+
+
+def captured(
+    optimizer: torch.optim.Optimizer,
+    compute: Callable[[list[Tensor]], Tensor],
+    fetched: Callable[[], list[Tensor]],
+    device: torch.device,
+) -> Callable[[], Tensor]:
+    """A step as one CUDA graph, after torch's notes on graphs; on a CPU the same calls without one."""
+    held = [tensor.clone() for tensor in fetched()]
+    for group in optimizer.param_groups:
+        if "capturable" in group and device.type == "cuda":
+            group["capturable"] = True
+
+    def whole() -> Tensor:
+        loss = compute(held)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def warm() -> None:
+        for _ in range(_WARM_UP):
             optimizer.zero_grad()
-            narrow = torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext()
-            with narrow:
-                total, weight = job.loss(forward, batch)
-            loss = total / weight
-            loss.backward()
-            optimizer.step()
-        assert loss is not None
-        loss.item()
+            whole()
+        optimizer.zero_grad()
 
-    def block() -> float:
-        steps(counts[0])
-        synchronize(device)
-        began = time.perf_counter()
-        steps(counts[1])
-        synchronize(device)
-        return (time.perf_counter() - began) / counts[1]
+    def filled() -> None:
+        for tensor, new in zip(held, fetched(), strict=True):
+            tensor.copy_(new)
 
-    return block
+    if device.type != "cuda":
+        warm()
 
+        def step() -> Tensor:
+            filled()
+            optimizer.zero_grad()
+            return whole()
 
-class InTurn:
-    """Called after each step of the trainer: after a block of them it notes their time, and lets the others run."""
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = whole()
 
-    def __init__(self, device: torch.device, others: dict[str, Callable[[], float]], counts: tuple[int, int]) -> None:
-        self.found: dict[str, list[float]] = {name: [] for name in ("shoal", *others)}
-        self._device, self._others, self._counts, self._steps, self._began = device, others, counts, 0, 0.0
+    def replayed() -> Tensor:
+        filled()
+        graph.replay()
+        return loss
 
-    def __call__(self, record: StepRecord, slowest_rank: int) -> None:
-        uncounted, counted = self._counts
-        self._steps += 1
-        if self._steps == uncounted:
-            synchronize(self._device)
-            self._began = time.perf_counter()
-        elif self._steps == uncounted + counted:
-            synchronize(self._device)
-            self.found["shoal"].append((time.perf_counter() - self._began) / counted)
-            for name, block in self._others.items():
-                self.found[name].append(block())
-            self._steps = 0
+    return replayed
 
 
-def measure(
-    job: shoal.Job,
-    half: bool,
-    turns: int,
-    counts: tuple[int, int],
-    *,
-    others: Sequence[str] = ("eager",),
-    execution: Mapping[str, Any] | None = None,
-    notes: list[str] | None = None,
-) -> dict[str, list[float]]:
-    """Seconds of a step in each turn by loop; the first turn, in which kernels are compiled, is left out.
-
-    `others`: the bare loops. `execution`: keys of that section of the plan. `notes` is given the run's.
-    """
-    base = shoal.Plan().with_sections(execution=dict(execution or {}))
-    wished = apply_wishes(base, Wishes(precision="bf16" if half else None), from_file=False)
-    plan, note = judged(job, wished).plan, notes.append if notes is not None else lambda text: None
+def trained(
+    job: shoal.Job, num_steps: int, loop: Loop, on_step: Callable[[StepRecord, int], None], notes: list[str]
+) -> None:
+    """Trains through shoal; `notes` is given what the run says. Raises: PlanError where the plan is refused."""
+    execution = {**(loop.execution or {}), "channels_last": bool(loop.channels_last)}
+    base = shoal.Plan().with_sections(execution=execution)
+    plan = judged(job, apply_wishes(base, Wishes(precision="bf16" if loop.half else None), from_file=False)).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
-        loops = {name: bare(job, mesh.device, half, name == "compiled", counts) for name in others}
-        engine = build(job, plan, mesh, Options(Path(folder)))
+        engine = build(job, plan, mesh, Options(Path(folder), chooses_format=loop.channels_last is None))
         writer = RecordWriter(Path(folder) / "records.jsonl")
-        on_step = InTurn(mesh.device, loops, counts)
-        num_steps = (turns + 1) * sum(counts)
-        engine.trainer(None, num_steps, Surroundings(note, on_step, lambda: False), writer).train()
+        engine.trainer(None, num_steps, Surroundings(notes.append, on_step, lambda: False), writer).train()
         writer.close()
         engine.close()
-    return {name: seconds[1:] for name, seconds in on_step.found.items()}
+
+
+def blocks(job: shoal.Job, loop: Loop, turns: int, steps: int, notes: list[str]) -> list[float]:
+    """Seconds of a step in each block of so many; a first block, in which kernels are compiled, is left out."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    uncounted, found, began = max(2, steps // 5), list[float](), 0.0
+
+    def timed(number: int) -> None:
+        """Called after each step, of which the first is number 0."""
+        nonlocal began
+        place = number % (uncounted + steps) + 1
+        if place == uncounted:
+            synchronize(device)
+            began = time.perf_counter()
+        elif place == uncounted + steps:
+            synchronize(device)
+            found.append((time.perf_counter() - began) / steps)
+
+    num_steps = (turns + 1) * (uncounted + steps)
+    if loop.peer:
+        step = plain(job, device, loop)
+        for number in range(num_steps):
+            loss = step()
+            if (number + 1) % (uncounted + steps) == 0:
+                loss.item()
+            timed(number)
+    else:
+        trained(job, num_steps, loop, lambda record, rank: timed(record.step - 1), notes)
+    return found[1:]
 
 
 def flops(job: shoal.Job) -> float | None:
-    """Of a sample of the GPT: 6 a parameter and token, but for positions, and 12 of attention; None of other jobs."""
-    model = job.model()
-    if not isinstance(model, GPT2):
+    """Of a sample of a model of tokens: 6 a parameter and token, but for positions, and 12 of attention; else None."""
+    with torch.device("meta"):
+        model = job.model()
+    counted = float(sum(p.numel() for p in model.parameters()))
+    if isinstance(model, GPT2):
+        length, width = model.positions.weight.shape
+        counted, layers = counted - length * width, len(model.blocks)
+    elif isinstance(model, Logits) and job.loss is small_jobs.continued:
+        length, layers = job.train_data().tensors[0].shape[1], model.body.config.num_hidden_layers
+        width = model.body.config.hidden_size
+    else:
         return None
-    positions, width = model.positions.weight.shape
-    counted = sum(p.numel() for p in model.parameters()) - positions * width
-    return positions * (6.0 * counted + 12.0 * len(model.blocks) * positions * width)
-
-
-def figures(job: shoal.Job, found: dict[str, list[float]], peak: float | None) -> dict[str, Any]:
-    """Medians by loop, and shoal's step over each other's within a turn."""
-    steps = {name: statistics.median(seconds) for name, seconds in found.items()}
-    answer: dict[str, Any] = {
-        "step_milliseconds": {name: round(seconds * 1e3, 4) for name, seconds in steps.items()},
-        "samples_per_second": {name: round(job.global_batch / seconds, 1) for name, seconds in steps.items()},
-        "ratio": {
-            f"shoal / {name}": round(
-                statistics.median(a / b for a, b in zip(found["shoal"], found[name], strict=True)), 4
-            )
-            for name in found
-            if name != "shoal"
-        },
-    }
-    needed = flops(job)
-    if needed is not None:
-        length = job.train_data().tensors[0].shape[1]
-        answer["tokens_per_second"] = {n: round(job.global_batch * length / s) for n, s in steps.items()}
-        if peak is not None:
-            answer["share_of_peak"] = {n: round(job.global_batch * needed / s / peak, 4) for n, s in steps.items()}
-    return answer
-
-
-def measured(
-    job: shoal.Job,
-    half: bool,
-    turns: int,
-    steps: int,
-    others: Sequence[str],
-    execution: Mapping[str, Any],
-    peak: float | None,
-) -> dict[str, Any]:
-    """What is told of a plan: its figures and what the run has said, or why it is refused."""
-    notes: list[str] = []
-    try:
-        found = measure(job, half, turns, (max(2, steps // 5), steps), others=others, execution=execution, notes=notes)
-    except PlanError as error:
-        return {"refused": str(error.conflict)}
-    return {**figures(job, found, peak), "said": notes}
-
-
-def main() -> None:
-    """Measures, prints, and writes the result where `--out` says."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--job", choices=list(JOBS), default="lenet")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument(
-        "--steps", type=int, default=50, help="counted steps of a block; a fifth of them before, uncounted"
-    )
-    parser.add_argument("--tiny", action="store_true", help="two steps of a tiny model: whether it runs at all")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    turns, steps = (1, 2) if options.tiny else (options.turns, options.steps)
-    job, half = JOBS[options.job](options.tiny), options.job == "gpt"
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = {"job": options.job, "tiny": options.tiny, "device": name, "torch": torch.__version__}
-    answer: dict[str, Any] = {**about, "batch": job.global_batch}
-    peak = cluster("here").device.flops.get("bfloat16") if torch.cuda.is_available() else None
-    for plan, (execution, others) in PLANS.items():
-        answer[plan] = found = measured(job, half, turns, steps, others, execution, peak)
-        print(plan, json.dumps(found, indent=2), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(answer, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    return length * (6.0 * counted + 12.0 * layers * length * width)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import shoal
-from models import GPT, LeNet, ResNet18
+from models import GPT, BasicBlock, LeNet, ResNet18
 
 SAMPLES = 4096
 
@@ -60,6 +60,11 @@ class StridedResNet18(nn.Sequential):
         body.conv = nn.Conv2d(1, 64, 7, 2, padding=3, bias=False)
         body.relu = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
         super().__init__(nn.Upsample((64, 64)), body)
+
+
+def residual() -> nn.Module:
+    """One block of ResNet18, small: for tries."""
+    return nn.Sequential(BasicBlock(1, 8, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
 
 def lenet(batch: int = 256) -> shoal.Job:

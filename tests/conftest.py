@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 # Before torch is loaded, here and in what is started: a thread that waits for another sleeps. By default it spins, and
@@ -16,6 +17,10 @@ from tests.sharing import Shared
 
 def pytest_configure(config: pytest.Config) -> None:
     """GPUs are seen where tests/gpu alone is run: all other tests mean processes on cores, of which one has many."""
+    # As in the background of a script, or under nohup: what tests start is asked to stop by these too.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     own = Path(__file__).parent / "gpu"
     given = [(config.invocation_params.dir / argument.partition("::")[0]).resolve() for argument in config.args]
     if not all(path.is_relative_to(own) for path in given):

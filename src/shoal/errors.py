@@ -13,6 +13,14 @@ from typing import Any
 _SHORT = 120
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's message, also where its `__str__` raises. A lone surrogate is shown by its number."""
+    try:
+        return str(error).encode("utf-8", "backslashreplace").decode()
+    except Exception as raised:
+        return f"it has no text, since its __str__ raised {type(raised).__name__}"
+
+
 class ExitCode(IntEnum):
     """Exit codes of the `shoal` command; documented in docs/exit-codes.md."""
 

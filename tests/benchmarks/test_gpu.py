@@ -1,49 +1,53 @@
-"""The command for GPUs: parts leave their results whatever becomes of others, and its dry half runs without a GPU."""
+"""The command for GPUs: each part leaves a record whatever becomes of it, and runs in tiny without a GPU."""
 
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import PARTS, Part, main, run_all
-from benchmarks.gpu_layouts import layouts
-from benchmarks.gpu_step import GPT2, JOBS, flops
+from benchmarks.gpu import RESULTS, following, main, page, record_name, records, run
+from benchmarks.gpu_parts import LONGEST_SECONDS, PARTS
+from benchmarks.gpu_step import bert, flops, gpt2, llama, vit
 from tests.usual import SLOW
 
-
-def part(name: str, program: str, seconds: float = 30.0) -> Part:
-    command = (sys.executable, "-c", program, "OUT")
-    return Part(name, seconds, command, command)
+BY_NAME = {part.name: part for part in PARTS}
+ABOUT = {"commit": "abc", "device": "no GPU", "versions": {"torch": "2"}, "dry": True}
 
 
-def test_a_part_that_fails_or_hangs_takes_no_other_along(tmp_path: Path) -> None:
-    leaves = "import sys; open(sys.argv[1] + '.json', 'w').write('{}'); print('left')"
-    waits = "import time; print('waits', flush=True); time.sleep(60)"
-    parts = [part("fails", "raise SystemExit('no')"), part("hangs", waits, 0.5), part("last one", leaves)]
-    found = run_all(parts, tmp_path, dry=False, about="made up")
-    assert [one["status"] for one in found] == ["failed", "late", "done"]
-    assert json.loads((tmp_path / "hangs.part.json").read_text())["code"] is None
-    assert (tmp_path / "last_one.json").read_text() == "{}"
-    text = (tmp_path / "README.md").read_text()
-    assert "| hangs | late |" in text
-    assert "left" in text
+def test_every_question_has_parts_of_two_minutes_at_most() -> None:
+    assert [part.row for part in PARTS] == sorted(part.row for part in PARTS)
+    assert {part.row for part in PARTS} == set(range(1, 12))
+    assert all(part.seconds <= LONGEST_SECONDS for part in PARTS)
+    assert len({record_name(part) for part in PARTS}) == len(PARTS)
 
 
-def test_the_limits_are_ten_minutes_together() -> None:
-    assert sum(part.seconds for part in PARTS) <= 600
+def test_next_is_the_most_wanted_part_without_a_record_at_this_commit_that_fits() -> None:
+    first, second, *_ = PARTS
+    found: dict[str, Any] = {first.name: {"commit": "abc"}, second.name: {"commit": "other"}}
+    assert following({}, "abc", 1000) is first
+    assert following(found, "abc", 1000) is second
+    assert following(found, "abc+", 1000) is first  # files differ from the commit
+    assert following(found, "abc", 70) is BY_NAME["nccl group of one"]
+    assert following(found, "abc", 3) is None
 
 
-def test_layouts_are_those_that_so_many_devices_allow() -> None:
-    """One device has one; of several each uses all, and each is a plan of its own that nothing refuses."""
-    assert [name for name, _ in layouts(1)] == ["one"]
-    for count in (2, 4, 8):
-        found = list(layouts(count))
-        assert len({name for name, _ in found}) == len(found)
-        assert {plan.degrees.world_size for _, plan in found} == {1, count}
-    assert [len(list(layouts(count))) for count in (2, 3, 4)] == [8, 8, 26]
+def test_a_part_that_is_late_or_fails_leaves_a_record_that_says_so(tmp_path: Path) -> None:
+    late = run(replace(BY_NAME["lenet"], seconds=0), tmp_path, ABOUT)
+    assert late["status"] == "ended at its time limit of 0 s"
+    failed = run(replace(BY_NAME["tests"], name="none such"), tmp_path, ABOUT)
+    assert failed["status"] == "failed with code 2"
+    assert "invalid choice: 'none such'" in failed["output"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lenet.json", "none-such.json"]
+    assert json.loads((tmp_path / "lenet.json").read_text()) == late
+    assert "| ended at its time limit of 0 s; abc, no GPU, torch 2 |" in page(records(tmp_path))
+
+
+def test_the_page_is_made_of_the_records() -> None:
+    assert (RESULTS / "README.md").read_text(encoding="utf-8") == page(records(RESULTS))
 
 
 def test_an_unknown_part_is_refused() -> None:
@@ -51,27 +55,32 @@ def test_an_unknown_part_is_refused() -> None:
         main(["--parts", "none such"])
 
 
-def test_the_gpt_is_gpt_2s() -> None:
-    with torch.device("meta"):
-        made = JOBS["gpt"](False).model()
-    assert isinstance(made, GPT2)
-    count = sum(p.numel() for p in made.parameters())
-    assert 124_000_000 < count < 125_000_000
-    assert flops(JOBS["lenet"](True)) is None
-    tiny = JOBS["gpt"](True)
-    counted = sum(p.numel() for p in tiny.model().parameters()) - 16 * 32
-    assert flops(tiny) == 16 * (6 * counted + 12 * 2 * 16 * 32)
+def test_the_models_have_their_sizes() -> None:
+    wanted = {gpt2: 124e6, llama: 1236e6, bert: 110e6, vit: 22e6}
+    for make, size in wanted.items():
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in make(False).model().parameters())
+        assert count == pytest.approx(size, rel=0.02), make
+    counted = sum(p.numel() for p in gpt2(True).model().parameters()) - 16 * 32
+    assert flops(gpt2(True)) == 16 * (6 * counted + 12 * 2 * 16 * 32)
+    assert flops(vit(True)) is None
+
+
+def test_a_loop_beside_its_peers_in_tiny_and_a_question_that_waits(tmp_path: Path) -> None:
+    assert main(["--dry", "--commit", "abc", "--out", str(tmp_path), "--parts", "lenet", "float8"]) == 0
+    found = records(tmp_path)
+    peers = ("eager", "compiled", "reduce-overhead", "graph", "eager again")
+    assert list(found["lenet"]["numbers"]) == ["shoal", *peers]
+    assert all(number["milliseconds"] > 0 for number in found["lenet"]["numbers"].values())
+    assert set(found["lenet"]["satisfied"].values()) == {None}
+    assert found["float8"]["status"] == "not run"
+    assert "not run: shoal has no float8" in (tmp_path / "README.md").read_text()
 
 
 @SLOW
-@pytest.mark.timeout(600)  # three models are compiled
-def test_the_dry_half_runs(tmp_path: Path) -> None:
-    assert main(["--dry", "--out", str(tmp_path)]) == 0
-    for job in JOBS:
-        found = json.loads((tmp_path / f"step_of_{job}.json").read_text())
-        assert set(found["default"]["ratio"]) == {"shoal / eager"}
-        assert "a CUDA device" in found["captured"]["refused"]
-        assert set(found["compiled"]["ratio"]) == {"shoal / eager", "shoal / compiled"}
-    found = json.loads((tmp_path / "captured_step.json").read_text())
-    for job in ("lenet", "lenet with dropout"):
-        assert "a CUDA device" in found[job]["refused"] or found[job]["ratio"]
+@pytest.mark.timeout(1500)
+def test_every_part_runs_in_tiny(tmp_path: Path) -> None:
+    assert main(["--dry", "--commit", "abc", "--out", str(tmp_path)]) == 0
+    for name, record in records(tmp_path).items():
+        failed = [number for number in record["numbers"].values() if isinstance(number, dict) and "failed" in number]
+        assert not failed, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from shoal.training.telemetry import RecordWriter
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
 STEPS, STEADY = 8, 3
+PACKAGE = str(Path(shoal.__file__).parent) + os.sep
 # What is on the host whatever the device: states of torch's own generator and what it draws there.
 OF_THE_HOST = (
     "numerics/grain_randomness.py _key_of_call",
@@ -44,8 +46,8 @@ def read_by() -> str:
     """Where in the package the read is; empty where it is not there."""
     frame = sys._getframe(2)
     while frame is not None:
-        if "/shoal/" in frame.f_code.co_filename and "/tests/" not in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename.rsplit('/shoal/', 1)[1]} {frame.f_code.co_name}"
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return f"{frame.f_code.co_filename.removeprefix(PACKAGE)} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 

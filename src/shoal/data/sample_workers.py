@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shoal.data.source import SHARED_MEMORY
-from shoal.errors import DataError
+from shoal.errors import DataError, text_of
 
 # A death is noticed after so long. torch would look every 5 s, or raise wherever the rank happens to be by then.
 _LOOK_SECONDS = 0.25
@@ -79,9 +79,9 @@ class SampleWorkers:
             try:
                 self._batch = next(batches)
             except (RuntimeError, EOFError, OSError) as error:
-                if "in DataLoader worker process" in str(error):  # raised there, outside of reading: a user's init
-                    raise _failed(str(error).strip().splitlines()[-1]) from error
-                if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader "):
+                if "in DataLoader worker process" in text_of(error):  # raised there, outside of reading: a user's init
+                    raise _failed(text_of(error).strip().splitlines()[-1]) from error
+                if isinstance(error, RuntimeError) and not text_of(error).startswith("DataLoader "):
                     raise
                 workers = getattr(batches, "_workers", ())
                 if watch.has_killed:

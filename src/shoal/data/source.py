@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
-from shoal.errors import DataError, ShoalError
+from shoal.errors import DataError, ShoalError, text_of
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.runs.user_frames import place_of, traceback_of
 
@@ -154,7 +154,7 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
         raise
     except Exception as error:
         given = f"a batch of {len(samples)} samples of {name}"
-        if "shared memory" in str(error):  # torch's, of a worker process that hands the batch over
+        if "shared memory" in text_of(error):  # torch's, of a worker process that hands the batch over
             raise raised(given, "collating them", error, SHARED_MEMORY) from error
         remedy = "give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)"
         odd = _misfits(collate, samples)
@@ -307,7 +307,7 @@ def raised(given: str, what: str, error: Exception, remedy: str) -> DataError:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]
+    return text_of(error).strip().split("\n")[0][:300]
 
 
 def _short(ids: list[int]) -> str:

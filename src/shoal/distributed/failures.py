@@ -18,6 +18,7 @@ from shoal.errors import (
     ShoalError,
     StorageError,
     UserCodeError,
+    text_of,
 )
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.runs.remedies import remedy
@@ -28,14 +29,14 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception is a collective's that another rank did not finish."""
     if isinstance(error, ShoalError):
         return isinstance(error, PeerError | CollectiveError)
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in text_of(error).lower()
 
 
 def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
     """An exception that says that memory ran out, in three beats."""
     return OutOfMemoryError(
         given=what,
-        conflict=f"memory ran out: {str(error).strip()[:200] or type(error).__name__}{place_of(error)}",
+        conflict=f"memory ran out: {text_of(error).strip()[:200] or type(error).__name__}{place_of(error)}",
         remedy='divide the model over more processes: [layout] shard = N, [shard] level = "parameters" in a --plan; or '
         "use smaller grains, a smaller global_batch or a smaller model",
     )
@@ -48,7 +49,7 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)
-    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    text = next(iter(text_of(error).strip().splitlines()), "")[:300]
     place = place_of(error)
     found = UserCodeError(
         given=f"{what} of this job",
@@ -79,7 +80,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     lacking = _lacking(error)
     if lacking is not None:
         return lacking
-    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    text = next(iter(text_of(error).strip().splitlines()), "")[:300]
     found = InternalError(
         given="this run",
         conflict=f"{type(error).__name__} inside shoal: {text}",
@@ -91,10 +92,11 @@ def as_shoal_error(error: BaseException) -> ShoalError:
 
 def _of_gloo(error: BaseException) -> str:
     """What a collective's error says, without the place in Gloo's code and its advice."""
-    text = str(error).strip().splitlines()[0].partition(" This is typically caused")[0]
+    text = text_of(error).strip().splitlines()[0].partition(" This is typically caused")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", text)[-200:]
 
 
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -103,13 +105,20 @@ def _lacking(error: BaseException) -> ShoalError | None:
     """The error of a system that has no more room or descriptors, or lets nothing be written; None for others."""
     number = error.errno if isinstance(error, OSError) else None
     place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
+    if number in _FULL and _SHARED_MEMORY in text_of(error):
+        return StorageError(
+            given=f"shared memory of this run{place}",
+            conflict=f"{_SHARED_MEMORY} is full: {os.strerror(number or 0)}",
+            remedy=f"free some space there, or make it larger (mount -o remount,size=8G {_SHARED_MEMORY}; "
+            "docker run --shm-size 8g); --resume goes on from the newest checkpoint",
+        )
     if number in (*_FULL, errno.EROFS):
         return StorageError(
             given=f"files of this run{place}",
             conflict=f"the disk takes nothing: {os.strerror(number or 0)}",
             remedy="free some space, or give an --out on another disk; --resume goes on from the newest checkpoint",
         )
-    if number in _NO_FILES or "Too many open files" in str(error):
+    if number in _NO_FILES or "Too many open files" in text_of(error):
         return LaunchError(
             given=f"files and sockets of this process{place}",
             conflict="it may open no more: Too many open files",

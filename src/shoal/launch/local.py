@@ -140,5 +140,5 @@ def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
     shown |= {worker.rank: heartbeat.end(worker.heartbeat, worker.process) for worker in stuck}
     calls = different_calls(shown)
     for worker in stuck:
-        stacks = f"it was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
-        worker.stuck = "; ".join(filter(None, (calls, f"it {reasons[worker.rank]}, and was killed", stacks)))
+        stacks = f"\nIt was in\n{shown[worker.rank]}" if shown[worker.rank] else ""
+        worker.stuck = "; ".join(filter(None, (calls, f"it {reasons[worker.rank]}, and was killed"))) + stacks

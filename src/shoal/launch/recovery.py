@@ -128,13 +128,13 @@ class Recovery:
                 return int(ExitCode.PREEMPTED), None
 
     def told(self, error: ShoalError, pause_seconds: float) -> str:
-        """A line about the loss and the new start."""
+        """A line about the loss and the new start, and below it what the rank was in."""
         where = f"rank {error.rank} on {error.host}" if error.rank is not None else "a rank"
         if error.rank is None and error.host:
             where = f"host {error.host}"
         wait = f" in {pause_seconds:.0f} s" if pause_seconds else ""
-        what = error.conflict.split("\n")[0]
-        return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}"
+        what, newline, shown = error.conflict.partition("\n")
+        return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}{newline}{shown}"
 
     def unsaved_seconds(self) -> float:
         """The seconds since the newest checkpoint, or since this start of the ranks began from one."""

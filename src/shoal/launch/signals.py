@@ -20,12 +20,13 @@ SAME_SECONDS = 1.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask to stop: SIGTERM, SIGUSR1, Ctrl-C, and the terminal's end unless nohup has it ignored.
+    """The signals that ask to stop: SIGTERM, SIGUSR1, and of Ctrl-C and the terminal's end those that are not ignored.
 
-    SIGUSR1 is what schedulers are asked to send before a time limit, and what Open MPI's mpirun hands on.
+    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. SIGUSR1 is what schedulers
+    are asked to send before a time limit, and what Open MPI's mpirun hands on.
     """
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *(() if ignored else (signal.SIGHUP,)))
+    ignorable = (signal.SIGINT, signal.SIGHUP)
+    return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))
 
 
 @dataclass

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
-_TORCH = re.compile(r"[\\/]torch[\\/]")
-_COLLECTIVES = re.compile(r"[\\/]torch[\\/]distributed[\\/]distributed_c10d\.py$")
-_OWN = str(Path(__file__).resolve().parents[1])
+_COLLECTIVES = re.compile(r"(.*[\\/]torch[\\/])distributed[\\/]distributed_c10d\.py$")
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def own_call(stacks: str) -> str | None:
@@ -18,11 +18,14 @@ def own_call(stacks: str) -> str | None:
     `stacks`: of faulthandler, or an exception's traceback. None where they are in none, or it is shoal that calls it.
     """
     for frames in _threads(stacks):
-        called = [place for place, (file, _, _) in enumerate(frames) if _COLLECTIVES.search(file)]
-        callers = [frame for frame in frames[called[-1] :] if not _TORCH.search(frame[0])] if called else []
+        called = [(place, found[1]) for place, (file, _, _) in enumerate(frames) if (found := _COLLECTIVES.match(file))]
+        if not called:
+            continue
+        last, torch = called[-1]
+        callers = [frame for frame in frames[last:] if not frame[0].startswith(torch)]
         if callers and not callers[0][0].startswith(_OWN):
             file, line, function = callers[0]
-            return f"{frames[called[-1]][2]} at {file}:{line} in {function}"
+            return f"{frames[last][2]} at {file}:{line} in {function}"
     return None
 
 

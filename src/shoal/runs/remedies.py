@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from shoal.errors import text_of
 
 # What torch says of tensors that do not go together, each with what to do.
 _DEVICES = re.compile(r"same device|device type|on device|found at least two devices|expected device|is on cpu", re.I)
@@ -27,7 +30,7 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
     batch: what the code was given, where it was: told where shapes, or the parts of it, are what is wrong.
     """
     line = "that line" if has_line else "what raised it (the traceback is in errors/ of the run directory)"
-    text = str(error)
+    text = text_of(error)
     if _UNPACKED.search(text):
         return f"mend {line}: unpack as many values as there are{_given(batch)}"
     if _of_tensors(error):
@@ -52,8 +55,9 @@ def _of_tensors(error: BaseException) -> bool:
     if not isinstance(error, ValueError | TypeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    from_torch = bool(frames) and "torch" in Path(frames[-1].filename).parts
-    return "tensor" in str(error).lower() or (from_torch and isinstance(error, ValueError))
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    from_torch = bool(frames and torch) and Path(frames[-1].filename).is_relative_to(Path(str(torch)).parent)
+    return "tensor" in text_of(error).lower() or (from_torch and isinstance(error, ValueError))
 
 
 def _of_kind(error: BaseException, line: str) -> str:
@@ -68,9 +72,9 @@ def _of_kind(error: BaseException, line: str) -> str:
             "give a path that is there wherever a rank runs: a relative one begins in the folder in which shoal was "
             "started, and one made from __file__ beside the job file"
         )
-    if isinstance(error, NotImplementedError) and 'required "forward"' in str(error):
+    if isinstance(error, NotImplementedError) and 'required "forward"' in text_of(error):
         return "give that module a method forward"
-    if isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+    if isinstance(error, AttributeError | TypeError) and "NoneType" in text_of(error):
         return f"mend {line}: a value there is None; what should have made it may lack a return"
     if isinstance(error, KeyError):
         return f"mend {line}: ask for a key that is there"

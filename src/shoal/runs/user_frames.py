@@ -22,4 +22,4 @@ def place_of(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """The whole traceback, for the run directory."""
-    return "".join(traceback.format_exception(error))
+    return "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()

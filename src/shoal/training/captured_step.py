@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.data.loader import Microbatch
-from shoal.errors import JobError
+from shoal.errors import JobError, text_of
 from shoal.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
@@ -326,7 +326,7 @@ def _reason(error: BaseException) -> str:
         link = link.__cause__ or link.__context__
     if link is not None:
         return str(link)
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    return f"{type(error).__name__}: {(text_of(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def held(parts: TrainingParts) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer, user_error
-from shoal.errors import JobError, LossError, ShoalError
+from shoal.errors import JobError, LossError, ShoalError, text_of
 from shoal.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.draw_watch import DrawWatch
@@ -150,7 +150,7 @@ class LossPair:
         except Exception as error:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
-            if any(sign in str(error) for sign in _PAST_THE_MODEL):
+            if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
                 raise JobError(
                     given=f"a {self.what} that uses parts of the model by themselves, where parameters are cut over "
                     "the shard axis",
@@ -259,7 +259,7 @@ class LossComputer:
                 with grains or self.grain_scope(microbatch) as scope:
                     yield
             except NotFusibleError as error:
-                raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
+                raise RedoError(replace(self.computation, randomness="opaque"), text_of(error)) from error
             if scope.leaked():
                 raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
@@ -292,6 +292,9 @@ def check_gradient(total: Tensor) -> None:
         )
 
 
+_MOST_BITS = 1023  # of an int that is a float64
+
+
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
     if type(pair) is tuple and len(pair) == 2:
@@ -300,16 +303,20 @@ def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
             return total, weight
     if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
         conflict = "without its weight a mean cannot be put together over grains: a mean of means is another number"
-        raise _no_pair(f"a {what} that returned {_kind(pair)}", conflict)
+        raise _no_pair(what, f"a {what} that returned {_kind(pair)}", conflict)
     total, weight = pair
+    for name, number in (("total", total), ("weight", weight)):
+        if isinstance(number, int) and number.bit_length() > _MOST_BITS:
+            given = f"a {what} whose {name} is an integer of {number.bit_length()} bits"
+            raise _no_pair(what, given, "sums are float64 numbers, and it is beyond the largest of them")
     if isinstance(total, int | float):
         total = torch.tensor(float(total))
     counted = isinstance(total, Tensor) and total.numel() == 1 and (total.is_floating_point() or what != "loss")
     if not counted:
-        raise _no_pair(f"a {what} whose total is {_kind(total)}", "the total is one floating-point number")
+        raise _no_pair(what, f"a {what} whose total is {_kind(total)}", "the total is one floating-point number")
     if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
         conflict = "the weight is one number: how many samples or tokens the total sums over"
-        raise _no_pair(f"a {what} whose weight is {_kind(weight)}", conflict)
+        raise _no_pair(what, f"a {what} whose weight is {_kind(weight)}", conflict)
     return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
 
 
@@ -318,8 +325,10 @@ def _kind(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}, {value.dtype}" if whole else type(value).__name__
 
 
-def _no_pair(given: str, conflict: str) -> LossError:
+def _no_pair(what: str, given: str, conflict: str) -> LossError:
     fix = "shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    if what != "loss":
+        fix = "((logits.argmax(-1) == targets).sum(), len(targets)) for an accuracy, say"
     return LossError(given=given, conflict=conflict, remedy=f"return the sum and what it sums over: {fix}")
 
 

@@ -37,6 +37,39 @@ def test_another_error_of_the_jobs_code_is_its_own() -> None:
     assert isinstance(user_error("the optimizer", RuntimeError("something else")), UserCodeError)
 
 
+class UnprintableError(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raised_by_a_job(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+def test_an_exception_that_cannot_be_printed_is_the_jobs() -> None:
+    found = user_error("the model or loss", raised_by_a_job(UnprintableError()))
+    assert isinstance(found, UserCodeError)
+    assert "it raised UnprintableError: it has no text, since its __str__ raised RuntimeError" in found.conflict
+    assert "UnprintableError" in (found.traceback_text or "")
+    assert not is_lost_peer(UnprintableError())
+
+
+def test_a_lone_surrogate_in_a_message_is_shown_by_its_number() -> None:
+    found = user_error("the model or loss", raised_by_a_job(ValueError("bad \udcff text")))
+    assert "it raised ValueError: bad \\udcff text" in found.conflict
+    for text in (found.conflict, found.remedy, found.traceback_text or ""):
+        text.encode()
+
+
+def test_a_full_dev_shm_is_no_full_disk() -> None:
+    found = as_shoal_error(OSError(errno.ENOSPC, "No space left on device", "/dev/shm/torch_1"))
+    assert isinstance(found, StorageError)
+    assert found.conflict == "/dev/shm is full: No space left on device"
+    assert "--shm-size" in found.remedy
+
+
 @pytest.mark.parametrize("kind", [PeerError, CollectiveError])
 def test_a_collective_within_a_backward_says_itself_who_is_lost(kind: type[PeerError] | type[CollectiveError]) -> None:
     error = kind(given="rank 1 (process 7)", conflict="it ended", remedy="look")

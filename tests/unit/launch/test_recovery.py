@@ -88,6 +88,10 @@ def test_two_hosts_that_are_lost_at_one_step_are_two_losses(directory: RunDirect
         error.host = host
         assert recovery.pause(error, 0.0) is not None
     assert recovery.told(error, 0.0).startswith("host h2 was lost: ")
+    error.conflict = "it did nothing for 5 s, and was killed\nIt was in\n  File job.py"
+    line, *stack = recovery.told(error, 0.0).splitlines()
+    assert line.endswith("it did nothing for 5 s, and was killed; all ranks start again, from step 0")
+    assert stack == ["It was in", "  File job.py"]
 
 
 def test_kills_from_outside_may_come_twice(directory: RunDirectory) -> None:

@@ -42,10 +42,15 @@ def test_deliveries_within_a_second_are_one_request() -> None:
         assert not signals.twice
 
 
-def test_a_hangup_that_nohup_has_ignored_stays_so() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_nohup_or_a_background_job_ignores_stays_ignored(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    signals = Signals(impatient=True)
     try:
-        with Signals(impatient=False).handled():
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with signals.handled():
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+            assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+    assert signals.received == []

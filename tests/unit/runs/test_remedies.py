@@ -76,6 +76,12 @@ def test_of_other_kinds_no_shape_is_told(act: Callable[[], Any], wanted: str) ->
     assert SHAPES not in found
 
 
+def test_a_folder_called_torch_is_not_the_package(tmp_path: Path) -> None:
+    file = tmp_path / "torch" / "job.py"
+    code = compile("raise ValueError('no sizes are known')", str(file), "exec")
+    assert SHAPES not in told(lambda: exec(code))
+
+
 def test_without_a_line_of_the_users_none_is_meant() -> None:
     assert user_error("the model", KeyError("a")).remedy == (
         "mend what raised it (the traceback is in errors/ of the run directory): ask for a key that is there"

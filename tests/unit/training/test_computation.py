@@ -246,6 +246,22 @@ def test_what_is_no_pair_is_refused_with_the_fix(pair: Any, given: str) -> None:
     assert "shoal.cross_entropy(logits, targets)" in caught.value.remedy
 
 
+@pytest.mark.parametrize("pair", ["text", torch.tensor(1.0), (torch.tensor(1.0), "4")])
+def test_a_metric_that_is_no_pair_is_told_of_metrics(pair: Any) -> None:
+    with pytest.raises(LossError) as caught:
+        check_pair("metric 'm'", pair)
+    assert "cross_entropy" not in caught.value.remedy
+    assert "(logits.argmax(-1) == targets).sum(), len(targets)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("what", ["loss", "metric 'm'"])
+@pytest.mark.parametrize("pair", [(10**400, 4), (torch.tensor(1.0), 10**400)])
+def test_an_integer_beyond_float64_is_refused(what: str, pair: Any) -> None:
+    with pytest.raises(LossError, match=f"a {what} whose (total|weight) is an integer of 1329 bits"):
+        check_pair(what, pair)
+    assert float(check_pair(what, (1.0, 10**300))[1]) == 1e300
+
+
 @pytest.mark.parametrize("total", [None, "high"])
 def test_a_total_that_is_no_number_is_refused(total: Any) -> None:
     with pytest.raises(LossError):

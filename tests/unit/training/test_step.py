@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
-PACKAGE = str(Path(shoal.__file__).parent)
+PACKAGE = str(Path(shoal.__file__).parent) + os.sep
 FIRST, COUNTED = 20, 64
 # As counted when this was written, 160 and 129, and what a busy machine adds, where records are written more often.
 MOST_PYTHON, MOST_C, MOST_BUSY = 166, 135, 4.0

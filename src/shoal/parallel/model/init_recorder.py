@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from shoal.errors import text_of
 from shoal.numerics.isolation import undisturbed
 from shoal.numerics.operators import (
     is_random,
@@ -275,4 +276,4 @@ class CpuDisguise(TorchFunctionMode):
 
 def first_line(error: Exception) -> str:
     """First line of an error's message, or its class."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return (text_of(error) or type(error).__name__).splitlines()[0]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.errors import text_of
 from shoal.parallel.model.function_trace import DROPOUTS
 
 # In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
@@ -122,4 +123,4 @@ def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
 
 def first_line(error: Exception, length: int = 200) -> str:
     """The first line of an error's words."""
-    return next(iter(str(error).strip().splitlines()), "")[:length]
+    return next(iter(text_of(error).strip().splitlines()), "")[:length]

@@ -18,7 +18,7 @@ from shoal.checkpoint.state import TENSOR, encode
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
-from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError, text_of
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
@@ -208,7 +208,7 @@ class CallbackCalls:
                 self._run.caller = None
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
-        step, text = self._state.step, next(iter(str(error).strip().splitlines()), "")[:300]
+        step, text = self._state.step, next(iter(text_of(error).strip().splitlines()), "")[:300]
         rank, host = (self._mesh.rank, self._mesh.host) if self._mesh is not None else (0, "")
         said = f"{type(error).__name__}: {text}{place_of(error)}"
         where = f"rank {rank} on {host}" if host else f"rank {rank}"
@@ -301,7 +301,9 @@ class CallbackCalls:
             except ShoalError:
                 raise
             except Exception as error:
-                raise _raised(callback, "load_state_dict", f"{type(error).__name__}: {error}", error) from error
+                raise _raised(
+                    callback, "load_state_dict", f"{type(error).__name__}: {text_of(error)}", error
+                ) from error
         kept = {k for k, c in mine.items() if overrides(c, "state_dict") or overrides(c, "parameter_tensors")}
         saved = states.keys() | tensors.keys()
         lines = [f"callback {key} begins anew: the checkpoint has no state of it" for key in sorted(kept - saved)]
