@@ -74,8 +74,24 @@ class GrainScope(TorchFunctionMode):
         handler = _HANDLERS.get(func)
         kwargs = kwargs or {}
         if handler is None:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs) if func not in _DIFFERENTIATE else self._differentiated(func, args, kwargs)
         return handler(self, func, args, kwargs)
+
+    def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A derivative within the loss. Regions that it recomputes draw under this scope, which is off in this call."""
+
+        def run_backward(*given: Any, **options: Any) -> Any:
+            torch.overrides._push_mode(self)
+            try:
+                return _RUN_BACKWARD(*given, **options)
+            finally:
+                torch.overrides._pop_mode()
+
+        torch.autograd._engine_run_backward = run_backward
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.autograd._engine_run_backward = _RUN_BACKWARD
 
     def leaked(self) -> bool:
         """Whether something drew from a global generator past this scope while it was entered."""
@@ -349,6 +365,10 @@ def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0.0)
     return handler is not None
 
+
+# torch's functions that run autograd's engine, and the entry to it that they share.
+_DIFFERENTIATE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_RUN_BACKWARD = torch.autograd._engine_run_backward
 
 _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
     F.dropout: _dropout,

@@ -26,6 +26,37 @@ class ReentrantContext(AbstractContextManager[None]):
         return self._now.__exit__(*error)
 
 
+class YieldingHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks on saved tensors that step aside within transforms of torch.func, which run under none.
+
+    Tensors that such a transform saves do not pass through the hooks.
+    """
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._disabled = torch.autograd.graph.disable_saved_tensors_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = self._aside  # type: ignore[assignment]
+
+    def __exit__(self, *error: object) -> None:
+        torch.autograd.graph.disable_saved_tensors_hooks = self._disabled
+        super().__exit__(*error)
+
+    @contextmanager
+    def _aside(self, message: str) -> Iterator[None]:
+        """What `disable_saved_tensors_hooks` does, outside of these hooks where they are the innermost ones."""
+        innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if innermost is None or innermost[0] is not self.pack_hook:  # else it raises, as without these hooks
+            with self._disabled(message):
+                yield
+            return
+        super().__exit__()
+        try:
+            with self._disabled(message):
+                yield
+        finally:
+            super().__enter__()
+
+
 @contextmanager
 def python_generators_kept() -> Iterator[None]:
     """Leaves Python's and numpy's global generators as they were."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
@@ -18,14 +21,17 @@ from shoal.data.source import MapSource, Opened, collate_samples, raised
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
-from shoal.numerics.isolation import python_generators_kept
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
+
+T = TypeVar("T")
+# What torch's autograd says of a derivative under no_grad.
+_NO_GRADIENT = ("does not require grad", "not have been used in the graph")
 
 # (model, batch) -> outputs with a row per sample.
 Predict = Callable[[Any, Any], Any]
@@ -65,6 +71,8 @@ class Evaluator:
         self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
+        # By name of a metric whether it differentiates, as its first call has shown.
+        self._differentiates: dict[str, bool] = {}
         self._most = most_samples
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
@@ -108,16 +116,16 @@ class Evaluator:
         samples: list[int] = []
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
         self._heartbeat.enter("evaluation")
-        with torch.no_grad():
-            for size, batch in itertools.islice(self._batches(place), most_chunks):
-                counted = self._mesh.counts_loss and size > 0
+        for size, batch in itertools.islice(self._batches(place), most_chunks):
+            counted = self._mesh.counts_loss and size > 0
+            if counted:
+                samples.append(size)
+            for name, function in self._metrics.items():
+                call = functools.partial(self._pair, name, function, model, batch)
+                total, weight = self._called(name, model, call)
                 if counted:
-                    samples.append(size)
-                for name, function in self._metrics.items():
-                    total, weight = self._pair(name, function, model, batch)
-                    if counted:
-                        sums[name][0].append(float(total))
-                        sums[name][1].append(float(weight))
+                    sums[name][0].append(float(total))
+                    sums[name][1].append(float(weight))
         self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
         return {"samples": samples, "sums": sums}
 
@@ -137,13 +145,43 @@ class Evaluator:
         training = model.training
         model.eval()
         try:
-            with torch.no_grad():
-                for size, batch in self._batches(DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)):
+            for size, batch in self._batches(DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)):
+
+                def predicted(batch: Any = batch) -> Any:
                     with self._precision.products(), self._precision.autocast():
-                        found = _predicted(function, model, batch)
-                    take(size, found)
+                        return _predicted(function, model, batch)
+
+                take(size, self._called("predict", model, predicted))
         finally:
             model.train(training)
+
+    def _called(self, name: str, model: nn.Module, call: Callable[[], T]) -> T:
+        """The result of a `call` of a metric: without gradients, or with them where it differentiates.
+
+        A first call that raises without gradients is tried again with them, from the same buffers and generators.
+        Ranks that compute one model together try again only where torch says that gradients are missing: all ranks
+        then raise alike. Gradients that the call accumulates in parameters are dropped.
+        """
+        device = self._mesh.device
+        known = self._differentiates.get(name)
+        if known is None:
+            try:
+                with _as_before(model, device, after_errors_only=True), torch.no_grad():
+                    found = call()
+            except UserCodeError as error:
+                if self._divided and not any(sign in error.conflict for sign in _NO_GRADIENT):
+                    raise
+                known = True
+            else:
+                self._differentiates[name] = False
+                return found
+        if not known:
+            with torch.no_grad():
+                return call()
+        with torch.enable_grad(), _gradients_kept(model):
+            found = tree_map_only(Tensor, Tensor.detach, call())
+        self._differentiates[name] = True
+        return found
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
@@ -221,7 +259,20 @@ def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """A context after which parameters have the gradients that they had: a metric may run a backward."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, device: torch.device, *, after_errors_only: bool = False) -> Iterator[None]:
     """Puts buffers and generators back as they were: a forward may write the ones and draw from the others."""
     kept = [
         (module._buffers, name, value, value._version, value.detach().clone())
@@ -229,15 +280,24 @@ def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, value in module._buffers.items()
         if value is not None
     ]
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    puts_back = True
     try:
-        with python_generators_kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
+        puts_back = not after_errors_only
     finally:
-        with torch.no_grad():
-            for home, name, value, version, clone in kept:
-                home[name] = value
-                if value._version != version and not value.is_meta:
-                    value.copy_(clone)
+        if puts_back:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device, device)
+            with torch.no_grad():
+                for home, name, value, version, clone in kept:
+                    home[name] = value
+                    if value._version != version and not value.is_meta:
+                        value.copy_(clone)
 
 
 def _fsum(values: Iterable[float]) -> float:

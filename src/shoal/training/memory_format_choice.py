@@ -120,7 +120,7 @@ class _FormatTrial:
     def operators(self) -> ImageOperators:
         """The operators of a forward with channels last."""
         found = ImageOperators()
-        with self._apart(), torch.no_grad(), found:
+        with self._apart(), torch.enable_grad(), found:  # the loss may differentiate
             self.pair(self.model, replace(self.precision, channels_last=True).inputs(copy_of(self.batch)))
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.numerics.isolation import YieldingHooks
 from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.accounting.memory import Footprint
 
@@ -62,7 +63,7 @@ class SavedTensors:
         self.peak = 0
         self._now = 0
         self._holders: dict[int, list[int]] = {}  # storage: [holders, bytes]
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks: YieldingHooks | None = None
 
     def exclude(self, tensors: Iterable[Any]) -> None:
         """Leaves saved tensors on these storages out of the count."""
@@ -72,7 +73,7 @@ class SavedTensors:
         """Begins to count."""
         self.peak = self._now
         if self._hooks is None:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks = YieldingHooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def stop(self) -> int:

@@ -246,12 +246,13 @@ class Reference:
         loader.seek(0, self._order.num_grains)
         (whole,) = loader.step(0).microbatches
         totals = []
-        with torch.no_grad():
+        with torch.enable_grad():  # the loss may differentiate
             for microbatch in (whole, *whole.split()):
                 policy = MicrobatchPolicy.of(self._job, 1)
                 with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
                     computer = LossComputer(self._job, self.model, self._precision, policy)
-                    totals.append(float(computer.loss(self._precision.inputs(microbatch.batch))[0]))
+                    total, _ = computer.loss(self._precision.inputs(microbatch.batch))
+                    totals.append(float(total.detach()))
         return totals[0], math.fsum(totals[1:])
 
     def set_state(self, state: StepTrace) -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.grouped_autocast import cast_grouped_products
+from shoal.numerics.isolation import YieldingHooks
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import twin
@@ -101,7 +102,7 @@ class OperatorTracer:
                 given = self._input(batch(samples))
                 of_batch = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
                 trace.constants = frozenset(of_batch | buffers | set(trace.parameters))
-                hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
+                hooks = YieldingHooks(recorder.pack, lambda saved: saved)
                 with torch.enable_grad(), hooks, recorder:
                     with self._autocast():
                         total = _total(self._loss(self.model, given))
