@@ -174,6 +174,10 @@ class Loader(ABC):
     def filler(self, step: int) -> Microbatch:
         """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
 
+    def fillers(self, step: int) -> Iterator[Microbatch]:
+        """All microbatches of `step`, in an order that is the same on all ranks."""
+        yield self.filler(step)
+
     @abstractmethod
     def first_grains(self, step: int) -> Microbatch | None:
         """The first two grains of `step`, or its one; of a stream those that this rank has, None for none."""
@@ -284,9 +288,12 @@ class MapLoader(Loader):
         return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))
 
     def filler(self, step: int) -> Microbatch:
-        requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
-        first = next(found[0] for found in requests if found)
-        return self._read(step, first.grains, first.ids)
+        return next(self.fillers(step))
+
+    def fillers(self, step: int) -> Iterator[Microbatch]:
+        for rank in range(self._place.num_ranks):
+            for request in self.requests(step, rank):
+                yield self._read(step, request.grains, request.ids)
 
     def first_grains(self, step: int) -> Microbatch | None:
         grains = self._order.grains(step)[:2]

@@ -11,18 +11,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
 from shoal.numerics.grain_randomness import seed_everything
-from shoal.runs.user_frames import place_of, traceback_of
+from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+# What the functions of torch, numpy and Python that put samples together raise of no samples.
+_OF_NONE = (IndexError, ValueError, RuntimeError)
 _REFERENCES = 3  # samples with which the others are compared, where not all can be collated
 SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
+
+
+class NoSamples:
+    """Batch of samples that a collate function has all left out: neither model nor loss is called for it."""
 
 
 class MapSource(ABC):
@@ -144,15 +151,19 @@ class SampleSource(MapSource):
 def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequence[int] | None = None) -> Any:
     """The samples as a batch; a mapping of another library (a tokenizer's BatchEncoding) as a dict of its values.
 
-    Raises: DataError where the collate function does, naming the few samples that do not fit the others, by their `ids`
+    NoSamples where the collate function leaves all of them out. Raises: DataError where the collate function does, naming the few samples that do not fit the others, by their `ids`
     where they have some.
     """
     try:
         batch = collate(samples)
-        return dict(batch) if isinstance(batch, UserDict) else batch  # torch moves and divides dicts alone
+        if isinstance(batch, UserDict):
+            return dict(batch)  # torch moves and divides dicts alone
+        return NoSamples() if collate is not default_collate and _is_empty(batch) else batch
     except ShoalError:
         raise
     except Exception as error:
+        if _leaves_out_all(collate, samples, error):
+            return NoSamples()
         given = f"a batch of {len(samples)} samples of {name}"
         if "shared memory" in text_of(error):  # torch's, of a worker process that hands the batch over
             raise raised(given, "collating them", error, SHARED_MEMORY) from error
@@ -163,6 +174,26 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
             given = f"sample{'s' * (len(odd) > 1)} {which} {'of' if ids is not None else 'in a batch of'} {name}"
             remedy = f"mend what does not fit the other samples, or {remedy}"
         raise raised(given, "collating them", error, remedy) from error
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether a batch has tensors with rows, and not one row in any of them."""
+    lengths = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    return bool(lengths) and not any(lengths)
+
+
+def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> bool:
+    """Whether a collate function has left all samples out: it raises of them what it raises of no samples.
+
+    An error that the function's own code raises says so only where a sample is None.
+    """
+    if not isinstance(error, _OF_NONE) or not (any(s is None for s in samples) or raised_by_library(error)):
+        return False
+    try:
+        collate([])
+    except Exception as other:
+        return type(other) is type(error) and str(other) == str(error) and place_of(other) == place_of(error)
+    return False
 
 
 def _misfits(collate: Collate, samples: list[Any]) -> list[int]:

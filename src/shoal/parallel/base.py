@@ -347,7 +347,8 @@ class AccumulatingStrategy(Strategy):
         self.add(sums)
         if last:
             self.arm()
-        run_backward(total, self._root)
+        if total.requires_grad:  # else the microbatch has no weight
+            run_backward(total, self._root)
 
     def add(self, sums: Tensor) -> None:
         """Adds a microbatch's sums, after its forward."""

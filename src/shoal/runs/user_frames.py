@@ -20,6 +20,11 @@ def place_of(error: BaseException) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
+def raised_by_library(error: BaseException) -> bool:
+    """Whether the innermost line on the way to the exception is one of a library, not of the user's own code."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
+
+
 def traceback_of(error: BaseException) -> str:
     """The whole traceback, for the run directory."""
     return "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
+from shoal.data.source import NoSamples
 from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.errors import JobError, LossError, ShoalError, text_of
 from shoal.job import Job
@@ -139,6 +140,8 @@ class LossPair:
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        if isinstance(batch, NoSamples):
+            return torch.zeros((), device=self.precision.device), 0.0
         try:
             if self.precision.compute == self.precision.parameters:
                 pair = self.function(model, batch)
@@ -282,13 +285,14 @@ class LossComputer:
             raise RedoError(replace(self.computation, buffers=names), "further buffers change")
 
 
-def check_gradient(total: Tensor) -> None:
-    """Raises: LossError for a total that nothing can be learnt from."""
-    if not total.requires_grad:
+def check_gradient(total: Tensor, weight: Tensor | float = 1.0) -> None:
+    """Raise LossError for a total without a gradient, unless its weight is 0: such a part of a batch adds nothing."""
+    if not total.requires_grad and float(weight):
         raise LossError(
-            given="a loss whose total depends on no trainable parameter",
+            given=f"a loss of weight {float(weight):g} whose total depends on no trainable parameter",
             conflict="it has no gradient",
-            remedy="compute it from the model that the loss is given, outside torch.no_grad()",
+            remedy="compute it from the model that the loss is given, outside torch.no_grad(); or return the weight 0 "
+            "for a part of a batch that adds nothing",
         )
 
 

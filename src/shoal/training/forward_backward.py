@@ -195,7 +195,7 @@ class ForwardBackward:
     ) -> tuple[Tensor, Tensor]:
         """The loss to begin the backward with, and what the microbatch adds to the step's sums. Raises: LossError."""
         parts = self.parts
-        check_gradient(total)
+        check_gradient(total, weight)
         counts_loss = parts.mesh.counts_loss
         sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
         if parts.observer_looks:

@@ -64,7 +64,7 @@ class StageStep:
         if number >= self._own:
             buffers.restore()
             self._strategy.add(buffer_sums(buffers.weighted(0)))
-            return None if result is None else result[0] * 0.0
+            return None if result is None or not result[0].requires_grad else result[0] * 0.0
         written = self._passes.weighted_buffers(microbatch)
         buffers.restore()
         if self._done[number]:  # a later stage on this rank: the others' buffers were counted with the first
@@ -77,4 +77,4 @@ class StageStep:
         total, weight = result
         loss, sums = self._passes.loss(microbatch, total, weight, written)
         self._strategy.add(sums)
-        return loss
+        return loss if loss.requires_grad else None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Loader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
@@ -16,6 +18,7 @@ from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import NotFusibleError
+from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, NUM_SUMS, Flags, QueuedSums, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
@@ -94,6 +97,9 @@ class StepRunner:
         divided = parts.sharded_model.divided
         self._look = Look(parts.computer, (lambda told: any(parts.mesh.gather_json(told))) if divided else bool)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
+        self._output: Any = None  # of the model's last call in a microbatch, where ranks meet in each of them
+        if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
+            parts.sharded_model.model.register_forward_hook(self._note_output)
         self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
 
     def draws_may_follow(self) -> None:
@@ -328,6 +334,9 @@ class StepRunner:
         with passes.scope(microbatch):
             total, weight = parts.computer.loss(batch)
             scaled, sums = passes.loss(microbatch, total, weight, passes.weighted_buffers(microbatch))
+            if parts.strategy.syncs_every_microbatch and not scaled.requires_grad:
+                scaled = self._nothing(microbatch.step)
+            self._output = None
             parts.clock.mark("backward")
             try:
                 parts.strategy.backward(microbatch, scaled, sums, last)
@@ -344,9 +353,29 @@ class StepRunner:
         parts = self._parts
         with parts.computer.scope(microbatch):
             total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
+            total = total * 0.0 if total.requires_grad else self._nothing(microbatch.step)
+            self._output = None
             sums = torch.zeros(NUM_SUMS + parts.buffers.num_values, dtype=torch.float64, device=parts.mesh.device)
-            parts.strategy.backward(microbatch, total * 0.0, sums, last)
+            parts.strategy.backward(microbatch, total, sums, last)
         parts.buffers.restore()
+
+    def _nothing(self, step: int) -> Tensor:
+        """A zero whose backward goes through the model, for a loss without a gradient: other ranks meet there.
+
+        Where the loss has not called the model, that of another microbatch does, the same on each rank with such a loss.
+        """
+        parts = self._parts
+        for filler in self._loader.fillers(step) if self._output is None else ():
+            with generators_kept(), without_modes(), parts.computer.scope(filler):
+                parts.computer.loss(parts.precision.inputs(filler.batch))
+            if self._output is not None:
+                break
+        leaves = [leaf for leaf in tree_leaves(self._output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        nothing = torch.zeros((), device=parts.mesh.device)
+        return torch.stack([(leaf * 0.0).sum() for leaf in leaves]).sum() if leaves else nothing
+
+    def _note_output(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._output = output
 
 
 def _smaller(job: Job) -> str:

@@ -178,7 +178,8 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
-            run_backward(total * trace.factor)
+            if total.requires_grad:  # else the microbatch has no weight
+                run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
         return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))

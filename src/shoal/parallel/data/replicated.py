@@ -192,7 +192,8 @@ class ExactDataParallel(Strategy):
             parameter.grad = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        run_backward(total)
+        if total.requires_grad:  # else the grain has no weight
+            run_backward(total)
         grain = microbatch.grains[0].index
         with torch._C.DisableTorchFunction():  # of the grain's scope: nothing here is the model's
             self._tree.add(grain, self._taken())
