@@ -23,9 +23,10 @@ from shoal.data.order import Order
 from shoal.data.quarantine import Fetched, Quarantine, with_replaced
 from shoal.data.sample_digest import Ids, grain_words, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
+from shoal.numerics.isolation import generators_kept
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
@@ -178,6 +179,9 @@ class Loader(ABC):
         """All microbatches of `step`, in an order that is the same on all ranks."""
         yield self.filler(step)
 
+    def check_repeats(self, step: int) -> None:  # noqa: B027 - a stream is read once
+        """Read the first two grains of `step` twice. Raises: DataError for a sample that is not the same again."""
+
     @abstractmethod
     def first_grains(self, step: int) -> Microbatch | None:
         """The first two grains of `step`, or its one; of a stream those that this rank has, None for none."""
@@ -294,6 +298,13 @@ class MapLoader(Loader):
         for rank in range(self._place.num_ranks):
             for request in self.requests(step, rank):
                 yield self._read(step, request.grains, request.ids)
+
+    def check_repeats(self, step: int) -> None:
+        source, grains = self._fetcher.source, self._order.grains(step)[:2]
+        if isinstance(source, SampleSource):
+            keys = [random_key(self._fetcher.seed, "data", step, grain.index) for grain in grains]
+            with generators_kept():
+                source.check_repeats(self._order.ids(step, grains), keys)
 
     def first_grains(self, step: int) -> Microbatch | None:
         grains = self._order.grains(step)[:2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,13 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
+from shoal.numerics.flat import raw_bytes
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # What the functions of torch, numpy and Python that put samples together raise of no samples.
 _OF_NONE = (IndexError, ValueError, RuntimeError)
 _REFERENCES = 3  # samples with which the others are compared, where not all can be collated
@@ -132,6 +135,40 @@ class SampleSource(MapSource):
         read = [reader.replaced.get(i, i) for ids in grains for i in ids.tolist()]
         return Fetched(collate_samples(self._collate, samples, self.name, read), reader.replaced, reader.bad)
 
+    def check_repeats(self, grains: Sequence[Ids], keys: Sequence[int]) -> None:
+        """Read neighbouring grains twice, the second time in the other order, and compare samples and batches.
+
+        Raises: DataError for the first sample that differs. What cannot be read is no concern here.
+        """
+
+        def once(grain: int) -> tuple[list[Any], Any]:
+            ids = grains[grain].tolist()
+            seed_everything(keys[grain])
+            samples = self.read(ids)
+            return samples, collate_samples(self._collate, samples, self.name, ids)
+
+        order = range(len(grains))
+        try:
+            first = [once(grain) for grain in order]
+            again = [once(grain) for grain in reversed(order)][::-1]
+        except DataError:
+            return
+        for ids, (samples, batch), (others, other) in zip(grains, first, again, strict=True):
+            which = [i for i, a, b in zip(ids.tolist(), samples, others, strict=True) if not _same(a, b)]
+            if which or not _same(batch, other):
+                raise self._not_repeated(f"sample {which[0]}" if which else "the batch that collate makes of samples")
+
+    def _not_repeated(self, what: str) -> DataError:
+        own = [name for name, value in getattr(self.data, "__dict__", {}).items() if isinstance(value, _GENERATORS)]
+        source = f"its attribute {own[0]!r}, a generator of its own" if own else "a generator of its own, or the clock"
+        return DataError(
+            given=f"{what} of {self.name}, read twice and not the same",
+            conflict=f"{type(self.data).__name__} draws from what shoal cannot seed ({source}); in exact mode each "
+            "sample has to be the same, whichever process reads it and whatever that has read before",
+            remedy="draw from torch's, numpy's or Python's global generators, which shoal seeds for each grain, or "
+            "make the generator from the sample's index in __getitem__",
+        )
+
     def read(self, ids: list[int]) -> list[Any]:
         """Samples, in order. Raises: DataError naming the one that could not be read."""
         if self._get_many is not None:
@@ -151,8 +188,8 @@ class SampleSource(MapSource):
 def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequence[int] | None = None) -> Any:
     """The samples as a batch; a mapping of another library (a tokenizer's BatchEncoding) as a dict of its values.
 
-    NoSamples where the collate function leaves all of them out. Raises: DataError where the collate function does, naming the few samples that do not fit the others, by their `ids`
-    where they have some.
+    NoSamples where the collate function leaves all of them out. Raises: DataError where the function raises, naming the
+    few samples that do not fit the others, by their `ids` where they have some.
     """
     try:
         batch = collate(samples)
@@ -174,6 +211,24 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
             given = f"sample{'s' * (len(odd) > 1)} {which} {'of' if ids is not None else 'in a batch of'} {name}"
             remedy = f"mend what does not fit the other samples, or {remedy}"
         raise raised(given, "collating them", error, remedy) from error
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two samples or batches have the same leaves; those of other kinds than tensors, arrays, numbers do."""
+    leaves, others = tree_leaves(one), tree_leaves(other)
+    return len(leaves) == len(others) and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.layout != torch.strided or other.layout != torch.strided:
+            return True
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw_bytes(one), raw_bytes(other))
+    if isinstance(one, np.ndarray | np.generic) and isinstance(other, np.ndarray | np.generic):
+        return one.dtype.hasobject or one.tobytes() == other.tobytes()
+    if isinstance(one, int | float | str | bytes) and type(one) is type(other):
+        return one == other or one != one
+    return True
 
 
 def _is_empty(batch: Any) -> bool:

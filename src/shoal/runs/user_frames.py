@@ -25,6 +25,12 @@ def raised_by_library(error: BaseException) -> bool:
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
 
 
+def raised_in_derivative(error: BaseException) -> bool:
+    """Whether an exception comes out of a derivative that the user's code asks torch for."""
+    files = ("torch/autograd/__init__.py", "torch/_functorch/eager_transforms.py")
+    return any(f.filename.endswith(files) for f in traceback.extract_tb(error.__traceback__))
+
+
 def traceback_of(error: BaseException) -> str:
     """The whole traceback, for the run directory."""
     return "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()

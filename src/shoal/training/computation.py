@@ -161,12 +161,22 @@ class LossPair:
                     "outside of it",
                     remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
                 ) from error
+            if "support saved tensor hooks" in str(error):
+                raise JobError(
+                    given=f"a {self.what} that transforms the model by torch.func, with recomputed blocks",
+                    conflict="torch.func runs no activation checkpoint",
+                    remedy='write memory.recompute = "none", or leave out the checkpoints of the model itself',
+                ) from error
             raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
         return check_pair(self.what, pair)
 
 
 # What torch says where a parameter that is cut over ranks is used and has not been gathered.
-_PAST_THE_MODEL = ("got mixed torch.Tensor and DTensor", "requires running forward through the root module first")
+_PAST_THE_MODEL = (
+    "got mixed torch.Tensor and DTensor",
+    "requires running forward through the root module first",
+    "'FSDPParam' object has no attribute",
+)
 
 
 # (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.

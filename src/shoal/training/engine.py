@@ -239,9 +239,8 @@ def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Itera
 def _replica_check(
     mesh: Mesh, sharded_model: ShardedModel, updater: Updater, plan: Plan, options: Options
 ) -> ReplicaCheck:
-    every = None if plan.shares_memory else options.check_replicas
-    repeats = plan.execution.exact or mesh.device.type == "cpu"
-    return ReplicaCheck(mesh, sharded_model, updater, every, repeats=repeats)
+    repeats, one_copy = plan.execution.exact or mesh.device.type == "cpu", plan.shares_memory
+    return ReplicaCheck(mesh, sharded_model, updater, options.check_replicas, repeats=repeats, one_copy=one_copy)
 
 
 def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:

@@ -21,6 +21,7 @@ from shoal.data.source import MapSource, Opened, collate_samples, raised
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
+from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
@@ -73,6 +74,7 @@ class Evaluator:
         self._metrics = dict(metrics)
         # By name of a metric whether it differentiates, as its first call has shown.
         self._differentiates: dict[str, bool] = {}
+        self.without_value: dict[str, str] = {}  # the last evaluation's metrics that have none, and why
         self._most = most_samples
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
@@ -83,6 +85,7 @@ class Evaluator:
         """
         if self._source is None:
             return {}, 0
+        self.without_value = {}
         gathered = self._mesh.gather_json(self._computed(model))
         self._heartbeat.enter("away")
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
@@ -92,6 +95,8 @@ class Evaluator:
             total = _fsum(t for part in gathered for t in part["sums"][name][0])
             weight = _fsum(w for part in gathered for w in part["sums"][name][1])
             metrics[name] = total / weight if weight else math.nan
+            if not math.isfinite(metrics[name]):
+                self.without_value[name] = "its weights sum to 0" if weight == 0 else "its sum is not finite"
         return metrics, count
 
     def rehearse(self, model: nn.Module) -> None:
@@ -100,7 +105,9 @@ class Evaluator:
         A stream is not begun. Collective: all ranks. Raises: as `evaluate`.
         """
         if isinstance(self._source, MapSource):
-            with _as_before(model, self._mesh.device):
+            several = self._mesh.world_size > 1
+            refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
+            with _as_before(model, self._mesh.device), refused:
                 self._computed(model, most_chunks=1)
 
     def _computed(self, model: nn.Module, most_chunks: int | None = None) -> dict[str, Any]:
@@ -242,6 +249,12 @@ class EvaluationSets:
             metrics |= {named_metric(name, metric): value for metric, value in found.items()}
             count += own
         return metrics, count
+
+    @property
+    def without_value(self) -> dict[str, str]:
+        """As an `Evaluator`'s, of all sets."""
+        sets = self._by_name.items()
+        return {named_metric(name, metric): why for name, one in sets for metric, why in one.without_value.items()}
 
     def rehearse(self, model: nn.Module) -> None:
         """As an `Evaluator`, of each set."""

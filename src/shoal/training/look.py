@@ -20,17 +20,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shoal.data.loader import Microbatch
-from shoal.errors import JobError, ShoalError
+from shoal.distributed.failures import is_lost_peer
+from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
+from shoal.parallel.backward import run_backward
 from shoal.training.computation import LossComputer, ProbeResult
 from shoal.training.coupling import compare
 
 # Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
 # the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
 FUSION_TOLERANCE_UNITS = 64
+# What torch says of a second derivative that parameters without storage, or compiled code, have none of.
+_NO_SECOND_DERIVATIVE = ("setStorage", "storage of size 0", "double backward", "second time", "freed")
 # State that a job begins to keep after its first step is looked for before these steps, counted from 1.
 LATER_STEPS = (2, 10, 100)
 # Further forwards after which state may matter, and those in which a container may grow until it does.
@@ -167,11 +172,22 @@ class Look:
     def _computed(self, microbatch: Microbatch, kept: NoTrace, precision: Precision) -> tuple[Sums, int, bool]:
         """(total, weight), how often the model drew by grain, and whether it drew otherwise."""
         computer = self._computer.in_precision(precision)
+        refuses = computer.model.register_forward_pre_hook(_refuse_transforms) if computer.cut else None
+        try:
+            return self._run(computer, microbatch, kept, precision)
+        finally:
+            if refuses is not None:
+                refuses.remove()
 
-        def run() -> tuple[Sums, int, bool]:
+    def _run(
+        self, computer: LossComputer, microbatch: Microbatch, kept: NoTrace, precision: Precision
+    ) -> tuple[Sums, int, bool]:
+        def run(*, with_backward: bool = False) -> tuple[Sums, int, bool]:
             with computer.grain_scope(microbatch) as scope, torch.set_grad_enabled(self._differentiates):
                 batch = precision.inputs(copy_of(microbatch.batch))
                 total, weight = computer.evaluate(computer.pair, batch) if computer.evaluate else computer.loss(batch)
+                if with_backward and total.requires_grad:
+                    run_backward(total)
             return (float(total), float(weight)), scope.calls, scope.leaked()
 
         try:
@@ -180,8 +196,23 @@ class Look:
             if self._differentiates or computer.evaluate:
                 raise
             kept.restore()
-            self._differentiates = True  # a loss with derivatives within
-            return run()
+        self._differentiates = True  # a loss with derivatives within
+        try:
+            return run(with_backward=computer.cut or computer.compiles)
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, UserCodeError) else error
+            if cause is None or isinstance(cause, ShoalError) or is_lost_peer(cause) or is_out_of_memory(cause):
+                raise
+            if not any(sign in str(cause) for sign in _NO_SECOND_DERIVATIVE):
+                raise
+            raise JobError(
+                given="a loss that differentiates the model, with "
+                + ("parameters that are cut over the shard axis" if computer.cut else "compiled blocks"),
+                conflict="a rank has each unit's parameters whole only in its forward and in one backward"
+                if computer.cut
+                else "torch.compile gives no derivative of a derivative",
+                remedy='write shard.level = "optimizer"' if computer.cut else 'write execution.compile = "none"',
+            ) from error
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -385,6 +416,16 @@ def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> J
         "before, and so on the number of devices",
         remedy=f"{remedy} or write allow_state=({', '.join(map(repr, names[:4]))},) if it does not matter",
     )
+
+
+def _refuse_transforms(model: nn.Module, args: Any) -> None:
+    """Raises: JobError where the model is called within a transform of torch.func."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise JobError(
+            given="a loss that transforms the model by torch.func, with parameters that are cut over the shard axis",
+            conflict="a rank gathers and frees each unit's parameters in hooks, which torch.func cannot transform",
+            remedy='write shard.level = "optimizer"',
+        )
 
 
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:

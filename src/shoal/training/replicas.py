@@ -20,37 +20,56 @@ _BITS = 22  # of a number that travels exactly in whatever a gather sends
 _PARTS = 3
 # Replicas that differ at the same step again were not hit by chance.
 _MOST_IN_A_ROW = 2
+# Replicas are always compared after so many first steps of a process, and at the end.
+_FIRST_STEPS = 2
+_MOST_NAMED = 3
 
 
 class ReplicaCheck:
-    """Check, every so many steps and before each checkpoint, that ranks with the same part of a model have the same."""
+    """Check that ranks with the same part of a model have the same values.
+
+    It comes after the first two steps and the last one; with `every`, also every so many steps and before each
+    checkpoint, and the run then goes back to a checkpoint from before.
+    """
 
     def __init__(
-        self, mesh: Mesh, model: ShardedModel, updater: Updater, every: int | None, *, repeats: bool = True
+        self,
+        mesh: Mesh,
+        model: ShardedModel,
+        updater: Updater,
+        every: int | None,
+        *,
+        repeats: bool = True,
+        one_copy: bool = False,
     ) -> None:
-        """`every`: steps; None for never. `repeats`: whether steps that are trained again give what they gave."""
+        """`repeats`: whether steps that are trained again give what they gave. `one_copy`: nothing can differ."""
         self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
-        self.every = every if mesh.layout.data > 1 else None
-        self._checked = -1
+        self.compares = mesh.layout.data > 1 and not one_copy
+        self.every = every if self.compares else None
+        self._checked, self._num_checks = -1, 0
         self._before: int | None = None  # the step at which they differed last
         self._in_a_row = 0
         self._differed: int | None = None  # a step, until it is trained again
         self._kept: dict[int, Tensor] = {}  # of this rank's tensors then those that differed, by place
         self.flipped: list[int] = []  # ranks, as the last check has shown
 
-    def is_due(self, step: int, saves: bool) -> bool:
-        """Whether the state after `step` steps is to be checked now; before it is saved it always is."""
-        again = self._differed == step
-        return self.every is not None and step != self._checked and (saves or again or step % self.every == 0)
+    def is_due(self, step: int, *, saves: bool = False, last: bool = False) -> bool:
+        """Whether the state after `step` steps is to be checked now."""
+        if not self.compares or step == self._checked:
+            return False
+        if step <= _FIRST_STEPS or self._num_checks < _FIRST_STEPS or last:
+            return True
+        return self.every is not None and (saves or self._differed == step or step % self.every == 0)
 
     def differing(self, step: int) -> str | None:
         """A sentence about the ranks that differ, or None. Collective: all ranks, one all-gather.
 
         Where they agree at a step at which they differed before, `flipped` has the ranks whose state was another one.
 
-        Raises: IntegrityError, on every rank, where they differ at one step again and again.
+        Raises: IntegrityError, on every rank, where they differ again and again, or the run cannot go back.
         """
         sums = self._gathered()
+        self._num_checks += 1
         wrong = self._wrong(sums)
         self._checked = step if not wrong else -1
         self.flipped = []
@@ -58,18 +77,53 @@ class ReplicaCheck:
             if self._differed == step:
                 self.flipped = self._farthest() if self._repeats else []
                 self._differed, self._kept = None, {}
+            if self._before is not None and step >= self._before:
+                self._before, self._in_a_row = None, 0
             return None
-        self._differed, self._kept = step, self._differing_tensors()
-        self._in_a_row = self._in_a_row + 1 if self._before == step else 1
-        self._before = step
         said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
-        if self._in_a_row > _MOST_IN_A_ROW:
-            raise IntegrityError(
-                given=f"step {step}: {said}, {self._in_a_row} times in a row",
-                conflict="replicas compute the same from the same: no bit flips twice at one place by chance",
+        self._in_a_row += 1
+        self._before = max(step, self._before or 0)
+        if self.every is None or self._in_a_row > _MOST_IN_A_ROW:
+            raise self._error(step, said)
+        self._differed, self._kept = step, self._differing_tensors()
+        return said
+
+    def _error(self, step: int, said: str) -> IntegrityError:
+        """The error that ends the run. Collective: all ranks, a JSON gather."""
+        own = {name: bits_checksum([tensor]) for name, tensor in self._named().items()}
+        gradients = [bits_checksum([local(p.grad)]) for _, p in self._model.parameters() if p.grad is not None]
+        told = self._mesh.gather_json({"tensors": own, "gradients": gradients})
+        group = [rank for rank, place in enumerate(self._places()) if place == self._places()[self._mesh.rank]]
+        first = told[group[0]]
+        differ = sorted({n for rank in group for n, s in told[rank]["tensors"].items() if first["tensors"].get(n) != s})
+        named = ", ".join(differ[:_MOST_NAMED]) + (
+            f" and {len(differ) - _MOST_NAMED} more" * (len(differ) > _MOST_NAMED)
+        )
+        times = f", {self._in_a_row} times in a row" if self._in_a_row > 1 else ""
+        given = f"step {step}: {said}{times}" + (f": {named}" if differ else "")
+        if step > _FIRST_STEPS and self._in_a_row == 1:
+            return IntegrityError(
+                given=given,
+                conflict="replicas compute the same from the same: a bit has flipped in one rank's memory, or the job "
+                "does something on one rank alone",
+                remedy="resume with --check-replicas 100, say, from a checkpoint from before: the run then finds the "
+                "step at which they differ, and goes back to the last state in which they agree",
+            )
+        if any(told[rank]["gradients"] != first["gradients"] for rank in group):
+            return IntegrityError(
+                given=given,
+                conflict="the summed gradients differ as well: a hook on a gradient, or code of the job between the "
+                "backward and the update, does not do on each rank the same",
                 remedy="look for what a job does on one rank alone, as random numbers or files of its own",
             )
-        return said
+        return IntegrityError(
+            given=given,
+            conflict="the gradients are the same on all ranks: the update of the optimizer (or a hook of it), or the "
+            "forward where it writes parameters, reads something that differs by rank, such as a statistic of the "
+            "rank's own samples",
+            remedy="let the update depend on gradients, parameters and the optimizer's state alone; keep a statistic "
+            "of the samples in a buffer (register_buffer), which is the same on all ranks after each step",
+        )
 
     def _differing_tensors(self) -> dict[int, Tensor]:
         """Copies of this rank's tensors that another with the same part has otherwise. Collective: a JSON gather."""
@@ -107,8 +161,12 @@ class ReplicaCheck:
         return [sum(part << (_BITS * place) for place, part in enumerate(row)) for row in rows]
 
     def _tensors(self) -> list[Tensor]:
+        return list(self._named().values())
+
+    def _named(self) -> dict[str, Tensor]:
+        """This rank's parameters and optimizer state by name, in the same order on all ranks."""
         state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
-        return [local(p) for _, p in self._model.parameters()] + [state[path] for path in sorted(state)]
+        return {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
 
     def _wrong(self, sums: list[int]) -> str:
         """The ranks that differ from most of those with the same part; all of them where none are most."""

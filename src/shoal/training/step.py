@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.data.loader import Loader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
+from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
 from shoal.numerics.draw_watch import DrawWatch
@@ -176,8 +178,13 @@ class StepRunner:
     def _propose(self, first: Microbatch | None) -> ProbeResult:
         if first is None:
             return ProbeResult(self._parts.computer.computation)
+        several = self._parts.mesh.world_size > 1
+        refused = own_collectives_refused("the model or loss") if several else contextlib.nullcontext()
         try:
-            return self._look.policy(first, self._loader.first_grains(first.step) or first, self._parts.buffers)
+            if self._parts.computer.exact:
+                self._loader.check_repeats(first.step)
+            with refused:
+                return self._look.policy(first, self._loader.first_grains(first.step) or first, self._parts.buffers)
         except Exception as error:
             if not is_out_of_memory(error) or self._parts.sharded_model.divided:
                 raise
@@ -331,6 +338,7 @@ class StepRunner:
     def _microbatch(self, passes: ForwardBackward, loaded: LoadedMicrobatch, last: bool) -> None:
         parts, microbatch = self._parts, loaded.microbatch
         batch = passes.enter(loaded)
+        self._output = None  # of a look, say
         with passes.scope(microbatch):
             total, weight = parts.computer.loss(batch)
             scaled, sums = passes.loss(microbatch, total, weight, passes.weighted_buffers(microbatch))
@@ -350,7 +358,7 @@ class StepRunner:
 
     def _fill(self, microbatch: Microbatch, last: bool) -> None:
         """Computes a microbatch of weight zero, in step with ranks that have more of them."""
-        parts = self._parts
+        parts, self._output = self._parts, None
         with parts.computer.scope(microbatch):
             total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
             total = total * 0.0 if total.requires_grad else self._nothing(microbatch.step)
@@ -362,7 +370,7 @@ class StepRunner:
     def _nothing(self, step: int) -> Tensor:
         """A zero whose backward goes through the model, for a loss without a gradient: other ranks meet there.
 
-        Where the loss has not called the model, that of another microbatch does, the same on each rank with such a loss.
+        Where the loss has not called the model, that of another microbatch does: the same one on all such ranks.
         """
         parts = self._parts
         for filler in self._loader.fillers(step) if self._output is None else ():

@@ -168,6 +168,8 @@ class StepRecords:
         with self.timed("evaluation"):
             metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
+        for name, why in self._parts.evaluator.without_value.items():
+            self._around.note(f"evaluation after step {state.step}: {name} has no value: {why}")
         watched = self._parts.job.watched
         is_best = watched is not None and state.improves(watched, metrics)
         if count:

@@ -38,7 +38,7 @@ class Trainer:
         self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
-        self._first_scale, self._compares = state.loss_scale, parts.replicas.every is not None
+        self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
         self._computation: MicrobatchPolicy | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
@@ -229,10 +229,10 @@ class Trainer:
         self._around.note(f"step {step} will be left out")
         return None
 
-    def _replicas_agree(self, saves: bool = False) -> bool:
+    def _replicas_agree(self, saves: bool = False, *, last: bool = False) -> bool:
         """Whether replicas are the same, as far as that is looked at now; else the newest checkpoint is taken up."""
         replicas, step = self._parts.replicas, self.state.step
-        if not step or not replicas.is_due(step, saves):
+        if not step or not replicas.is_due(step, saves=saves, last=last):
             return True
         said = replicas.differing(step)
         if said is None:
@@ -314,7 +314,8 @@ class Trainer:
         evaluates = self._records.is_evaluation_due(state)
         if evaluates or self._has_callbacks:
             self._runner.draws_may_follow()
-        if self._compares and not self._replicas_agree(saves=evaluates or state.step == self._num_steps):
+        last = state.step == self._num_steps
+        if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):
             return False
         if evaluates:
             self._records.evaluate(state)

@@ -29,6 +29,7 @@ from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
 from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
 from shoal.parallel.pipeline.stage_shapes import StageShapes
 from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
+from shoal.runs.user_frames import raised_in_derivative
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
@@ -335,6 +336,12 @@ class Stages:
             if isinstance(error, ShoalError) and not isinstance(error, UserCodeError):
                 raise
             raised = error.__cause__ or error if isinstance(error, UserCodeError) else error
+            if raised_in_derivative(raised):
+                raise JobError(
+                    given="a pipeline of a job that differentiates the model within its loss, a metric or its forward",
+                    conflict="each stage has a part of the graph, and a derivative within the loss needs the whole",
+                    remedy="write layout.pipeline = 1",
+                ) from error
             raise JobError(
                 given="a pipeline of this model",
                 conflict=f"run without data, to see what is computed when, it raised {type(raised).__name__}: "

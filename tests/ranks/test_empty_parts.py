@@ -1,0 +1,64 @@
+"""Parts of a batch that add nothing, on one rank and not on the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.launching import JOBS, Run, run, run_all
+from tests.ranks.test_relayout import plan
+from tests.usual import parametrize
+
+import shoal
+
+pytestmark = pytest.mark.ranks
+
+FILE = JOBS / "empty_parts.py"
+JOB = f"{FILE}:job"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"layout": {"data": 2}},
+    "ZeRO-1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
+    "ZeRO-3": {"layout": {"shard": 2}, "shard": {"level": "parameters"}},
+    "grain by grain": {"layout": {"shard": 2}, "shard": {"level": "parameters"}, "batch": {"grains_per_microbatch": 1}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _jobs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(JOBS))
+
+
+@parametrize("holes", [False, True])
+@parametrize("layout", list(LAYOUTS), usual=["data", "grain by grain"])
+def test_ranks_without_a_gradient_stay_in_step(tmp_path: Path, layout: str, holes: bool) -> None:
+    """The weights are those of a loop over whole batches, of which no part is empty."""
+    import empty_parts
+
+    arguments = plan(tmp_path / "plan.toml", LAYOUTS[layout])
+    ended = run(Run(JOB, tmp_path / "run", None, arguments=arguments, settings={"holes": holes})).expect(0)
+    weights = shoal.load(ended.out)
+    for name, value in empty_parts.plain(holes).items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+@parametrize("holes", [False, True], usual=["True"])
+def test_exact_mode_gives_one_hash(tmp_path: Path, holes: bool) -> None:
+    runs = [Run(JOB, tmp_path / str(n), n, exact=True, settings={"holes": holes}) for n in (1, 2)]
+    one, two = (ended.expect(0).result["weights_sha256"] for ended in run_all(runs))
+    assert one == two
+
+
+def test_a_weight_without_a_gradient_is_an_error(tmp_path: Path) -> None:
+    message = run(Run(JOB, tmp_path / "run", 1, exact=True, settings={"loss": "constant"})).fails(2).message
+    assert message.given == "a loss of weight 2 whose total depends on no trainable parameter"
+    assert "return the weight 0" in message.remedy
+
+
+def test_a_collective_of_the_job_is_named_before_the_first_step(tmp_path: Path) -> None:
+    ended = run(Run(JOB, tmp_path / "run", 2, settings={"loss": "summing"})).fails(2)
+    assert ended.message.given.startswith(f"torch.distributed.all_reduce within the model or loss, at {FILE}:")
+    assert not (tmp_path / "run" / "records.jsonl").exists() or not ended.records
+    assert json.dumps(ended.message.remedy)
