@@ -103,6 +103,16 @@ def test_a_flipped_bit_is_found_and_taken_back(devices: int, victim: int, tmp_pa
     assert (named["step"], named["rank"]) == (8, victim), "known once the steps have been trained again"
 
 
+@parametrize("arguments", [(), ("--check-replicas", "4")], ids=["default", "asked"], usual=["default"])
+def test_an_update_that_differs_by_rank_ends_the_run_after_the_first_step(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Also where the run could go back: it goes back three times at most."""
+    ended = run(Run(f"{JOB}:drifting", tmp_path / "run", 2, arguments=arguments)).fails(74)
+    assert ended.message.given.startswith("step 1: the parameters or the optimizer's state of one of ranks 0, 1")
+    assert "the gradients are the same on all ranks: the update of the optimizer" in ended.message.conflict
+
+
 @pytest.mark.slow
 def test_a_straggler_is_named_and_nobody_else(tmp_path: Path) -> None:
     wanted = [Run(f"{JOB}:slow", tmp_path / name, 2, environment={"TEST_SLOW": name}) for name in ("1", "none")]

@@ -74,7 +74,7 @@ def critic(model: nn.Module, batch: Any) -> Pair:
 
 def adapted(model: nn.Module, batch: Any) -> Pair:
     """One inner step of MAML for each sample."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def of_sample(inputs: Tensor, target: Tensor) -> Tensor:
         def inner(own: dict[str, Tensor], scale: float = 1.0) -> Tensor:
@@ -87,7 +87,8 @@ def adapted(model: nn.Module, batch: Any) -> Pair:
 
 
 def directional(model: nn.Module, batch: Any) -> Pair:
-    outputs, slope = jvp(model, (batch[0],), (torch.ones_like(batch[0]),))
+    found: Any = jvp(model, (batch[0],), (torch.ones_like(batch[0]),))
+    outputs, slope = found
     return summed(outputs, batch[1]) + slope.pow(2).sum(), len(batch[0])
 
 
@@ -151,4 +152,4 @@ def plain(name: str) -> tuple[dict[str, Tensor], float]:
         optimizer.step()
     model.eval()
     total, weight = loss(model, rows())
-    return {name: value.detach() for name, value in model.state_dict().items()}, float(total) / weight
+    return {name: value.detach() for name, value in model.state_dict().items()}, float(total.detach()) / weight

@@ -58,7 +58,7 @@ def constant(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 def summing(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Adds up over the ranks by itself."""
-    total, weight = shoal.cross_entropy(model(batch[0]), batch[1])
+    total, weight = shoal.cross_entropy(model(batch[0]), batch[1], ignore_index=-1)
     if dist.is_initialized():
         dist.all_reduce(weight)
     return total, weight

@@ -81,3 +81,19 @@ class Slow(nn.Module):
 def slow() -> shoal.Job:
     """Some 40 steps of the MLP."""
     return tiny.mlp(model=Slow, steps=40)
+
+
+class Drifts(torch.optim.SGD):
+    """An optimizer whose update differs by rank, as one that reads a statistic of the rank's own samples."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(1.0 - 0.1 * int(witness.rank() or 0))
+
+
+def drifting() -> shoal.Job:
+    """The MLP, of which each rank makes another one."""
+    return tiny.mlp(optimizer=lambda parameters: Drifts(parameters, lr=0.1))

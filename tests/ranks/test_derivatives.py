@@ -24,6 +24,7 @@ def _jobs_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(JOBS))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, behind jvp and hessian
 @parametrize("name", NAMES, usual=["penalty", "forces", "adapted", "curvature"])
 def test_two_processes_give_the_weights_of_a_plain_loop(tmp_path: Path, name: str) -> None:
     """Also the mean loss of the evaluation, which differentiates as well."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,6 @@ def test_a_weight_without_a_gradient_is_an_error(tmp_path: Path) -> None:
 
 def test_a_collective_of_the_job_is_named_before_the_first_step(tmp_path: Path) -> None:
     ended = run(Run(JOB, tmp_path / "run", 2, settings={"loss": "summing"})).fails(2)
-    assert ended.message.given.startswith(f"torch.distributed.all_reduce within the model or loss, at {FILE}:")
-    assert not (tmp_path / "run" / "records.jsonl").exists() or not ended.records
-    assert json.dumps(ended.message.remedy)
+    assert ended.message.given.startswith("torch.distributed.all_reduce within the ")
+    assert f" at {FILE}:" in ended.message.given
+    assert "step 1/" not in ended.output

@@ -87,11 +87,11 @@ class GrainScope(TorchFunctionMode):
             finally:
                 torch.overrides._pop_mode()
 
-        torch.autograd._engine_run_backward = run_backward
+        _AUTOGRAD._engine_run_backward = run_backward
         try:
             return func(*args, **kwargs)
         finally:
-            torch.autograd._engine_run_backward = _RUN_BACKWARD
+            _AUTOGRAD._engine_run_backward = _RUN_BACKWARD
 
     def leaked(self) -> bool:
         """Whether something drew from a global generator past this scope while it was entered."""
@@ -368,7 +368,8 @@ def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 # torch's functions that run autograd's engine, and the entry to it that they share.
 _DIFFERENTIATE = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-_RUN_BACKWARD = torch.autograd._engine_run_backward
+_AUTOGRAD: Any = torch.autograd
+_RUN_BACKWARD = _AUTOGRAD._engine_run_backward
 
 _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
     F.dropout: _dropout,

@@ -155,10 +155,10 @@ class LossPair:
                 raise
             if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
                 raise JobError(
-                    given=f"a {self.what} that uses parts of the model by themselves, where parameters are cut over "
-                    "the shard axis",
-                    conflict="a rank has them whole while model(...) runs, each unit while it is called, and not "
-                    "outside of it",
+                    given=f"a {self.what} that uses parts of the model by themselves, or differentiates twice through "
+                    "it, where parameters are cut over the shard axis",
+                    conflict="a rank has them whole while model(...) runs and in one backward, each unit while it is "
+                    "called, and not outside of it",
                     remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
                 ) from error
             if "support saved tensor hooks" in str(error):
@@ -176,6 +176,7 @@ _PAST_THE_MODEL = (
     "got mixed torch.Tensor and DTensor",
     "requires running forward through the root module first",
     "'FSDPParam' object has no attribute",
+    "setStorage",
 )
 
 

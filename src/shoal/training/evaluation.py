@@ -123,16 +123,28 @@ class Evaluator:
         samples: list[int] = []
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
         self._heartbeat.enter("evaluation")
+        meets = self._syncs_every_microbatch and self._evaluate is None
+        calls: list[bool] = []
+        handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
         for size, batch in itertools.islice(self._batches(place), most_chunks):
             counted = self._mesh.counts_loss and size > 0
             if counted:
                 samples.append(size)
             for name, function in self._metrics.items():
-                call = functools.partial(self._pair, name, function, model, batch)
-                total, weight = self._called(name, model, call)
+                calls.clear()
+                call = functools.partial(self._pair, name, function, model)
+                total, weight = self._called(name, model, functools.partial(call, batch))
+                # Other ranks are in the model: where this chunk had nothing for it, another one has, the same on each
+                # such rank.
+                for other in self._fillers() if meets and not calls else ():
+                    self._called(name, model, functools.partial(call, other))
+                    if calls:
+                        break
                 if counted:
                     sums[name][0].append(float(total))
                     sums[name][1].append(float(weight))
+        if handle is not None:
+            handle.remove()
         self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
         return {"samples": samples, "sums": sums}
 
@@ -143,6 +155,11 @@ class Evaluator:
             batch = self._precision.inputs(batch)
             seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
             yield size, batch
+
+    def _fillers(self) -> Iterator[Any]:
+        """The batches of all chunks, on the device, in an order that is the same on all ranks."""
+        for _, _, batch in self._chunks(DataRank(0, 1)):
+            yield self._precision.inputs(batch)
 
     def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
         """Gives `take` the number of samples of each of this rank's chunks, in order, and what `function` makes of it.
@@ -176,7 +193,8 @@ class Evaluator:
                 with _as_before(model, device, after_errors_only=True), torch.no_grad():
                     found = call()
             except UserCodeError as error:
-                if self._divided and not any(sign in error.conflict for sign in _NO_GRADIENT):
+                alike = any(sign in error.conflict for sign in _NO_GRADIENT) and self._evaluate is None
+                if self._divided and not alike:  # stages of a pipeline never raise alike
                     raise
                 known = True
             else:

@@ -172,21 +172,12 @@ class Look:
     def _computed(self, microbatch: Microbatch, kept: NoTrace, precision: Precision) -> tuple[Sums, int, bool]:
         """(total, weight), how often the model drew by grain, and whether it drew otherwise."""
         computer = self._computer.in_precision(precision)
-        refuses = computer.model.register_forward_pre_hook(_refuse_transforms) if computer.cut else None
-        try:
-            return self._run(computer, microbatch, kept, precision)
-        finally:
-            if refuses is not None:
-                refuses.remove()
 
-    def _run(
-        self, computer: LossComputer, microbatch: Microbatch, kept: NoTrace, precision: Precision
-    ) -> tuple[Sums, int, bool]:
         def run(*, with_backward: bool = False) -> tuple[Sums, int, bool]:
             with computer.grain_scope(microbatch) as scope, torch.set_grad_enabled(self._differentiates):
                 batch = precision.inputs(copy_of(microbatch.batch))
                 total, weight = computer.evaluate(computer.pair, batch) if computer.evaluate else computer.loss(batch)
-                if with_backward and total.requires_grad:
+                if with_backward and isinstance(total, Tensor) and total.requires_grad:
                     run_backward(total)
             return (float(total), float(weight)), scope.calls, scope.leaked()
 
@@ -416,16 +407,6 @@ def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> J
         "before, and so on the number of devices",
         remedy=f"{remedy} or write allow_state=({', '.join(map(repr, names[:4]))},) if it does not matter",
     )
-
-
-def _refuse_transforms(model: nn.Module, args: Any) -> None:
-    """Raises: JobError where the model is called within a transform of torch.func."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise JobError(
-            given="a loss that transforms the model by torch.func, with parameters that are cut over the shard axis",
-            conflict="a rank gathers and frees each unit's parameters in hooks, which torch.func cannot transform",
-            remedy='write shard.level = "optimizer"',
-        )
 
 
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:

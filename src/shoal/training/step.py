@@ -373,11 +373,12 @@ class StepRunner:
         Where the loss has not called the model, that of another microbatch does: the same one on all such ranks.
         """
         parts = self._parts
-        for filler in self._loader.fillers(step) if self._output is None else ():
-            with generators_kept(), without_modes(), parts.computer.scope(filler):
-                parts.computer.loss(parts.precision.inputs(filler.batch))
-            if self._output is not None:
-                break
+        with generators_kept(), without_modes():
+            for filler in self._loader.fillers(step) if self._output is None else ():
+                with parts.computer.scope(filler):
+                    parts.computer.loss(parts.precision.inputs(filler.batch))
+                if self._output is not None:
+                    break
         leaves = [leaf for leaf in tree_leaves(self._output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         nothing = torch.zeros((), device=parts.mesh.device)
         return torch.stack([(leaf * 0.0).sum() for leaf in leaves]).sum() if leaves else nothing

@@ -113,6 +113,10 @@ def _data(case: _Case) -> Iterator[str]:
         yield "the right samples in other grains" if sorts == wanted else other
     else:
         yield "the same sample ids with other content: augmentation drawn per rank or worker, not per sample"
+        yield (
+            "or from a generator that the dataset or collate function makes itself (np.random.default_rng, "
+            "torch.Generator): shoal seeds the global ones for each grain, and no other"
+        )
 
 
 def _forward(case: _Case) -> Iterator[str]:
@@ -122,6 +126,7 @@ def _forward(case: _Case) -> Iterator[str]:
     buffers = any(name.startswith(f"{call}.") for name in case.parallel.phase("buffers"))
     if not parameters:
         yield "a module without parameters: randomness by rank or by place in the batch, and not by grain"
+        yield "or from a generator that the model makes itself, which shoal does not seed"
         yield "or evaluation mode where training is meant"
     elif buffers:
         yield "batch statistics over other samples than the grain's: those of the rank or of the microbatch"

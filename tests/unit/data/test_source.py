@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from shoal.data.opened import open_data
-from shoal.data.source import MapSource, SampleSource, TensorSource
+from shoal.data.source import MapSource, NoSamples, SampleSource, TensorSource
 from shoal.errors import DataError, DatasetNotFoundError
 from shoal.plans.grains import random_key
 
@@ -241,3 +241,66 @@ def test_shared_memory_that_is_too_small_is_no_fault_of_the_samples() -> None:
     with pytest.raises(DataError, match="shared memory") as caught:
         fetch(Plain(), full)
     assert "--shm-size" in caught.value.remedy
+
+
+# ------------------------------------------------------------------------------------------- own generators, no samples
+
+
+class Seeds(Plain):
+    """Each sample with noise: of a generator of the dataset's own, of a new one for the sample, or of torch's."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.rng = kind, np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> Any:
+        if self.kind == "own":
+            return X[i] + float(self.rng.normal())
+        return X[i] + (np.random.default_rng(i).normal() if self.kind == "of sample" else torch.randn(2))
+
+
+@pytest.mark.parametrize("kind", ["of sample", "torch"])
+def test_samples_that_are_the_same_again_pass(kind: str) -> None:
+    opened(Seeds(kind)).check_repeats(IDS, [1, 2])
+
+
+def test_a_generator_of_the_dataset_s_own_is_named() -> None:
+    with pytest.raises(DataError, match="sample 3 of train_data, read twice") as caught:
+        opened(Seeds("own")).check_repeats(IDS, [1, 2])
+    assert "its attribute 'rng'" in caught.value.conflict
+
+
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]) + torch.randn(1, generator=generator)
+
+    with pytest.raises(DataError, match="the batch that collate makes of samples of train_data"):
+        opened(Plain(), noisy).check_repeats(IDS, [1, 2])
+
+
+class Holes(Plain):
+    def __getitem__(self, i: int) -> Any:
+        return None if i % 3 == 0 else X[i]
+
+
+def only_whole(samples: list[Any]) -> Any:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def first_rows(samples: list[Any]) -> Any:
+    return torch.zeros(0, 2), [sample for sample in samples if sample is not None]
+
+
+@pytest.mark.parametrize("collate", [only_whole, first_rows])
+def test_samples_that_are_all_left_out_are_no_samples(collate: Callable[[list[Any]], Any]) -> None:
+    source = opened(Holes(), collate)
+    assert isinstance(source.fetch([np.array([3, 0])], [1]), NoSamples)
+
+
+def test_a_collate_function_that_always_raises_is_no_empty_batch() -> None:
+    def raises(samples: list[Any]) -> Any:
+        raise RuntimeError("no")
+
+    with pytest.raises(DataError, match="no"):
+        fetch(Plain(), raises)

@@ -105,3 +105,65 @@ def test_each_of_several_sets_is_evaluated_as_if_it_were_alone() -> None:
 def test_a_set_that_cannot_be_read_is_named() -> None:
     with pytest.raises(DataError, match=r"eval_data\['noisy'\] of tensors with first dims"):
         several({"clean": rows(20), "noisy": (torch.zeros(3, 2), torch.zeros(4))})
+
+
+def slope(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """A metric that differentiates, and draws before it does."""
+    noise = torch.rand(())
+    inputs = batch[0].clone().requires_grad_()
+    (found,) = torch.autograd.grad(model(inputs).sum(), inputs)
+    return found.sum() + noise, len(inputs)
+
+
+def test_a_metric_that_differentiates_is_computed_with_gradients_and_leaves_none() -> None:
+    job = shoal.Job(
+        model=lambda: nn.Linear(2, 2),
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=rows(16),
+        eval_data=rows(20),
+        metrics={"slope": slope, "backward": backward},
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(2),
+    )
+    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    try:
+        kept = [torch.ones_like(parameter) for parameter in engine.model.parameters()]
+        for parameter, gradient in zip(engine.model.parameters(), kept, strict=True):
+            parameter.grad = gradient
+        first, _ = engine.evaluator.evaluate(engine.model)  # tries without gradients before
+        again, _ = engine.evaluator.evaluate(engine.model)
+        assert first == again
+        for parameter, gradient in zip(engine.model.parameters(), kept, strict=True):
+            assert parameter.grad is gradient
+            assert torch.equal(gradient, torch.ones_like(gradient))
+    finally:
+        engine.close()
+
+
+def backward(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    inputs = batch[0].clone().requires_grad_()
+    model(inputs).sum().backward()
+    assert inputs.grad is not None
+    return inputs.grad.sum(), len(inputs)
+
+
+def test_a_metric_without_a_value_is_said() -> None:
+    def nothing(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return torch.zeros(()), 0
+
+    job = shoal.Job(
+        model=lambda: nn.Linear(1, 1),
+        loss=mean,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=lambda: torch.utils.data.TensorDataset(torch.ones(8, 1)),
+        eval_data=Noise,
+        collate=collate,
+        global_batch=8,
+        length=shoal.Steps(1),
+    )
+    metrics = {"nothing": nothing, "nan": lambda model, batch: (batch.sum() * torch.nan, len(batch)), "mean": mean}
+    evaluator = Evaluator(job, alone(CPU), Precision.of(PrecisionSection(), CPU), Opened(Noise()), metrics)
+    evaluator.evaluate(nn.Linear(1, 1))
+    assert evaluator.without_value == {"nothing": "its weights sum to 0", "nan": "its sum is not finite"}

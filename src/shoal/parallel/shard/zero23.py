@@ -215,6 +215,16 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
 
 
+def _refuse_transforms(model: nn.Module, args: Any) -> None:
+    """Raises: JobError where the model is called within a transform of torch.func."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise JobError(
+            given="a loss that transforms the model by torch.func, with parameters that are cut over the shard axis",
+            conflict="a rank gathers and frees each unit's parameters in hooks, which torch.func cannot transform",
+            remedy='write shard.level = "optimizer"',
+        )
+
+
 class FullySharded(AccumulatingStrategy):
     """Strategy of ZeRO stages 2 and 3: units sum gradients in the backward; the rest are the step's sums."""
 
@@ -223,6 +233,7 @@ class FullySharded(AccumulatingStrategy):
     def __init__(self, model: ShardedModel, mark: Mark, *, late: bool = False) -> None:
         """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
         super().__init__(model, mark)
+        model.model.register_forward_pre_hook(_refuse_transforms, prepend=True)
         self._late = late
         self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
         every = [p for p in model.model.parameters() if p.requires_grad]
