@@ -68,12 +68,17 @@ def compare(found: Courses, reads_at_once: int) -> None:
             same = ("weights", "state", "error", "records") + (() if name == UNSURE else ("notes",))
             assert [late[key] for key in same] == [at_once[key] for key in same], name
     steady = found["clipped", True]
-    assert steady["reads"] == {}
+    assert reads(steady) == {}
     # Where sums and rows travel together, a record comes with the next step's: one read less is behind the first ones.
-    assert math.ceil(sum(found["clipped", False]["reads"].values()) / (STEPS - STEADY)) == reads_at_once
+    assert math.ceil(sum(reads(found["clipped", False]).values()) / (STEPS - STEADY)) == reads_at_once
     assert is_late(steady, 3)
     assert found["not finite", True]["state"]["skipped_steps"] == 2
     assert is_late(found["not finite", True], 3)
+
+
+def reads(course: dict[str, Any]) -> dict[str, int]:
+    """Reads in steady steps by place, without the comparison of replicas after the last step."""
+    return {place: count for place, count in course["reads"].items() if not place.startswith("numerics/checksum.py")}
 
 
 def is_late(course: dict[str, Any], step: int) -> bool:
