@@ -247,7 +247,7 @@ def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> b
     try:
         collate([])
     except Exception as other:
-        return type(other) is type(error) and str(other) == str(error) and place_of(other) == place_of(error)
+        return type(other) is type(error) and text_of(other) == text_of(error) and place_of(other) == place_of(error)
     return False
 
 

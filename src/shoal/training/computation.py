@@ -161,7 +161,7 @@ class LossPair:
                     "called, and not outside of it",
                     remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
                 ) from error
-            if "support saved tensor hooks" in str(error):
+            if "support saved tensor hooks" in text_of(error):
                 raise JobError(
                     given=f"a {self.what} that transforms the model by torch.func, with recomputed blocks",
                     conflict="torch.func runs no activation checkpoint",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer
-from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError, text_of
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
@@ -194,7 +194,7 @@ class Look:
             cause = error.__cause__ if isinstance(error, UserCodeError) else error
             if cause is None or isinstance(cause, ShoalError) or is_lost_peer(cause) or is_out_of_memory(cause):
                 raise
-            if not any(sign in str(cause) for sign in _NO_SECOND_DERIVATIVE):
+            if not any(sign in text_of(cause) for sign in _NO_SECOND_DERIVATIVE):
                 raise
             raise JobError(
                 given="a loss that differentiates the model, with "
