@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,17 @@ def log_ids(kind: str, ids: Tensor) -> None:
 
 
 def trained(ids: Tensor) -> None:
-    """Logs ids that a gradient is computed from; the probe before the first step computes none."""
-    if torch.is_grad_enabled():
+    """Logs ids that a gradient is computed from, and not those of a look before a step."""
+    if torch.is_grad_enabled() and not is_look():
         log_ids("train", ids)
+
+
+def is_look() -> bool:
+    """Whether a look of shoal's calls this, and no step."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "shoal.training.look":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def wait_at_gate(step: int) -> None:

@@ -188,7 +188,7 @@ class LossComputer:
     """Loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
-    has the whole model. `compiles`: forwards with gradients are compiled. `one_copy`: ranks share the parameters.
+    has the whole model. `compiles`: forwards with gradients are compiled.
     """
 
     def __init__(
@@ -203,10 +203,9 @@ class LossComputer:
         divided: bool = False,
         exact: bool = False,
         compiles: bool = False,
-        one_copy: bool = False,
     ) -> None:
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
-        self.exact, self.compiles, self.one_copy = exact, compiles, one_copy
+        self.exact, self.compiles = exact, compiles
         self.look_seconds = 0.0  # of all looks so far
         self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)

@@ -193,8 +193,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    compiles, one_copy = plan.execution.compile != "none", plan.shares_memory
-    how = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles, "one_copy": one_copy}
+    compiles = plan.execution.compile != "none"
+    how = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles}
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     shares, kept = plan.shares_memory, callbacks or None
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)

@@ -231,18 +231,13 @@ class Look:
             self._refuse_written(written, kept.changed_parameters(), trained)
             run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
-        shared = computer.one_copy or computer.divided
         found = [*written, *kept.written_parameters()]
-        if self._together(bool(found and shared)):
-            layout = (
-                "memory.shared = true" if computer.one_copy else "a layout that divides the model or its parameters"
-            )
+        if self._together(bool(found and computer.divided)):
             raise JobError(
-                given=f"a forward that writes parameter {min(found, default='of another rank')}, with {layout}",
+                given=f"a forward that writes parameter {min(found, default='of another rank')}, with a layout that "
+                "divides the model or its parameters",
                 conflict="no rank has a copy of the parameter that it may write alone",
-                remedy="write memory.shared = false"
-                if computer.one_copy
-                else 'use the data axis, shard.level = "optimizer"',
+                remedy='use the data axis, shard.level = "optimizer"',
             )
         if computer.exact:
             kept.restore()
@@ -284,11 +279,17 @@ class Look:
             total, weight = opaque.loss(precision.inputs(copy_of(part.batch)))
         return float(total), float(weight)
 
+    def _agree(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two written values are the same: to the bit in exact mode, else but for rounding."""
+        return (
+            torch.equal(one, other) if self._computer.exact else torch.allclose(one, other, rtol=1e-5, equal_nan=True)
+        )
+
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
         """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
         for name in sorted((first.keys() | second.keys()) & trained):
             one, other = first.get(name), second.get(name)
-            if one is None or other is None or not torch.equal(one, other):
+            if one is None or other is None or not self._agree(one, other):
                 module = name.rpartition(".")[0] or "the model"
                 renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 raise JobError(
