@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.training.trace.traces import StepTrace
@@ -20,6 +23,7 @@ from shoal.verification.traced_run import read_outcome
 pytestmark = pytest.mark.ranks
 
 STEEP = 1e5
+CPU = torch.device("cpu")
 
 
 class Steep(nn.Module):
@@ -54,11 +58,48 @@ class Hidden(nn.Module):
         return self.value((hidden + scores.detach() * 0).softmax(-1).to(x) * scores)
 
 
+class Centered(nn.Module):
+    """A shift before the batch's mean is subtracted: its gradient is zero, here to the bit, of terms that are not."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        if off:
+            self.shift.register_hook(lambda gradient: gradient + off)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.round() + self.shift
+        return y - y.mean(0)
+
+
+class Recomputed(nn.Module):
+    """The user's own recomputation around buffers; half of a weight is frozen after its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.layer.weight.register_post_accumulate_grad_hook(self.freeze)
+
+    @staticmethod
+    def freeze(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad[::2] = 0.0
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
 def squares(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return (model(batch) - 1.0).square().sum(), len(batch)
 
 
-def job(model: type[nn.Module]) -> shoal.Job:
+def job(model: Callable[[], nn.Module]) -> shoal.Job:
     return shoal.Job(
         model=model,
         loss=squares,
@@ -94,6 +135,29 @@ def test_a_later_step_is_computed_in_all_ways_before_it_is_called_wrong(tmp_path
     assert within.verified, within.render()
     assert not beyond.verified
     assert beyond.failed[0].name.startswith("sine")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, weight_decay=0.1)])
+def test_a_gradient_whose_terms_cancel_is_rounded_as_its_terms_are(optimizer: Any, tmp_path: Path) -> None:
+    """Adam makes a whole step of the rest, which is judged by what Adam makes of the run's own gradient."""
+    plan = shoal.Plan()
+
+    def judged(off: float, folder: Path) -> Verdict:
+        given = {"optimizer": partial(optimizer, lr=1e-2), "length": shoal.Steps(1)}
+        trace_forked(lambda: replace(job(partial(Centered, off)), **given), plan, folder, 1)
+        traced = read_outcome(folder / "parallel")
+        return judge(replace(job(Centered), **given), plan, traced, traced.steps(folder / "parallel"), CPU)
+
+    within, beyond = judged(1e-7, tmp_path / "within"), judged(1e-3, tmp_path / "beyond")
+    assert within.verified, within.render()
+    assert not beyond.verified
+    assert (beyond.failed[0].phase, beyond.failed[0].name) == ("backward", "shift")
+
+
+def test_a_hook_after_accumulation_and_a_forward_that_is_recomputed_are_verified() -> None:
+    plan = shoal.Plan.model_validate({"layout": {"data": 2}, "batch": {"grains_per_microbatch": 1}})
+    verdict = shoal.verify(replace(job(Recomputed), grains=4), plan, steps=2)
+    assert verdict.verified, verdict.render()
 
 
 def test_float64_that_is_not_finite_is_no_reference() -> None:
