@@ -209,7 +209,7 @@ class _Axes:
 
 def num_samples(batch: Any) -> int:
     """How many samples a batch has, by the first dim of its first tensor or array; 0 where it has none."""
-    return next((int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 0)
+    return next((len(leaf) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 0)
 
 
 def assemble(

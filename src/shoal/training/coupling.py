@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
+
+from shoal.numerics.flat import is_strided, row_runs
 
 Sums = tuple[float, float]
 
@@ -35,7 +38,10 @@ class _LeafRows:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _LeafRows:
-        rows = tensor.detach().reshape(len(tensor), -1).double()
+        if not is_strided(tensor):
+            rows = pad_sequence(row_runs(tensor, [1] * tensor.size(0)), batch_first=True).double()
+        else:
+            rows = tensor.detach().reshape(len(tensor), -1).double()
         weights = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).add_(1.0).cos_()
         size = float(rows.square().sum(1).max().sqrt()) if rows.numel() else 0.0
         return cls((rows @ weights).cpu(), size)
@@ -58,7 +64,7 @@ def _rows(value: Any) -> list[_LeafRows]:
     return [
         _LeafRows.of(leaf)
         for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) and not leaf.is_complex() and not leaf.is_sparse
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.size(0) and not leaf.is_complex()
     ]
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.loader import Microbatch
+from shoal.numerics.flat import is_strided
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, whole_tensors
 from shoal.training.forward_backward import Observer
@@ -78,7 +79,7 @@ class ForwardRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
                 # What is not divided by samples cannot be compared a grain at a time.
-                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or _is_blank(leaf):
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.size(0) != sum(rows) or _is_blank(leaf):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
@@ -92,7 +93,7 @@ class ForwardRecorder:
 
 def _is_blank(leaf: Tensor) -> bool:
     """Whether it stands for what another stage has: NaN everywhere, of one number in memory."""
-    return leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
+    return is_strided(leaf) and leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
 
 
 class OwnGradients:
