@@ -268,23 +268,24 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
     return []
 
 
-def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:
-    """The first two samples as a batch, with others for bad ones where such are allowed; a stream is left as it was.
+def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, count: int = _FEW) -> Any:
+    """The first `count` samples as a batch, with others for bad ones where those are allowed; a stream stays as it was.
 
     Raises: DataError for a stream that cannot go back.
     """
     if isinstance(source, MapSource):
-        ids = [np.arange(min(_FEW, len(source)))]
+        ids = [np.arange(min(count, len(source)))]
         return source.tolerant(Quarantine(bad_samples), ids, [0]).batch if bad_samples else source.fetch(ids, [0])
     state = source.state_dict() if hasattr(source, "state_dict") else None
     samples = iter(source)
     if samples is source:
         raise DataError(
             given="train_data that is an iterator",
-            conflict="a layout that divides the model looks at two samples before the first step, and cannot go back",
+            conflict="a layout that divides the model, or a model with lazy modules, is built by a look at the first "
+            "samples, and an iterator cannot go back",
             remedy="give an iterable that starts anew at each iter()",
         )
-    found = list(itertools.islice(samples, _FEW))
+    found = list(itertools.islice(samples, count))
     if state is not None and hasattr(source, "load_state_dict"):
         source.load_state_dict(state)
     return collate_samples(collate or default_collate, found, "train_data")

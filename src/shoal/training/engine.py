@@ -55,6 +55,7 @@ from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts
+from shoal.training.lazy_modules import whole
 from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.optimizer_step import Stepper, Updater
@@ -376,7 +377,8 @@ def make_model(job: Job) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
-    return model
+    with one_thread():
+        return whole(model, job)
 
 
 def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:

@@ -118,7 +118,7 @@ def state_by_key(model: Mapping[str, T], parameters: Container[str], optimizer: 
 
 
 def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
-    """Four numbers for each run of rows of a tensor of any layout: the mean, the root mean square, and the means of two regular subsets.
+    """Four numbers for each run of rows: the mean, the root mean square, and the means of two regular subsets.
 
     The subsets tell apart what only changes places. Means, so that rounding errors of many elements cancel.
     """
