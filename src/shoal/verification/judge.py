@@ -162,7 +162,10 @@ class _Judges:
         double = Precision(torch.float64, torch.float64, torch.float64, device)
         self._double: Reference | None = None
         if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
-            self._double = Reference(job, double, source, self._order, ranks)
+            try:
+                self._double = Reference(job, double, source, self._order, ranks)
+            except Exception as error:
+                self._no_double(error)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
     def initial_values(self, initial: StepTrace) -> Iterator[Check]:
@@ -262,10 +265,8 @@ class _Judges:
         try:
             way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
             found = self._double.step(parallel.step, before, facts, self._computation, way)
-        except ShoalError as error:
-            self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
-            self._double = None
-            return None
+        except Exception as error:  # the plain reference has computed it: what fails is float64, and not the job
+            return self._no_double(error)
         if found.trace.skipped == "nonfinite":
             note = "the float64 reference is not finite where the ways are: tolerances come from the ways alone"
             self._notes += [note] if note not in self._notes else []
@@ -280,12 +281,23 @@ class _Judges:
             return None
         return found
 
+    def _no_double(self, error: Exception) -> None:
+        """Does without float64, in which what has failed is shoal's own question and no mistake of the job's."""
+        said = error.conflict if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+        self._notes.append(f"no float64 reference: the model does not compute in it ({said[:120]})")
+        self._double = None
+
     def _updated(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> References | None:
         """The update by the parallel run's own gradients; None where either left it out, or gradients are missing."""
         left_out = parallel.skipped or plain.trace.skipped
         if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
             return None
-        exact = Computed(self._double.update(before, parallel)) if self._double is not None else None
+        exact = None
+        if self._double is not None:
+            try:
+                exact = Computed(self._double.update(before, parallel))
+            except Exception as error:
+                self._no_double(error)
         return References([Computed(self._plain.update(before, parallel))], exact, complete=True)
 
     def _layers(self) -> float:
