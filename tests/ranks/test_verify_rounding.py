@@ -164,3 +164,60 @@ def test_float64_that_is_not_finite_is_no_reference() -> None:
     verdict = shoal.verify(job(Hidden), shoal.Plan(), steps=1)
     assert verdict.verified, verdict.render()
     assert any("float64 reference is not finite" in note for note in verdict.notes)
+
+
+class Narrow(torch.autograd.Function):
+    """An operator of one's own with a backward in float32 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if gradient.dtype != torch.float32:
+            raise TypeError("float32 alone")
+        return gradient * 2.0
+
+
+class Doubles(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Narrow.apply(super().forward(x))
+        return found
+
+
+def test_what_only_float64_raises_is_no_error_of_the_job() -> None:
+    verdict = shoal.verify(job(Doubles), shoal.Plan(), steps=1)
+    assert verdict.verified, verdict.render()
+    assert any("does not compute in it" in note and "float32 alone" in note for note in verdict.notes)
+
+
+def layouts(rows: list[Tensor]) -> dict[str, Any]:
+    x = torch.stack(rows).relu()
+    ragged = [row[: 2 + number % 3] for number, row in enumerate(rows)]
+    return {
+        "csr": x.to_sparse_csr(),
+        "coo": x.to_sparse_coo(),
+        "jagged": torch.nested.nested_tensor(ragged, layout=torch.jagged),
+        "nested": torch.nested.nested_tensor(ragged),
+        "none": None,
+        "text": ["row"] * len(rows),
+    }
+
+
+def of_all_layouts(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    assert isinstance(model, nn.Linear)
+    found = torch.sparse.mm(batch["csr"], model.weight.T) + torch.sparse.mm(batch["coo"], model.weight.T)
+    sizes = torch.stack([row.sum() for name in ("jagged", "nested") for row in batch[name].unbind()])
+    return ((found + model.bias).sum(1) - sizes.view(2, -1).sum(0)).square().sum(), len(found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
+def test_batches_of_sparse_and_nested_tensors_are_verified() -> None:
+    made = replace(job(partial(nn.Linear, 8, 4)), loss=of_all_layouts, collate=layouts)
+    verdict = shoal.verify(made, shoal.Plan.model_validate({"layout": {"data": 2}}), steps=1)
+    assert verdict.verified, verdict.render()
+    assert {check.name for check in verdict.checks if check.phase == "data"} >= {"(batch)", "(batch)[1]", "(batch)[3]"}

@@ -32,7 +32,7 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]  # the second for its scales and zero points
     if tensor.is_nested:
-        return [tensor.values(), tensor.offsets()] if tensor.layout == torch.jagged else list(tensor.unbind())
+        return list(tensor.unbind())
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.opened import opened, order_of
@@ -16,6 +16,8 @@ from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
 from shoal.job import Job
 from shoal.numerics.isolation import generators_kept
+from shoal.numerics.no_trace import NoTrace
+from shoal.parallel.model.init_recorder import InitRecorder
 from shoal.parallel.model.init_tape import NotUnderstoodError
 
 
@@ -35,12 +37,13 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
     names = lazy_names(model)
     if not names:
         return model
-    if _get_current_dispatch_mode() is not None:
+    if any(isinstance(mode, InitRecorder) for mode in _get_current_dispatch_mode_stack()):
         raise NotUnderstoodError("lazy modules, whose shapes a forward gives")
     with generators_kept():
         batch = _first_batch(job)
-    lazy = {m for m in model.modules() if any(is_lazy(t) for t in (*m._parameters.values(), *m._buffers.values()))}
-    attributes = {m: dict(vars(m)) for m in model.modules() if m not in lazy}
+    tensors = {m: [*m._parameters.values(), *m._buffers.values()] for m in model.modules()}
+    lazy = {m for m, own in tensors.items() if any(t is not None and is_lazy(t) for t in own)}
+    attributes = {m: dict(vars(m)) for m in tensors if m not in lazy}
     buffers = {m: _held(m) for m in attributes}
 
     def keep(module: nn.Module, args: object) -> None:  # after torch's own hook, which has made the module whole
@@ -48,7 +51,7 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
 
     handles = [module.register_forward_pre_hook(keep) for module in lazy]
     try:
-        with generators_kept():
+        with NoTrace(None, {"loss": job.loss}):
             job.loss(model, batch)
     except ShoalError:
         raise

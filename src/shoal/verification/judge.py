@@ -266,7 +266,8 @@ class _Judges:
             way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
             found = self._double.step(parallel.step, before, facts, self._computation, way)
         except Exception as error:  # the plain reference has computed it: what fails is float64, and not the job
-            return self._no_double(error)
+            self._no_double(error)
+            return None
         if found.trace.skipped == "nonfinite":
             note = "the float64 reference is not finite where the ways are: tolerances come from the ways alone"
             self._notes += [note] if note not in self._notes else []
