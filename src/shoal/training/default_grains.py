@@ -81,7 +81,7 @@ def outline(job: Job) -> nn.Module | None:
     try:
         with torch.device("meta"), _Undrawn():
             model = job.model()
-        if isinstance(model, nn.Module) and lazy_names(model):  # whose shapes a forward with values gives
+        if lazy_names(model):  # whose shapes a forward with values gives
             with generators_kept():
                 model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
     except Exception:

@@ -21,8 +21,10 @@ from shoal.parallel.model.init_recorder import InitRecorder
 from shoal.parallel.model.init_tape import NotUnderstoodError
 
 
-def lazy_names(model: nn.Module) -> list[str]:
-    """Parameters and buffers that have no shape yet."""
+def lazy_names(model: object) -> list[str]:
+    """Parameters and buffers that have no shape yet; none of what is no module."""
+    if not isinstance(model, nn.Module):
+        return []
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return [name for name, tensor in named if is_lazy(tensor)]
 

@@ -60,7 +60,7 @@ def _profile(job: Job, plan: Plan, device: str, tensor: Tensors | None) -> Profi
         )
 
     sketch = outlined(job.model)
-    if sketch is not None and lazy_names(sketch):  # whose shapes a forward gives
+    if lazy_names(sketch):  # whose shapes a forward gives
         with generators_kept():
             return made(whole(job.model(), with_grains(job)))
     try:

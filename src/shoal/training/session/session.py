@@ -198,7 +198,7 @@ class Session:
                 conflict="what is trained is divided among the ranks before the first step",
                 remedy="prepare everything first; freeze what comes later with requires_grad, or add a param group",
             )
-        lazy = next((names for one in objects if isinstance(one, nn.Module) and (names := lazy_names(one))), None)
+        lazy = next(filter(None, map(lazy_names, objects)), None)
         if lazy:
             raise JobError(
                 given=f"a model with lazy modules: {', '.join(lazy[:8])}",
