@@ -220,7 +220,8 @@ class _Judges:
             checks, references = self._compared(before, parallel, complete=True)
         failed = next((check for check in checks if not check.passed), None)
         if failed is not None and failed.said is None and failed.phase in ROUNDED_PHASES:
-            checks, references = self._compared(before, parallel, complete=True, rounded=ROUNDED_WAYS)
+            with contextlib.suppress(Exception):  # where a model does not bear hooks, the verdict stays
+                checks, references = self._compared(before, parallel, complete=True, rounded=ROUNDED_WAYS)
         return checks, references
 
     def _compared(
