@@ -233,7 +233,9 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 def _is_empty(batch: Any) -> bool:
     """Whether a batch has tensors with rows, and not one row in any of them."""
-    lengths = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    lengths = [
+        leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]  # nested too
     return bool(lengths) and not any(lengths)
 
 
