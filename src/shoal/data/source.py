@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.flat import is_strided, raw_bytes
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
@@ -221,7 +221,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.layout != torch.strided or other.layout != torch.strided:
+        if not (is_strided(one) and is_strided(other)):
             return True
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw_bytes(one), raw_bytes(other))
     if isinstance(one, np.ndarray | np.generic) and isinstance(other, np.ndarray | np.generic):
