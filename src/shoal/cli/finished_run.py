@@ -78,10 +78,12 @@ class Run:
         """
         from shoal.checkpoint.weights import load as load_weights
         from shoal.numerics.isolation import generators_kept
+        from shoal.training.lazy_modules import whole
 
         if into is None:
             with generators_kept(), inside_run(os.environ):  # initial values are drawn, and overwritten
-                into = self._job().model()
+                job = self._job()
+                into = whole(job.model(), job if job.grains is not None else replace(job, grains=1))
         return load_weights(self.out, into, step=step, ema=ema)
 
     def _job(self) -> Any:

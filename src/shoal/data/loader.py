@@ -26,6 +26,7 @@ from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import stop_signals
+from shoal.numerics.flat import is_strided, strided_parts
 from shoal.numerics.isolation import generators_kept
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
@@ -111,15 +112,16 @@ class Transfer:
             current.wait_stream(stream)
             # The allocator may give the memory away once the side stream is done with it; the current one is not yet.
             for leaf in tree_leaves(moved):
-                if isinstance(leaf, Tensor):
-                    leaf.record_stream(current)
+                for part in strided_parts(leaf) if isinstance(leaf, Tensor) else ():
+                    part.record_stream(current)
             return moved
 
         return ready
 
 
 def _pin(value: Any) -> Any:
-    movable = isinstance(value, Tensor) and value.device.type == "cpu" and not value.is_pinned()
+    # torch pins blocks of numbers; what is sparse or nested is moved from where it lies.
+    movable = isinstance(value, Tensor) and value.is_cpu and is_strided(value) and not value.is_pinned()
     return value.pin_memory() if movable else value
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.flat import is_strided, raw_bytes
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
@@ -221,7 +221,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.layout != torch.strided or other.layout != torch.strided:
+        if not (is_strided(one) and is_strided(other)):
             return True
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(raw_bytes(one), raw_bytes(other))
     if isinstance(one, np.ndarray | np.generic) and isinstance(other, np.ndarray | np.generic):
@@ -233,7 +233,9 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 def _is_empty(batch: Any) -> bool:
     """Whether a batch has tensors with rows, and not one row in any of them."""
-    lengths = [len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    lengths = [
+        leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]  # nested too
     return bool(lengths) and not any(lengths)
 
 
@@ -268,23 +270,24 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
     return []
 
 
-def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:
-    """The first two samples as a batch, with others for bad ones where such are allowed; a stream is left as it was.
+def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, count: int = _FEW) -> Any:
+    """The first `count` samples as a batch, with others for bad ones where those are allowed; a stream stays as it was.
 
     Raises: DataError for a stream that cannot go back.
     """
     if isinstance(source, MapSource):
-        ids = [np.arange(min(_FEW, len(source)))]
+        ids = [np.arange(min(count, len(source)))]
         return source.tolerant(Quarantine(bad_samples), ids, [0]).batch if bad_samples else source.fetch(ids, [0])
     state = source.state_dict() if hasattr(source, "state_dict") else None
     samples = iter(source)
     if samples is source:
         raise DataError(
             given="train_data that is an iterator",
-            conflict="a layout that divides the model looks at two samples before the first step, and cannot go back",
+            conflict="a layout that divides the model, or a model with lazy modules, is built by a look at the first "
+            "samples, and an iterator cannot go back",
             remedy="give an iterable that starts anew at each iter()",
         )
-    found = list(itertools.islice(samples, _FEW))
+    found = list(itertools.islice(samples, count))
     if state is not None and hasattr(source, "load_state_dict"):
         source.load_state_dict(state)
     return collate_samples(collate or default_collate, found, "train_data")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shoal.errors import JobError
+from shoal.numerics.flat import is_strided
 from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 from shoal.plans.plan import PrecisionSection
@@ -121,7 +122,7 @@ def widest(kind: torch.dtype, tensors: Iterable[Tensor]) -> torch.dtype:
 
 def channels_last(value: Any) -> Any:
     """Images, float [N, C, H, W], that lie in memory as [N, H, W, C]; anything else as it is."""
-    if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.ndim != 4 or not is_strided(value) or not value.is_floating_point():
         return value
     _, channels, height, width = value.shape
     strides = (channels * height * width, 1, width * channels, channels)

@@ -209,7 +209,8 @@ class _Axes:
 
 def num_samples(batch: Any) -> int:
     """How many samples a batch has, by the first dim of its first tensor or array; 0 where it has none."""
-    return next((int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 0)
+    sized = (leaf for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0))
+    return next((leaf.size(0) if isinstance(leaf, Tensor) else len(leaf) for leaf in sized), 0)
 
 
 def assemble(

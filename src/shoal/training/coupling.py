@@ -10,16 +10,25 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.data.loader import Microbatch
+from shoal.numerics.flat import is_strided, row_runs
 
 Sums = tuple[float, float]
 
 MIXES = "the model mixes samples of a batch"
+PADS = "a sample's loss depends on the length of the longest sample of its grain, to which the others are padded"
+UNPADDED = (
+    "give the model a packed sequence (torch.nn.utils.rnn.pack_padded_sequence) or a mask of what is padding, or let "
+    "collate pad every batch to one fixed length"
+)
 # Of a row's size: what rounding leaves of a difference, by bytes of the dtype. Rounding of float32 through a deep model
 # stays below the first (measured: 1e-5 after 48 blocks), of float64 far below the second; what samples do to each other
 # in a batch of less than a thousand is above both.
@@ -35,7 +44,10 @@ class _LeafRows:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _LeafRows:
-        rows = tensor.detach().reshape(len(tensor), -1).double()
+        if not is_strided(tensor):
+            rows = pad_sequence(row_runs(tensor, [1] * tensor.size(0)), batch_first=True).double()
+        else:
+            rows = tensor.detach().reshape(len(tensor), -1).double()
         weights = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).add_(1.0).cos_()
         size = float(rows.square().sum(1).max().sqrt()) if rows.numel() else 0.0
         return cls((rows @ weights).cpu(), size)
@@ -58,7 +70,7 @@ def _rows(value: Any) -> list[_LeafRows]:
     return [
         _LeafRows.of(leaf)
         for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) and not leaf.is_complex() and not leaf.is_sparse
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.size(0) and not leaf.is_complex()
     ]
 
 
@@ -99,7 +111,11 @@ def _differ(whole: list[_LeafRows], parts: list[list[_LeafRows]], rounding: floa
 
 
 def compare(
-    model: nn.Module, loss: Callable[[Any], Sums], whole: Any, parts: Sequence[Any], itemsize: int
+    model: nn.Module,
+    loss: Callable[[Any], Sums],
+    whole: Microbatch,
+    parts: Sequence[Microbatch],
+    itemsize: int,
 ) -> tuple[Sums, list[Sums], str]:
     """The sums of a batch and of its grains, and where its samples are mixed, in a few words.
 
@@ -112,7 +128,59 @@ def compare(
         with _watching(model) as calls:
             sums.append(loss(part))
         apart.append(calls)
-    return fused, sums, _no_sum(fused, sums) or _mixed(together, apart, _ROUNDING[itemsize])
+    no_sum = _no_sum(fused, sums)
+    if no_sum:
+        return fused, sums, no_sum
+    return fused, sums, _padded(loss, whole, parts, fused) or _mixed(together, apart, _ROUNDING[itemsize])
+
+
+def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Microbatch], fused: Sums) -> str:
+    """Whether padding alone mixes the samples, and the sample that decides about it; empty where it does not.
+
+    It does where the loss is the sum over the grains' rows of the whole batch, in which all are padded alike.
+    """
+    longest = _longest(whole, parts)
+    if longest is None:
+        return ""
+    sums, start = [], 0
+    for part in parts:
+        end = start + part.num_samples
+
+        def rows(leaf: Any, start: int = start, end: int = end) -> Any:
+            by_sample = isinstance(leaf, Tensor) and leaf.ndim and leaf.size(0) == whole.num_samples
+            return leaf[start:end] if by_sample else leaf
+
+        try:
+            sums.append(loss(replace(part, batch=tree_map(rows, whole.batch))))
+        except Exception:  # rows of a batch are no batch here
+            return ""
+        start = end
+    scale = math.fsum(abs(total) for total, _ in sums)
+    is_sum = abs(fused[0] - math.fsum(total for total, _ in sums)) <= _ROUNDING[4] ** 2 * scale
+    return f"{PADS}: {longest}" if is_sum else ""
+
+
+def _longest(whole: Microbatch, parts: Sequence[Microbatch]) -> str | None:
+    """The longest sample, by the tensor of the batch that is as long as it; None where grains are equally long."""
+    trees = [tree_leaves(part.batch) for part in parts]
+    for number, leaf in enumerate(tree_leaves(whole.batch)):
+        same = [leaves[number] for leaves in trees if len(leaves) > number]
+        if len(same) < len(parts) or not all(isinstance(one, Tensor) and one.ndim > 1 for one in (leaf, *same)):
+            continue
+        if any(one.is_nested or one.ndim != leaf.ndim for one in (leaf, *same)):
+            continue
+        for dim in range(1, leaf.ndim):
+            lengths = [one.size(dim) for one in same]
+            if min(lengths) == max(lengths):
+                continue
+            long, short = (parts[lengths.index(most)] for most in (max(lengths), min(lengths)))
+            alone = [tree_leaves(sample.batch)[number].size(dim) for sample in long.samples()]
+            sample = int(long.ids[0][alone.index(max(alone))])
+            return (
+                f"in grain {long.grains[0].index} it is sample {sample}, by which tensor {number} of the batch has "
+                f"length {max(lengths)}; in grain {short.grains[0].index} the tensor has length {min(lengths)}"
+            )
+    return None
 
 
 def _no_sum(fused: Sums, parts: list[Sums]) -> str:
@@ -144,6 +212,8 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
 
 def meaning(coupled: str, grains: int, grain_size: int) -> str:
     """Consequence for the result, and how to write the job for another, of a job of such grains."""
+    if coupled.startswith(PADS):
+        return f"the loss is the same on any number of devices; for one that does not depend on padding, {UNPADDED}"
     if MIXES not in coupled:
         return (
             "what a step learns depends on Job(grains=...), not on devices; return sums over samples, and their weight"

@@ -26,6 +26,7 @@ from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred
 from shoal.plans.grains import FEW_GRAINS, default_grains
+from shoal.training.lazy_modules import lazy_names, whole
 
 _FLOAT_BYTES = 4
 # Samples that are looked at, spread over the data: ragged ones differ, and a batch is as long as its longest.
@@ -80,6 +81,9 @@ def outline(job: Job) -> nn.Module | None:
     try:
         with torch.device("meta"), _Undrawn():
             model = job.model()
+        if lazy_names(model):  # whose shapes a forward with values gives
+            with generators_kept():
+                model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
     except Exception:
         return None
     return model if isinstance(model, nn.Module) else None
@@ -111,9 +115,10 @@ def _normalises_batches(module: nn.Module) -> bool:
 def deferred_outline(job: Job) -> nn.Module | None:
     """The outline of a model whose constructor computes with values, as far as that can be put off."""
     try:
-        return deferred(job.model, job.seed)[0]
+        model = deferred(job.model, job.seed)[0]
     except Exception:
         return None
+    return None if lazy_names(model) else model
 
 
 def features_of(model: nn.Module) -> int:

@@ -55,6 +55,7 @@ from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts
+from shoal.training.lazy_modules import whole
 from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.optimizer_step import Stepper, Updater
@@ -67,6 +68,8 @@ from shoal.training.trainer import Trainer
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
+# From so many metrics on, a run says what they cost.
+_MANY_METRICS = 3
 # What runs that have not asked for it are told.
 _ONE_COPY = (
     "the ranks share one copy of the model and the optimizer's state; to give each its own, run with --plan and a copy "
@@ -92,16 +95,30 @@ class Engine(TrainingParts):
         self.keeper.clean()  # not at a rollback, during which a checkpoint may be on its way
         return self.keeper.load(self.first_state().loss_scale)
 
-    def rehearse(self) -> None:
+    def rehearse(self) -> str | None:
         """Computes the first of an evaluation, to find what would raise in it before a step is trained for it.
 
         Not where blocks are compiled, which would be compiled for another shape first. Collective: all ranks.
+        Returns a line for people where each of several metrics runs the model again.
         """
-        if self.plan.execution.compile == "none":
-            began = time.perf_counter()
+        if self.plan.execution.compile != "none":
+            return None
+        calls: list[None] = []
+        handle = self.model.register_forward_pre_hook(lambda model, args: calls.append(None))
+        began = time.perf_counter()
+        try:
             self.evaluator.rehearse(self.model)
-            self.strategy.rest()
-            self.computer.look_seconds += time.perf_counter() - began
+        finally:
+            handle.remove()
+        self.strategy.rest()
+        self.computer.look_seconds += time.perf_counter() - began
+        count = len(calls) // max(1, len(self.job.evaluation_sets))
+        if len(self.job.metrics) < _MANY_METRICS or count <= len(self.job.metrics):
+            return None
+        return (
+            f"evaluation: the loss and each of {len(self.job.metrics)} metrics run the model again, {count} forwards "
+            "for each batch"
+        )
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
@@ -376,7 +393,8 @@ def make_model(job: Job) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
-    return model
+    with one_thread():
+        return whole(model, job)
 
 
 def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:

@@ -25,7 +25,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
 from shoal.job import Job
 from shoal.launch.host_process import MOST_APART_SECONDS
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.flat import raw_bytes, strided_parts
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
@@ -217,8 +217,9 @@ def _digest(batch: Any) -> str:
     digest = hashlib.sha256()
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            digest.update(raw_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
+            for part in strided_parts(leaf.detach()):
+                digest.update(f"{part.dtype} {list(part.shape)}".encode())
+                digest.update(raw_bytes(part.cpu()).numpy().tobytes())
         else:
             digest.update(repr(leaf).encode() if isinstance(leaf, int | float | str) else type(leaf).__name__.encode())
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.training.coupling import MIXES
+from shoal.training.coupling import MIXES, PADS, UNPADDED
 from shoal.training.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
@@ -142,6 +142,9 @@ def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
         _, _, coupled = said.partition(": ")
+        if coupled.startswith(PADS):
+            yield f"{coupled}: {UNPADDED}; where the dependence is meant: Job(fuse=False)"
+            return
         mean = "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
         if coupled.startswith(MIXES):
             if "loss function" in coupled:

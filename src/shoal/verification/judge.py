@@ -32,6 +32,11 @@ from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers
 from shoal.verification.traced_run import Traced, read_outcome
 
+# Before a gradient is called wrong, the step is computed in two more ways, of which each rounds the gradient of every
+# function by a unit in the last place: twice the largest rounding of one operation, in every element.
+ROUNDED_WAYS = 2
+ROUNDED_PHASES = ("backward", "reduction", "clipping")
+
 
 @dataclass
 class Verdict:
@@ -157,7 +162,10 @@ class _Judges:
         double = Precision(torch.float64, torch.float64, torch.float64, device)
         self._double: Reference | None = None
         if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
-            self._double = Reference(job, double, source, self._order, ranks)
+            try:
+                self._double = Reference(job, double, source, self._order, ranks)
+            except Exception as error:
+                self._no_double(error)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
     def initial_values(self, initial: StepTrace) -> Iterator[Check]:
@@ -210,12 +218,22 @@ class _Judges:
         checks, references = self._compared(before, parallel, complete=first)
         if not first and not all(check.passed for check in checks):
             checks, references = self._compared(before, parallel, complete=True)
+        failed = next((check for check in checks if not check.passed), None)
+        if failed is not None and failed.said is None and failed.phase in ROUNDED_PHASES:
+            with contextlib.suppress(Exception):  # where a model does not bear hooks, the verdict stays
+                checks, references = self._compared(before, parallel, complete=True, rounded=ROUNDED_WAYS)
         return checks, references
 
-    def _compared(self, before: StepTrace, parallel: StepTrace, complete: bool) -> tuple[list[Check], References]:
+    def _compared(
+        self, before: StepTrace, parallel: StepTrace, complete: bool, rounded: int = 0
+    ) -> tuple[list[Check], References]:
         with (complete and self._sampled) or contextlib.nullcontext():
             step = functools.partial(self._plain.step, parallel.step, before, parallel, self._computation)
             computed = [step(way) for way in self._ways(complete)]
+            computed += [
+                step(ReferenceVariant(f"rounded, {seed}", fused=seed % 2 == 0, threads=cores(), rounded=seed))
+                for seed in range(rounded)
+            ]
         if complete:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         exact = self._exact(before, parallel, computed[0]) if complete else None
@@ -248,9 +266,8 @@ class _Judges:
         try:
             way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
             found = self._double.step(parallel.step, before, facts, self._computation, way)
-        except ShoalError as error:
-            self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
-            self._double = None
+        except Exception as error:  # the plain reference has computed it: what fails is float64, and not the job
+            self._no_double(error)
             return None
         if found.trace.skipped == "nonfinite":
             note = "the float64 reference is not finite where the ways are: tolerances come from the ways alone"
@@ -266,12 +283,23 @@ class _Judges:
             return None
         return found
 
+    def _no_double(self, error: Exception) -> None:
+        """Does without float64, in which what has failed is shoal's own question and no mistake of the job's."""
+        said = error.conflict if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
+        self._notes.append(f"no float64 reference: the model does not compute in it ({said[:120]})")
+        self._double = None
+
     def _updated(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> References | None:
         """The update by the parallel run's own gradients; None where either left it out, or gradients are missing."""
         left_out = parallel.skipped or plain.trace.skipped
         if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
             return None
-        exact = Computed(self._double.update(before, parallel)) if self._double is not None else None
+        exact = None
+        if self._double is not None:
+            try:
+                exact = Computed(self._double.update(before, parallel))
+            except Exception as error:
+                self._no_double(error)
         return References([Computed(self._plain.update(before, parallel))], exact, complete=True)
 
     def _layers(self) -> float:

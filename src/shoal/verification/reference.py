@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class ReferenceVariant:
 
     order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
     plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them. halves: linear
-    layers in parts, as ranks of a tensor axis compute them.
+    layers in parts, as ranks of a tensor axis compute them. rounded: the seed of the roundings in `Rounded`.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ReferenceVariant:
     fused: bool = False
     threads: int = 1
     halves: bool = False
+    rounded: int | None = None
 
 
 @dataclass
@@ -95,7 +97,9 @@ class Reference:
         threads = torch.get_num_threads()
         torch.set_num_threads(way.threads)
         try:
-            with Halves() if way.halves else contextlib.nullcontext():
+            halves = Halves() if way.halves else contextlib.nullcontext()
+            rounded = Rounded(way.rounded) if way.rounded is not None else contextlib.nullcontext()
+            with halves, rounded:
                 self._accumulate(computer, way, found)
         finally:
             torch.set_num_threads(threads)
@@ -154,9 +158,10 @@ class Reference:
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
-                    if name in changed or not identical(buffer, start[name]):
+                    left = self._left[name]
+                    if name in changed or not identical(left, start[name]):
                         changed.add(name)
-                    buffers[name] += wide(buffer) * microbatch.num_samples
+                    buffers[name] += wide(left) * microbatch.num_samples
                     self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
@@ -178,6 +183,8 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
+            # Before the backward: where the model recomputes a forward in it, the forward changes its buffers again.
+            self._left = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
             if total.requires_grad:  # else the microbatch has no weight
                 run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
@@ -283,6 +290,35 @@ class Halves(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         return _linear(*args, **given) if func is F.linear else func(*args, **given)
+
+
+class Rounded(TorchFunctionMode):
+    """Context in which the gradient of each function's output is off by one unit in the last place, up or down.
+
+    The rounding of a gradient that comes out of a sum is proportional to the terms of the sum. Where the terms cancel,
+    as those of a bias before a batch norm, every order of the sum may give the same zero: the size of the terms shows
+    only in what becomes of the sum when the terms are rounded. Monte Carlo arithmetic (Parker, 1997) in the backward.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._signs = np.random.default_rng(seed)  # leaves numpy's own generator, and torch's, as they are
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in output if isinstance(output, tuple | list) else (output,):
+            wrapped = not isinstance(leaf, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+            if not wrapped and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._round)
+        return output
+
+    def _round(self, gradient: Tensor) -> Tensor:
+        if gradient.layout != torch.strided or gradient.is_nested:
+            return gradient
+        signs = torch.from_numpy(np.asarray(self._signs.integers(0, 2, tuple(gradient.shape)) * 2.0 - 1.0))
+        return gradient * (1.0 + torch.finfo(gradient.dtype).eps * signs).to(gradient.device, gradient.dtype)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.computation import LossComputer, MicrobatchPolicy
-from shoal.training.coupling import MIXES, meaning
+from shoal.training.coupling import MIXES, PADS, meaning
 from shoal.training.look import Look
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
@@ -131,6 +132,45 @@ def test_the_place_is_found(made: Callable[[], nn.Module], loss: Loss, where: st
 
 def test_what_collates_is_told_as_that() -> None:
     assert "collate" in found(model(), plain, padded).coupled
+
+
+def pad(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Sequences of as many numbers as the first number says, padded to the longest."""
+    rows = [torch.ones(2 + int(8 * float(row[0].abs())), 1) * row[1] for row, _ in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack([target for _, target in samples])
+
+
+class Both(nn.Module):
+    """Reads padded sequences in both directions; or masks what is padding."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.rnn, self.head, self.masks = nn.GRU(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, 1), masks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.masks:
+            lengths = (x[..., 0] != 0).sum(1)
+            x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out: Tensor = self.head(self.rnn(x)[1].transpose(0, 1).flatten(1))
+        return out
+
+
+def test_padding_is_told_by_the_longest_sample() -> None:
+    torch.manual_seed(0)
+    computation = found(Both(masks=False), plain, pad)
+    assert not computation.fuse
+    said = re.fullmatch(
+        rf"{PADS}: in grain \d it is sample (\d+), by which .* has length (\d+); .*", computation.coupled
+    )
+    assert said is not None, computation.coupled
+    assert 2 + int(8 * float(X[int(said[1]), 0].abs())) == int(said[2])
+    assert "pack_padded_sequence" in meaning(computation.coupled, 4, 4)
+
+
+def test_padding_that_is_masked_shares_a_forward() -> None:
+    torch.manual_seed(0)
+    computation = found(Both(masks=True), plain, pad)
+    assert (computation.fuse, computation.coupled) == (True, "")
 
 
 @pytest.mark.parametrize(

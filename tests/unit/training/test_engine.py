@@ -233,3 +233,20 @@ def test_an_evaluation_reads_a_data_loader_of_any_batch_size() -> None:
     assert outcome.eval_samples == 20
     _, outcome = trained(job(eval_data=DataLoader(Stream(), 3)))
     assert outcome.eval_samples == 20
+
+
+def test_several_metrics_that_run_the_model_again_are_said() -> None:
+    mse = job().loss
+    few, many, cheap = (
+        engine(job(eval_data=ROWS, metrics=metrics))
+        for metrics in (
+            dict.fromkeys("ab", mse),
+            dict.fromkeys("abc", mse),
+            dict.fromkeys("abc", lambda model, batch: (batch[1].sum(), len(batch[1]))),
+        )
+    )
+    assert few.rehearse() is None
+    said = many.rehearse()
+    assert said is not None
+    assert "4 forwards" in said
+    assert cheap.rehearse() is None

@@ -12,6 +12,8 @@ from shoal.data.opened import training_data
 from shoal.data.source import MapSource, small_batch
 from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Job
+from shoal.numerics.flat import is_strided
+from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
 from shoal.planner.profile.engine_pairs import outlined
@@ -19,6 +21,7 @@ from shoal.planner.profile.profiles import Tensors, is_small, profile
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan
 from shoal.training.default_grains import with_grains
+from shoal.training.lazy_modules import lazy_names, whole
 
 
 def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", tensor: Tensors | None = None) -> Profile:
@@ -56,10 +59,14 @@ def _profile(job: Job, plan: Plan, device: str, tensor: Tensors | None) -> Profi
             optimizer=job.optimizer,
         )
 
+    sketch = outlined(job.model)
+    if lazy_names(sketch):  # whose shapes a forward gives
+        with generators_kept():
+            return made(whole(job.model(), with_grains(job)))
     try:
         return made(job.model)
     except Exception as error:
-        if not is_small(outlined(job.model)):
+        if not is_small(sketch):
             raise  # its random numbers alone would take minutes
         try:
             model, _ = deferred(job.model, job.seed)  # constructors that compute with values
@@ -84,7 +91,7 @@ class Batches:
     def __call__(self, samples: int) -> Any:
         """`samples` samples."""
         tensors = tensors_in(self._one)
-        if tensors and all(t.ndim and t.shape[0] == self._rows for t in tensors):
+        if tensors and all(is_strided(t) and t.ndim and t.shape[0] == self._rows for t in tensors):
             rows = torch.arange(samples) % self._rows
             return replace_leaves(self._one, Tensor, lambda leaf: leaf[rows])
         return self._fetch(samples)

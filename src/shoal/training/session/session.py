@@ -34,6 +34,7 @@ from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
+from shoal.training.lazy_modules import lazy_names
 from shoal.training.preflight import refuse_differences
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
@@ -196,6 +197,13 @@ class Session:
                 given="session.prepare() after session.steps()",
                 conflict="what is trained is divided among the ranks before the first step",
                 remedy="prepare everything first; freeze what comes later with requires_grad, or add a param group",
+            )
+        lazy = next(filter(None, map(lazy_names, objects)), None)
+        if lazy:
+            raise JobError(
+                given=f"a model with lazy modules: {', '.join(lazy[:8])}",
+                conflict="they have no shape yet, and an optimizer made of them steps nothing",
+                remedy="call the model once with a small batch, then make the optimizer and call prepare()",
             )
         taken, models = self._prepared.take(objects)
         for model in models:

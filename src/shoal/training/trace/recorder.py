@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.loader import Microbatch
+from shoal.numerics.flat import is_strided
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, whole_tensors
 from shoal.training.forward_backward import Observer
@@ -78,7 +79,7 @@ class ForwardRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
                 # What is not divided by samples cannot be compared a grain at a time.
-                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or _is_blank(leaf):
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.size(0) != sum(rows) or _is_blank(leaf):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
@@ -92,7 +93,7 @@ class ForwardRecorder:
 
 def _is_blank(leaf: Tensor) -> bool:
     """Whether it stands for what another stage has: NaN everywhere, of one number in memory."""
-    return leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
+    return is_strided(leaf) and leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
 
 
 class OwnGradients:
@@ -100,19 +101,42 @@ class OwnGradients:
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         self.sums: dict[str, Tensor] = {}
-        self._handles = [parameter.register_hook(self._hook(name)) for name, parameter in parameters]
+        self._before: dict[str, Tensor | None] = {}  # of the parameters with hooks of the job: what `.grad` lacks
+        self._handles = []
+        for name, parameter in parameters:
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            engine = {key: hook for key, hook in hooks.items() if _is_of_shoal(hook)}
+            changes = len(engine) < len(hooks)  # the job's hooks change what was accumulated
+            self._handles.append(parameter.register_hook(self._hook(name, parameter, changes)))
+            if changes:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+                for key, hook in engine.items():  # torch calls them in their order: the engine's after this one
+                    del hooks[key]
+                    hooks[key] = hook
 
     def clear(self) -> None:
         """Starts a step."""
         self.sums = {}
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, name: str, parameter: nn.Parameter, changes: bool) -> Any:
         def hook(gradient: Tensor) -> None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                wide = dense.to(torch.promote_types(dense.dtype, torch.float32))
+                if changes:
+                    if parameter.grad is None:
+                        self._before[name] = self.sums.get(name)
+                    return
+                wide = _widened(gradient)
                 held = self.sums.get(name)
                 self.sums[name] = wide.clone() if held is None else held.add_(wide)
+
+        return hook
+
+    def _accumulated(self, name: str) -> Any:
+        def hook(parameter: Tensor) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                if parameter.grad is not None:
+                    before, wide = self._before[name], _widened(parameter.grad)
+                    self.sums[name] = wide.clone() if before is None else before + wide
 
         return hook
 
@@ -120,6 +144,16 @@ class OwnGradients:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+def _widened(gradient: Tensor) -> Tensor:
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.to(torch.promote_types(dense.dtype, torch.float32))
+
+
+def _is_of_shoal(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    return getattr(function, "__module__", "").startswith("shoal.")
 
 
 class TraceRecorder(Observer):

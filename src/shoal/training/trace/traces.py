@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state import load_model, load_optimizer
 from shoal.data.loader import Microbatch
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.flat import raw_bytes, row_runs
 from shoal.numerics.precision import numbers
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
     The subsets tell apart what only changes places. Means, so that rounding errors of many elements cancel.
     """
     found = []
-    for part in tensor.detach().split(rows):
+    for part in row_runs(tensor, rows):
         flat = numbers(part).reshape(-1)
         if not len(flat):
             found.append([0.0] * 4)
