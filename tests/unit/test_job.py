@@ -78,6 +78,7 @@ def test_right_fields_are_kept() -> None:
         "seed": 2**70,
         "shuffle": True,
         "on_nonfinite": "stop",
+        "buffers": {},
     }
 
 

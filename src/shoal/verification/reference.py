@@ -24,7 +24,9 @@ from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.process_setup import step_optimizer
+from shoal.errors import ShoalError
 from shoal.job import Job, Progress
+from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
 from shoal.parallel.backward import run_backward
@@ -67,6 +69,7 @@ class Computed:
     trace: StepTrace
     contributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     parts: dict[tuple[int, tuple[int, ...]], dict[str, Tensor]] = field(default_factory=dict)  # by rank and grains
+    whole_batch: frozenset[str] = frozenset()  # buffers with the value that one forward of the whole batch leaves
     magnitudes: dict[str, float] = field(default_factory=dict)  # sum over microbatches of the norms of their gradients
 
 
@@ -141,6 +144,7 @@ class Reference:
         size = sum(p.numel() for p in self._parameters) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             part = self._compute(computer, microbatch, rank, trace)
+            left = self._left
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
@@ -154,14 +158,51 @@ class Reference:
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
-                    if name in changed or not identical(buffer, start[name]):
+                    if name in changed or not identical(left[name], start[name]):
                         changed.add(name)
-                    buffers[name] += wide(buffer) * microbatch.num_samples
+                    buffers[name] += wide(left[name]) * microbatch.num_samples
                     self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
         trace.forward = dict(self._forward.found)
-        self._sums, self._buffer_means = sums, {n: buffers[n] / max(1, samples) for n in changed}
+        self._sums, self._buffer_values = sums, {n: buffers[n] / max(1, samples) for n in changed}
+        whole = self._of_whole_batch(computer, trace.step, start)
+        self._buffer_values |= whole
+        found.whole_batch = frozenset(whole)
+
+    def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What one forward of the whole batch leaves in the buffers that are not means over grains by what they are.
+
+        Nor are those that the model's mixing of samples makes means over grains.
+        """
+        computation, defined = computer.computation, defined_rules(self.model)
+        rules = {name: rule for name, rule in computation.rules if name not in defined}
+        if computation.randomness == "opaque" or not computation.fuse:
+            rules = {name: rule for name, rule in rules.items() if rule != "mean"}
+        if not rules:
+            return {}
+        loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
+        loader.seek(step, self._order.num_grains)
+        found: dict[str, Tensor] = {}
+        for microbatch in loader.step(step).microbatches:
+            with computer.scope(microbatch):
+                try:
+                    with torch.no_grad():
+                        computer.loss(self._precision.inputs(microbatch.batch))
+                except ShoalError:  # a loss that differentiates within
+                    self._put_all_back(start)
+                    computer.loss(self._precision.inputs(microbatch.read(microbatch.grains, microbatch.ids).batch))
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in rules:
+                    found[name] = buffer.clone()
+        self._put_all_back(start)
+        return found
+
+    def _put_all_back(self, start: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                self._put_back(name, buffer, start[name])
 
     def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
         """A buffer as it was, also where a forward has put one of another dtype in its place."""
@@ -178,6 +219,8 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
+            # Before the backward, which computes forwards again where activations were not kept.
+            self._left = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
             run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
@@ -206,9 +249,10 @@ class Reference:
             self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
-                    value = self._buffer_means.get(name)
+                    value = self._buffer_values.get(name)
                     if value is not None:
-                        buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
+                        whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
+                        buffer.copy_(value.round() if whole else value)
         self._capture(trace)
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
