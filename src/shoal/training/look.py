@@ -97,7 +97,7 @@ class Look:
         computer, device = self._computer, self._computer.precision.device
         ways = [] if computer.divided else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
         ways += [] if computer.cut else [(computer.precision.wide(), COARSE)]
-        with self._watching() as kept:
+        with self._watching() as kept, self._without_gradients():
             for precision, rounding in ways:
                 # Suppressed for a model that computes in its own dtype only, or one that raises in any.
                 with (
@@ -143,6 +143,15 @@ class Look:
                 rules[name] = explaining(own, rounding)
                 ordered += [name] if is_in_order(own[0]) else []
         return BufferLook(rules, tuple(ordered), fuse is False, fuse is not None)
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """A context whose forwards keep no activations, but where a loss differentiates: several grains have to fit."""
+        differentiates, self._differentiates = self._differentiates, False
+        try:
+            yield
+        finally:
+            self._differentiates = differentiates
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[NoTrace]:

@@ -136,7 +136,8 @@ class Reference:
         """Forward and backward of every microbatch; each starts from the buffers before the step."""
         trace = found.trace
         self._forward.clear()
-        start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        self._written = set(computer.computation.buffers)
+        start = {name: b.detach().clone() for name, b in self._changing()}
         sums: dict[str, Tensor] = {}
         buffers = {name: torch.zeros_like(wide(b)) for name, b in start.items()}
         changed: set[str] = set()
@@ -157,7 +158,7 @@ class Reference:
                     found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
+                for name, buffer in self._changing():
                     if name in changed or not identical(left[name], start[name]):
                         changed.add(name)
                     buffers[name] += wide(left[name]) * microbatch.num_samples
@@ -193,15 +194,20 @@ class Reference:
                     self._put_all_back(start)
                     computer.loss(self._precision.inputs(microbatch.read(microbatch.grains, microbatch.ids).batch))
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in self._changing():
                 if name in rules:
                     found[name] = buffer.clone()
         self._put_all_back(start)
         return found
 
+    def _changing(self) -> list[tuple[str, Tensor]]:
+        """Buffers, and the parameters without gradient that a forward writes."""
+        parameters = ((name, p) for name, p in self.model.named_parameters() if name in self._written)
+        return [*self.model.named_buffers(), *parameters]
+
     def _put_all_back(self, start: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in self._changing():
                 self._put_back(name, buffer, start[name])
 
     def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
@@ -220,7 +226,7 @@ class Reference:
             total, weight = computer.loss(batch)
             self._forward.end()
             # Before the backward, which computes forwards again where activations were not kept.
-            self._left = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
             run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
@@ -248,7 +254,7 @@ class Reference:
             most = job.clip_value if job.clip_value is not None else math.inf
             self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
             with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
+                for name, buffer in self._changing():
                     value = self._buffer_values.get(name)
                     if value is not None:
                         whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
