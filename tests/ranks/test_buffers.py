@@ -29,7 +29,10 @@ def test_every_rule_gives_the_value_of_whole_batches(tmp_path: Path) -> None:
                 torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6, msg=name)
             else:
                 assert torch.equal(own, value), (name, own, value)
-        assert "buffers: max of flag, largest, longest; min of smallest; sum of load, samples" in ended.stdout
+        said = (
+            "max of flag, largest, longest; min of smallest; same of calls; sum of load, samples; total of batch_load"
+        )
+        assert f"buffers: last of coarse, last; {said}\n" in ended.stdout
     assert ends[1].result["weights_sha256"] == ends[2].result["weights_sha256"]
     rules = ends[0].result["computation"]["rules"]
     assert {rules[name] for name in ("last", "coarse")} == {"last"}

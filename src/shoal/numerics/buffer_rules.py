@@ -199,7 +199,7 @@ def in_words(rules: Mapping[str, str]) -> str:
     by_rule: dict[str, dict[str, None]] = {}
     for name, rule in sorted(rules.items()):
         by_rule.setdefault(rule, {})[".".join("*" if part.isdigit() else part for part in name.split("."))] = None
-    return "; ".join(f"{rule} of {', '.join(names)}" for rule, names in by_rule.items())
+    return "; ".join(f"{rule} of {', '.join(names)}" for rule, names in sorted(by_rule.items()))
 
 
 def without_rule(name: str) -> JobError:

@@ -144,4 +144,4 @@ def test_declared_names() -> None:
 
 
 def test_rules_in_words() -> None:
-    assert in_words({"b.0.load": "sum", "b.1.load": "sum", "calls": "same"}) == "sum of b.*.load; same of calls"
+    assert in_words({"b.0.load": "sum", "b.1.load": "sum", "calls": "same"}) == "same of calls; sum of b.*.load"
