@@ -254,7 +254,7 @@ class StepBuffers:
         _copy([(self._now(name), value) for name, value in values.items()])
 
     def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:
-        """What a microbatch contributes, flat float64 [num_values]: of so many samples, the last one of that grain.
+        """Contribution of a microbatch, flat float64 [num_values]: of so many samples, the last one of that grain.
 
         `again`: of a later stage on this rank, the others' buffers were counted with the first. Mutates the slots.
         Raises: JobError where a forward has given a buffer another shape.
@@ -279,7 +279,7 @@ class StepBuffers:
         return torch.cat(parts)
 
     def zeros(self) -> Tensor:
-        """What a microbatch of weight zero contributes."""
+        """Contribution of a microbatch of weight zero."""
         return torch.zeros(self.num_values, dtype=torch.float64, device=self._device)
 
     def _flat(self, block: _Block, of: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -294,7 +294,7 @@ class StepBuffers:
         return torch.cat(parts)
 
     def _slotted(self, block: _Block, step: int, grain: int, again: bool) -> Tensor:
-        """What a microbatch changes in this rank's slot: keys of the buffers, and their values as words."""
+        """Changes that a microbatch makes in this rank's slot: keys of the buffers, and their values as words."""
         count, found = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self._device)
         held_keys, held = self._taken.get(block, ([0] * count, self._flat(block, {})))
         is_one = block.rule in ("last", "same")

@@ -1,4 +1,4 @@
-"""Rules of buffers: which value a step gives a buffer that several microbatches have changed.
+"""Rules of buffers: the value that a step gives a buffer which several microbatches have changed.
 
 A rule gives the value that one forward of the whole batch leaves. `explaining` finds it from forwards of some grains.
 """

@@ -183,7 +183,7 @@ class ForwardBackward:
             parts.buffers.restore()
 
     def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
-        """What this microbatch's forward has left in the buffers, as a step's sums have it. Raises: RedoError.
+        """Terms of a step's sums from what this microbatch's forward has left in the buffers. Raises: RedoError.
 
         `again`: of a later stage on this rank.
         """
