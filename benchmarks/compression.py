@@ -137,7 +137,7 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
             outcome = engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
             found = MicrobatchPolicy.from_json(outcome.state.computation or {})
-            shares = Shares(made.grains, engine.order.grains(1), found.effective_grains, found.buffers)
+            shares = Shares(made.grains, engine.order.grains(1), found.effective_grains, engine.buffers.num_values)
             step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
             if mesh.rank:
                 return

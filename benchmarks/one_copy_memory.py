@@ -54,7 +54,10 @@ def held(made: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
         grown = share_of_pages() - before
         dist.barrier()
         shares = Shares(
-            engine.job.num_grains, engine.order.grains(meter.step or 0), found.effective_grains, found.buffers
+            engine.job.num_grains,
+            engine.order.grains(meter.step or 0),
+            found.effective_grains,
+            engine.buffers.num_values,
         )
         step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
         footprint = predicted(plan, step, mesh.rank)["memory"]

@@ -125,7 +125,9 @@ def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
         meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         found = train(engine)
         training = resident()["peak"] - before
-        shares = Shares(job.grains, engine.order.grains(meter.step or 0), found.effective_grains, found.buffers)
+        shares = Shares(
+            job.grains, engine.order.grains(meter.step or 0), found.effective_grains, engine.buffers.num_values
+        )
         step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
         own = meter.to_json()
         assert own is not None

@@ -34,6 +34,15 @@ class Samples:
 
 Length = Epochs | Steps | Samples
 
+# What a step makes of the values that its microbatches leave in a buffer: docs/exactness.md.
+BUFFER_RULES = ("mean", "sum", "total", "min", "max", "last", "same")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name is one that the pattern names, in which * stands for one part."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(one in ("*", part) for one, part in zip(wanted, parts, strict=True))
+
 
 class Progress(float):
     """Fraction of the training that is done, in [0, 1]: a float that also knows its step.
@@ -105,6 +114,10 @@ class Job:
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
         on without the bad step, or stop.
     fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
+    buffers: name -> rule of buffers that a forward changes, where the rule that the first batch shows is not the one:
+        {"head.load": "sum"}. Names as `named_buffers()` gives them, * for one part. mean: of the microbatches' values,
+        weighted by samples. sum: of what each microbatch adds. total: of their values. min, max: of their values.
+        last: the value of the last samples. same: every microbatch leaves the same value.
     watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
         kept as checkpoints/best.
     callbacks: hooks into a run, each a shoal.Callback; every process makes its own by loading the job file.
@@ -132,6 +145,7 @@ class Job:
     shuffle: bool | None = None
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
     fuse: bool = True
+    buffers: Mapping[str, str] = field(default_factory=dict)
     watch: str | None = None
     callbacks: Sequence[Any] = ()
     predict: Callable[[Any, Any], Any] | None = None
@@ -237,6 +251,7 @@ class Job:
             "shuffle": self.shuffle is not False,
             "on_nonfinite": self.on_nonfinite,
             "allow_state": sorted(self.allow_state),
+            "buffers": dict(self.buffers),
         }
 
 
@@ -363,6 +378,13 @@ def _others(job: Job) -> Iterator[Mistake]:
         yield f"watch={job.watch!r:.60}", f"watch names {wanted}", f'write watch="{meant}", say'
     if "" in job.evaluation_sets and job.evaluation_sets[""] is not job.eval_data:
         yield "eval_data={'': ...}", "evaluation sets have names", 'write eval_data={"clean": ..., "noisy": ...}'
+    if not isinstance(job.buffers, Mapping):
+        yield f"buffers={job.buffers!r:.60}", "rules belong to names of buffers", 'write {"head.load": "sum"}, say'
+    else:
+        for name, rule in job.buffers.items():
+            if not isinstance(name, str) or rule not in BUFFER_RULES:
+                rules = ", ".join(BUFFER_RULES)
+                yield f"buffers[{name!r}]={rule!r:.40}", f"the rules are {rules}", f'write {{"{name}": "sum"}}, say'
     for name in ("shuffle", "fuse"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):

@@ -205,9 +205,10 @@ class Frozen(nn.Module):
 
 
 class Shared(nn.Module):
-    """One layer used twice, parameters of one element, and a buffer that counts."""
+    """One layer used twice, parameters of one element, and buffers of several rules."""
 
     steps: Tensor
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,10 +219,14 @@ class Shared(nn.Module):
         self.last = nn.Linear(6, 3)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.tensor(2**60))
+        self.register_buffer("largest", torch.full((6,), -1e9))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.steps += 1
+            self.seen += len(x)
+            self.largest = torch.maximum(self.largest, x.detach().amax(0))
             self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
         out: Tensor = self.last(torch.tanh(self.again(torch.tanh(self.inner(x)))) * self.scale + self.shift)
         return out

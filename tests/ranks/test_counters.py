@@ -130,7 +130,7 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
                 found = MicrobatchPolicy.from_json(outcome.state.computation or {})
                 grains = engine.order.grains(meter.step or 0)
-                shares = Shares(engine.job.num_grains, grains, found.effective_grains, found.buffers)
+                shares = Shares(engine.job.num_grains, grains, found.effective_grains, engine.buffers.num_values)
                 step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
                 told = {"measured": meter.to_json(), "predicted": predicted(plan, step, mesh.rank)}
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))

@@ -54,6 +54,19 @@ class Warmed(Noting):
         return found
 
 
+class Loaded(Noting):
+    """The perceptron with a buffer that counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(inputs)  # type: ignore[operator]
+        return super().forward(inputs)
+
+
 class Images(nn.Module):
     """A convolution that notes how its input lies in memory."""
 
@@ -166,6 +179,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "skip": {"train_data": poisoned, "on_nonfinite": "skip"},
     "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
     "fuse": {"fuse": False},
+    "buffers": {"model": Loaded, "buffers": {"se*n": "max"}},
+    "buffers: declared": {"model": Loaded, "buffers": {"seen": "max"}},
     "state": {"model": Warmed},
     "allow_state": {"model": Warmed, "allow_state": ("calls",)},
     "allow_state of nothing": {"allow_state": ("first.*.calls",)},
@@ -268,6 +283,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "exact": {"exact": True},
     "precision": {"precision": "bf16"},
     "allow_state": {"allow_state": ("calls",)},
+    "buffers": {"buffers": {"seen": "sum"}},
     "plan": {"plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
     "plan without effect": {"plan": shoal.Plan().with_sections(pipeline={"schedule": "gpipe"})},
     "plan with servers": {"plan": shoal.Plan().with_sections(server={"mode": "synchronous"})},
@@ -284,6 +300,7 @@ def loop(name: str) -> None:
     data = poisoned() if poison == "poisoned" else tiny.vectors(64)
     with shoal.Session(**({"global_batch": 16} | LOOPS[changes])) as session:
         model = Warmed() if changes == "allow_state" or poison == "state" else Noting()
+        model = Loaded() if changes == "buffers" or poison == "buffer" else model
         model, _ = session.prepare(model, tiny.sgd(model.parameters()))
         losses, rates = [], []
         for step in session.steps(TensorDataset(*data), shoal.Steps(4)):

@@ -103,6 +103,8 @@ JOB: Table = {
     ),
     "callbacks: no object": Refuses(changed("callbacks: no object"), "a callback is an object with hooks"),
     "callbacks: nothing to evaluate": Says(changed("callbacks: of nothing"), "EarlyStopping has no effect", NO_DATA),
+    "buffers": Acts(changed("buffers: declared"), PLAIN, lambda e: e.result["computation"]["rules"], {"seen": "max"}),
+    "buffers: of nothing": Refuses(changed("buffers"), "the model has no such buffer; its buffers are seen"),
     "allow_state": Acts(changed("allow_state"), PLAIN, lambda e: e.result["computation"]["kept_state"], ["calls"]),
     "allow_state: state": Refuses(changed("state"), "state that a forward leaves in calls"),
     "allow_state: of nothing": Refuses(changed("allow_state of nothing"), "no attribute of a module"),
@@ -156,6 +158,8 @@ SESSION: Table = {
     "fuse: with grains_per_microbatch": Says(
         loop("fuse, plan"), "batch.grains_per_microbatch = 2: no effect, since fuse=False", loop("fuse")
     ),
+    "buffers": Acts(loop("buffers"), OWN, weights),
+    "buffers: without": Refuses(loop("; buffer"), "buffer seen, which a forward changes, in a Session"),
     "allow_state": Acts(loop("allow_state"), OWN, steps),
     "allow_state: state": Refuses(loop("; state"), "state that a forward leaves in calls"),
     "skip_nonfinite": Acts(

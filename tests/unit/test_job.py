@@ -58,6 +58,7 @@ def test_every_mistake_is_told_at_once() -> None:
         *[("length", v) for v in (Epochs(math.inf), Steps(True), Epochs("3"))],
         *[("metrics", v) for v in ([print], {"loss": print}, None)],
         *[("shuffle", v) for v in (0, "no")],
+        *[("buffers", v) for v in (("load",), {"load": "average"}, {3: "sum"})],
     ],
 )
 def test_a_wrong_field_is_refused(name: str, value: Any) -> None:
@@ -78,6 +79,8 @@ def test_right_fields_are_kept() -> None:
         "seed": 2**70,
         "shuffle": True,
         "on_nonfinite": "stop",
+        "allow_state": [],
+        "buffers": {},
     }
 
 

@@ -185,8 +185,11 @@ class Loader(ABC):
         """Read the first two grains of `step` twice. Raises: DataError for a sample that is not the same again."""
 
     @abstractmethod
-    def first_grains(self, step: int) -> Microbatch | None:
-        """The first two grains of `step`, or its one; of a stream those that this rank has, None for none."""
+    def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
+        """So many grains of `step` in one microbatch, the first as far as this rank can read them; None without any.
+
+        Of a map-style dataset they are the same on all ranks. Raises: DataError.
+        """
 
     def commit(self) -> None:  # noqa: B027 - what a loader without a state has to do
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
@@ -308,8 +311,8 @@ class MapLoader(Loader):
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
 
-    def first_grains(self, step: int) -> Microbatch | None:
-        grains = self._order.grains(step)[:2]
+    def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
+        grains = self._order.grains(step)[:count]
         return self._read(step, tuple(grains), tuple(self._order.ids(step, grains))) if grains else None
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:

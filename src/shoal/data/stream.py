@@ -82,6 +82,7 @@ class StreamLoader(Loader):
         opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in held}  # type: ignore[attr-defined]
         self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
         self._pending: list[_Held] | None = None
+        self._first: list[_Held] = []  # of the pending step as many grains as are at hand, of whatever rank
         self._state = self._read_state()
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -105,8 +106,8 @@ class StreamLoader(Loader):
         """None to be had. Raises: JobError."""
         raise no_lockstep()
 
-    def first_grains(self, step: int) -> Microbatch | None:
-        return self._microbatch(step, self._pending[:2]) if self._pending else None
+    def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
+        return self._microbatch(step, self._first[:count]) if self._pending is not None and self._first else None
 
     def commit(self) -> None:
         self._pending, self._state = None, self._read_state()
@@ -146,16 +147,18 @@ class StreamLoader(Loader):
                 ordinals = np.arange(first, first + len(samples), dtype=np.int64)
                 ids = ordinals * self._order.num_grains + grain.index
                 found.append((Grain(grain.index, grain.start, len(samples)), ids, samples))
+        self._first = found
         return found
 
     def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
         first = self._readers[0].count
         samples = self._read(step, 0, sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
-        mine = share(present, self._place.rank, self._place.num_ranks)
-        return [
-            (g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size]) for g in mine
+        self._first = [
+            (g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size])
+            for g in present
         ]
+        return share(self._first, self._place.rank, self._place.num_ranks)
 
     def _microbatches(self, step: int, found: list[_Held]) -> Iterator[Microbatch]:
         for run in microbatches([grain for grain, _, _ in found], self._per_microbatch):

@@ -1,12 +1,17 @@
 """Buffers that the forward changes (batch statistics, counters): one update a step, the same on any layout.
 
-Every microbatch starts from the step's buffers; the new value is the mean of what the microbatches made of them,
-weighted by samples. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
+Every microbatch starts from the step's buffers; the rule of a buffer makes the new value of what the microbatches leave
+in it. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
+
+All that microbatches contribute is added up in one vector. A mean's terms are values times samples; the increments of
+whole numbers are digits, whose sums are exact in float32 too. A value that is one microbatch's travels as 16-bit words
+in a slot that only this rank writes: what is in the slot is the sum of what each microbatch has changed in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import JobError
+from shoal.numerics.buffer_rules import TAKEN, declared_rules, defined_rules
 from shoal.numerics.flat import views_of
 from shoal.numerics.precision import numbers
 
@@ -75,11 +81,59 @@ def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any], running: Map
     return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
 
 
-class StepBuffers:
-    """The changing buffers of a model; ranks agree on `names`, so that their vectors match."""
+# Increments of whole numbers as digits of this base, the highest not limited: see parallel.data.replicated.to_limbs.
+_BASE, _NUM_DIGITS = 4096, 4
 
-    def __init__(self, model: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> None:
-        """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one."""
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Buffers of one rule and dtype, which lie one after the other in the vector.
+
+    `lengths`: elements of each. `index`: int64, of each element the buffer's place among `names`.
+    """
+
+    rule: str
+    dtype: torch.dtype
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    slots: int
+    index: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.dtype.is_floating_point or self.dtype.is_complex)
+
+    @property
+    def width(self) -> int:
+        """Numbers of an element."""
+        if self.rule in TAKEN:
+            return max(1, self.dtype.itemsize // 2)
+        return _NUM_DIGITS if self.is_whole and self.rule != "mean" else 1 + self.dtype.is_complex
+
+    @property
+    def size(self) -> int:
+        """Numbers in all: of each slot a key for each buffer, and the values."""
+        values = sum(self.lengths) * self.width
+        return self.slots * (len(self.names) + values) if self.rule in TAKEN else values
+
+
+class StepBuffers:
+    """The changing buffers of a model; ranks agree on `names` and `rules`, so that their vectors match."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        counts: Callable[[str], bool] = lambda name: True,
+        *,
+        declared: Mapping[str, str] | None = None,
+        slots: int = 1,
+        last_grain: Callable[[int], int] | None = None,
+    ) -> None:
+        """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one.
+
+        `declared`: rules of a job, by patterns of names. `slots`: ranks with different grains. `last_grain`: the last
+        one of a step, where that is known before it is read. Raises: JobError where a pattern matches no buffer.
+        """
         self.names: tuple[str, ...] = ()
         self._counts = counts
         # Parameters without gradient, such as a teacher that the forward averages, are watched once they are named.
@@ -98,12 +152,19 @@ class StepBuffers:
         # A stage of a pipeline may hold no parameter.
         held = (p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta)
         self._device = next(held, torch.device("cpu"))
+        self.declared = declared_rules(declared or {}, self._homes)
+        self._defined = {name: rule for name, rule in defined_rules(model).items() if name in self._homes}
+        self._slots, self._slot, self._last_grain = slots, 0, last_grain
+        self._blocks: list[_Block] = []
+        # By block of which the value is one microbatch's: keys and values in this rank's slot.
+        self._taken: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
         # Buffers that are not known to change: what they go back to where a forward begins to change them after all.
         self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._shapes = {name: self._now(name).shape for name in self._homes}  # the same on all ranks
+        self._kinds = {name: self._now(name).dtype for name in self._homes}
         self.is_empty = not self._homes  # the model has none
         self.nothing = torch.zeros(0, dtype=torch.float64, device=self._device)  # values of none
 
@@ -113,21 +174,36 @@ class StepBuffers:
         assert value is not None, f"buffer {name} was removed"
         return value
 
-    def watch(self, names: Iterable[str] | None = None) -> None:
-        """Sets the names of the buffers that change; all of them where None."""
+    def watch(self, names: Iterable[str] | None = None, rules: Mapping[str, str] | None = None) -> None:
+        """Sets the names of the buffers that change, all of them where None, and rules that were found."""
         for name in self._frozen.keys() & set(names or ()) - self._homes.keys():
             self._homes[name] = self._frozen[name]
-            self._shapes[name] = self._now(name).shape
+            self._shapes[name], self._kinds[name] = self._now(name).shape, self._now(name).dtype
         self.is_empty = not self._homes
         self.names = tuple(sorted(self._homes if names is None else names))
+        of = {name: self.settled(name) or (rules or {}).get(name, "mean") for name in self.names}
+        groups: dict[tuple[str, torch.dtype], list[str]] = {}
+        for name in self.names:
+            groups.setdefault((of[name], self._kinds[name]), []).append(name)
+        self._taken, self._blocks = {}, []
+        for (rule, kind), own in groups.items():
+            one_slot = rule in ("last", "same") and self._last_grain is not None
+            lengths = tuple(self._shapes[name].numel() for name in own)
+            index = torch.repeat_interleave(torch.tensor(lengths)).to(self._device)
+            self._blocks.append(_Block(rule, kind, tuple(own), lengths, 1 if one_slot else self._slots, index))
+
+    def settled(self, name: str) -> str | None:
+        """The rule of a buffer where it is declared, or known by what the buffer is."""
+        return self.declared.get(name) or self._defined.get(name)
+
+    def move(self, slot: int) -> None:
+        """Sets the slot that this rank writes: its number among the ranks with different grains."""
+        self._slot = slot
 
     @property
     def num_values(self) -> int:
-        """Numbers in all of them: a complex one is two."""
-        return sum(map(self._length, self.names)) if self.names else 0
-
-    def _length(self, name: str) -> int:
-        return self._shapes[name].numel() * (1 + self._now(name).is_complex())
+        """Numbers that a microbatch contributes."""
+        return sum(block.size for block in self._blocks) if self.names else 0
 
     def begin(self) -> None:
         """Keeps the step's values."""
@@ -141,7 +217,7 @@ class StepBuffers:
             value, mark = self._now(name), self._version(name)
             if not value.is_meta and (name not in self._still or self._still[name][0] != mark):
                 self._still[name] = mark, value.detach().clone()
-        self._changed = set()
+        self._changed, self._taken = set(), {}
         self._mark()
 
     def _mark(self) -> None:
@@ -151,15 +227,36 @@ class StepBuffers:
         value = self._now(name)
         return id(value), value._version
 
+    def _is_written(self, name: str) -> bool:
+        return self._version(name) != self._versions.get(name)
+
     def changed(self) -> set[str]:
         """The buffers that a forward wrote or replaced since `begin`."""
         if not self._homes:
             return set()
         return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
 
-    def weighted(self, num_samples: int) -> Tensor:
-        """Current values times the samples of their microbatches, flat float64 [num_values].
+    def moved(self, *, every: bool = False) -> set[str]:
+        """Buffers that are not known to change and have another value since `begin`; the device is waited for.
 
+        `every`: those too that no operation is known to have written, as torch's own batch_norm writes them.
+        """
+        written = (set(self._homes) if every else self.changed()).difference(self.names)
+        return {name for name in written if name in self._still and not _same(self._now(name), self._still[name][1])}
+
+    def values(self) -> dict[str, Tensor]:
+        """Copies of all that are on this rank."""
+        held = {name: self._now(name).detach() for name in self._homes}
+        return {name: value.clone() for name, value in held.items() if not value.is_meta}
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Sets values of `values()`."""
+        _copy([(self._now(name), value) for name, value in values.items()])
+
+    def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:
+        """Contribution of a microbatch, flat float64 [num_values]: of so many samples, the last one of that grain.
+
+        `again`: of a later stage on this rank, the others' buffers were counted with the first. Mutates the slots.
         Raises: JobError where a forward has given a buffer another shape.
         """
         if not self.names:
@@ -167,15 +264,66 @@ class StepBuffers:
         for name in self.names:
             if self._now(name).shape != self._shapes[name]:
                 raise _reshaped(name, self._shapes[name], self._now(name).shape)
-        held = {name: self._now(name).detach() for name in self.names}
-        own = {name: value for name, value in held.items() if not value.is_meta and self._counts(name)}
-        found: dict[str, Tensor] = {}
-        for names in _by_kind(own.items()):
-            flat = numbers(torch.cat([own[name].flatten() for name in names])).flatten()
-            found |= dict(zip(names, flat.split([self._length(name) for name in names]), strict=True))
-        for name in held.keys() - own.keys():  # other ranks hold it, or count it
-            found[name] = torch.zeros(self._length(name), dtype=torch.float64, device=self._device)
-        return torch.cat([found[name] for name in self.names]) * num_samples
+        parts = []
+        for block in self._blocks:
+            if block.rule in TAKEN:
+                parts.append(self._slotted(block, step, grain, again))
+                continue
+            is_exact = block.is_whole and block.rule != "mean"
+            wide = Tensor.long if is_exact else numbers
+            found = wide(self._flat(block))
+            if block.rule == "sum" or again:
+                found = found - wide(self._flat(block, self._saved))
+            found = _digits(found) if is_exact else found.flatten()
+            parts.append(found * num_samples if block.rule == "mean" else found)
+        return torch.cat(parts)
+
+    def zeros(self) -> Tensor:
+        """Contribution of a microbatch of weight zero."""
+        return torch.zeros(self.num_values, dtype=torch.float64, device=self._device)
+
+    def _flat(self, block: _Block, of: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Values of a block in its dtype, zero where another rank holds or counts them."""
+        parts = []
+        for name, length in zip(block.names, block.lengths, strict=True):
+            now = self._now(name) if of is None else of.get(name)
+            if now is None or now.is_meta or not self._counts(name):
+                parts.append(torch.zeros(length, dtype=block.dtype, device=self._device))
+            else:
+                parts.append(now.detach().flatten().to(block.dtype))
+        return torch.cat(parts)
+
+    def _slotted(self, block: _Block, step: int, grain: int, again: bool) -> Tensor:
+        """Changes that a microbatch makes in this rank's slot: keys of the buffers, and their values as words."""
+        count, found = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self._device)
+        held_keys, held = self._taken.get(block, ([0] * count, self._flat(block, {})))
+        is_one = block.rule in ("last", "same")
+        if is_one and self._is_passed(step, grain, max(held_keys)):
+            return found
+        keys, chosen = list(held_keys), []
+        pieces = zip(block.names, self._flat(block).split(block.lengths), held.split(block.lengths), strict=True)
+        for place, (name, now, before) in enumerate(pieces):
+            is_here = self._counts(name) and not self._now(name).is_meta
+            if not is_here or ((again or not is_one) and not self._is_written(name)):
+                chosen.append(before)
+                continue
+            chosen.append(now if is_one or not keys[place] else _extreme(block.rule, now, before))
+            keys[place] = grain + 1 if is_one else 1
+        flat = torch.cat(chosen)
+        self._taken[block] = keys, flat
+        row = found.view(block.slots, -1)[self._slot if block.slots > 1 else 0]
+        changes = [key - old for key, old in zip(keys, held_keys, strict=True)]
+        if len(set(changes)) == 1:
+            row[:count].fill_(changes[0])
+        else:
+            for place, change in enumerate(changes):
+                row[place].fill_(change)
+        row[count:] = _words(flat) - _words(held)
+        return found
+
+    def _is_passed(self, step: int, grain: int, key: int) -> bool:
+        """Whether another microbatch is the last: of the step, or else of this rank so far, with `key`."""
+        return grain != self._last_grain(step) if self._last_grain is not None else grain + 1 < key
 
     def restore(self) -> None:
         """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape."""
@@ -196,27 +344,118 @@ class StepBuffers:
         _copy(same)
         self._mark()
 
-    def assign(self, weighted: npt.NDArray[np.float64], num_samples: int) -> None:
-        """Sets the values from the sum over microbatches and ranks; whole numbers stay whole."""
+    def assign(
+        self, contributed: npt.NDArray[np.float64], num_samples: int, since: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Sets the values from the sum over microbatches and ranks, which have the step's values.
+
+        `since`: the values that the step began with, where other steps were applied after that.
+        """
         if not self.names or not num_samples:
             return
-        self._assign(torch.from_numpy(weighted / num_samples), None)
+        self._assign(torch.from_numpy(contributed), torch.tensor(float(num_samples)), None, since)
 
-    def queue_assign(self, weighted: Tensor, num_samples: Tensor, good: Tensor) -> None:
-        """As `assign`, on the device: where not `good`, a bool [], the step's values are put back."""
+    def queue_assign(self, contributed: Tensor, num_samples: Tensor, good: Tensor) -> None:
+        """As `assign`, on the device: where not `good`, a bool [], the step's values stay."""
         if self.names:
-            self._assign(weighted / num_samples, good)
+            self._assign(contributed, num_samples, good)
 
-    def _assign(self, values: Tensor, good: Tensor | None) -> None:
-        parts = dict(zip(self.names, values.split(list(map(self._length, self.names))), strict=True))
-        held = {name: self._now(name) for name in self.names if not self._now(name).is_meta}
-        for names in _by_kind(held.items()):
-            buffers = [held[name] for name in names]
-            new = _of_kind(torch.cat([parts[name] for name in names]), buffers[0])
+    def _assign(
+        self,
+        contributed: Tensor,
+        num_samples: Tensor,
+        good: Tensor | None,
+        since: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        for block, part in zip(self._blocks, contributed.split([block.size for block in self._blocks]), strict=True):
+            here = [not self._now(name).is_meta for name in block.names]
+            if not any(here):
+                continue
+            old = torch.cat(
+                [
+                    self._now(name).detach().flatten() if own else torch.zeros(length, dtype=block.dtype)
+                    for name, own, length in zip(block.names, here, block.lengths, strict=True)
+                ]
+            )
+            new = _decided(block, part.to(old.device), old, num_samples)
+            if since is not None and block.rule in ("mean", "last", "same"):
+                began = torch.cat([since[name].flatten() for name in block.names]).to(old.device)
+                new = torch.where(old == began, new, new + (old - began)) if block.dtype != torch.bool else new
+            if since is not None and block.rule in ("min", "max"):
+                new = _extreme(block.rule, new, old)
             if good is not None:
-                new = torch.where(good, new, torch.cat([self._saved[name].flatten() for name in names]))
+                new = torch.where(good, new, old)
+            names = [name for name, own in zip(block.names, here, strict=True) if own]
+            buffers = [self._now(name) for name in names]
+            if not all(here):
+                pieces = new.split(block.lengths)
+                new = torch.cat([piece for piece, own in zip(pieces, here, strict=True) if own])
             _copy(list(zip(buffers, views_of(new, buffers), strict=True)))
         self._saved = {}  # the step is over: there is nothing to go back to
+
+
+def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> Tensor:
+    """New values of a block, flat in its dtype, from the sum of what microbatches have contributed."""
+    if block.rule == "mean":
+        return _of_kind(part / num_samples.to(part.device), old)
+    if block.rule not in TAKEN:
+        if block.is_whole:
+            added = _from_digits(part)
+            return (added + old.long() if block.rule == "sum" else added).to(old.dtype)
+        return _of_kind(part + numbers(old).flatten() if block.rule == "sum" else part, old)
+    table = part.view(block.slots, -1).round()
+    keys, values = table[:, : len(block.names)], _from_words(table[:, len(block.names) :], block.dtype)
+    keys = keys.index_select(1, block.index.to(keys.device))  # of which a captured step knows the shape
+    if block.rule in ("last", "same"):
+        found = values.gather(0, keys.argmax(0, keepdim=True))[0] if block.slots > 1 else values[0]
+    else:
+        found = values[0]
+        for slot in range(1, block.slots):
+            either = torch.where(keys[:slot].amax(0) > 0, _extreme(block.rule, found, values[slot]), values[slot])
+            found = torch.where(keys[slot] > 0, either, found)
+    return torch.where(keys.amax(0) > 0, found, old)
+
+
+def _extreme(rule: str, one: Tensor, other: Tensor) -> Tensor:
+    return torch.maximum(one, other) if rule == "max" else torch.minimum(one, other)
+
+
+def _digits(values: Tensor) -> Tensor:
+    """Whole numbers, int64 [n], as digits, float64 [_NUM_DIGITS * n]."""
+    found = []
+    for _ in range(_NUM_DIGITS - 1):
+        found.append(values.remainder(_BASE))
+        values = values.div(_BASE, rounding_mode="floor")
+    return torch.cat([*found, values]).double()
+
+
+def _from_digits(sums: Tensor) -> Tensor:
+    """Whole numbers from sums of their digits."""
+    digits = sums.round().long().view(_NUM_DIGITS, -1)
+    return torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
+
+
+def _words(values: Tensor) -> Tensor:
+    """The bits of flat values as numbers of 16 bits, or of 8: float64."""
+    values = values.resolve_conj().resolve_neg().contiguous()
+    values = torch.view_as_real(values).flatten() if values.is_complex() else values
+    return values.view(torch.int16 if values.itemsize > 1 else torch.uint8).double()
+
+
+def _from_words(words: Tensor, kind: torch.dtype) -> Tensor:
+    """Values [slots, n] of a dtype from their words [slots, width * n]."""
+    bits = words.reshape(-1).to(torch.int16 if kind.itemsize > 1 else torch.uint8)
+    if not kind.is_complex:
+        return bits.view(kind).view(len(words), -1)
+    real = bits.view(torch.float32 if kind == torch.complex64 else torch.float64)
+    return torch.view_as_complex(real.view(-1, 2)).view(len(words), -1)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values, NaN included."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _by_kind(items: Iterable[tuple[T, Tensor]]) -> list[list[T]]:

@@ -59,7 +59,7 @@ def _divided(num_samples: int, size: int) -> tuple[Grain, ...]:
     return tuple(Grain(i, start, min(size, num_samples - start)) for i, start in enumerate(range(0, num_samples, size)))
 
 
-def share(grains: list[Grain], part: int, num_parts: int) -> list[Grain]:
+def share(grains: list[T], part: int, num_parts: int) -> list[T]:
     """The contiguous run of grains that data rank `part` of `num_parts` computes; may be empty.
 
     Sizes differ by one grain at most. Every rank derives every other rank's share from this function alone.

@@ -158,7 +158,8 @@ class StepGraph:
             total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
             check_gradient(total)
             parts.computer.check_buffers(parts.buffers)
-            buffers = parts.buffers.weighted(self._microbatch.num_samples)
+            grain = self._microbatch.grains[-1].index
+            buffers = parts.buffers.weighted(self._microbatch.num_samples, step=self._microbatch.step, grain=grain)
             sums = self._sums(total.detach(), weight, buffers)
             scaled = ForwardBackward(parts, self._factor).scaled(total)
             parts.strategy.backward(self._microbatch, scaled, sums, True)

@@ -38,6 +38,7 @@ RANDOMNESS = ("none", "scoped", "opaque")
 class MicrobatchPolicy:
     """Microbatch policy. `fuse`: neighbouring grains may share a forward. `buffers`: those that the forward changes.
 
+    `rules`: (name, rule) of those buffers whose rule was found or declared, in the order of names.
     `coupled`: why they may not, in words, as far as that was found.
     `by_position`: random numbers are drawn for all grains at once (decision 0029); a checkpoint of an older version
     does not name it, and goes on without. `kept_state`: state in Python that the job allows to differ by layout.
@@ -50,6 +51,7 @@ class MicrobatchPolicy:
     coupled: str = ""
     by_position: bool = False
     kept_state: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
@@ -63,13 +65,13 @@ class MicrobatchPolicy:
 
     def to_json(self) -> dict[str, Any]:
         """JSON value of the policy."""
-        return asdict(self)
+        return {**asdict(self), "rules": dict(self.rules)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> MicrobatchPolicy:
         """From `to_json`."""
         lists = {name: tuple(document.get(name, ())) for name in ("buffers", "kept_state")}
-        return cls(**{**document, **lists})
+        return cls(**{**document, **lists, "rules": tuple(sorted(document.get("rules", {}).items()))})
 
     def with_care_of(self, other: MicrobatchPolicy) -> MicrobatchPolicy:
         """The more careful of both in every respect."""
@@ -81,7 +83,22 @@ class MicrobatchPolicy:
             self.coupled or other.coupled,
             self.by_position and other.by_position,
             tuple(sorted({*self.kept_state, *other.kept_state})),
+            tuple(sorted({**dict(other.rules), **dict(self.rules)}.items())),
         )
+
+
+@dataclass(frozen=True)
+class BufferLook:
+    """Rules that explain buffers which some grains have changed, the best first; of those that any grain has moved.
+
+    `ordered`: those that keep samples in their order. `mixes`: whether grains computed together are others than each by
+    itself. Not `conclusive` where a loss was not finite.
+    """
+
+    rules: dict[str, tuple[str, ...]]
+    ordered: tuple[str, ...] = ()
+    mixes: bool = False
+    conclusive: bool = True
 
 
 @dataclass(frozen=True)
@@ -288,8 +305,7 @@ class LossComputer:
 
     def check_buffers(self, buffers: StepBuffers) -> None:
         """Raises: RedoError where a forward has changed buffers that were not known to change."""
-        changed = buffers.changed()
-        unknown = changed.difference(buffers.names) if changed else None
+        unknown = buffers.moved()
         if unknown:
             names = tuple({*buffers.names, *unknown})
             raise RedoError(replace(self.computation, buffers=names), "further buffers change")

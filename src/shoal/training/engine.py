@@ -226,7 +226,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         parameters=parameters,
         strategy=strategy,
         computer=LossComputer(job, model, precision, policy, evaluate, divided=divided, **how),
-        buffers=StepBuffers(model, sharded_model.counts_buffer),
+        buffers=_buffers(job, plan, sharded_model, order if isinstance(data.source, MapSource) else None),
         updater=updater,
         loader=loader,
         order=order,
@@ -240,6 +240,19 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         notes=(*notes, *said, *copied, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
     )
+
+
+def _buffers(job: Job, plan: CompletePlan, sharded_model: ShardedModel, order: Order | None) -> StepBuffers:
+    """The buffers that a step may change; `order` where it is known which grains a step has."""
+    found = StepBuffers(
+        sharded_model.model,
+        sharded_model.counts_buffer,
+        declared=job.buffers,
+        slots=plan.layout.data * plan.layout.shard,
+        last_grain=(lambda step: order.grains(step)[-1].index) if order is not None else None,
+    )
+    found.move(sharded_model.mesh.data_rank)
+    return found
 
 
 def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Iterator[str]:

@@ -182,13 +182,18 @@ class ForwardBackward:
         if not parts.buffers.is_empty:
             parts.buffers.restore()
 
-    def weighted_buffers(self, microbatch: Microbatch) -> Tensor:
-        """The buffers as this microbatch's forward has left them, times its samples. Raises: RedoError."""
+    def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
+        """Terms of a step's sums from what this microbatch's forward has left in the buffers. Raises: RedoError.
+
+        `again`: of a later stage on this rank.
+        """
         buffers = self.parts.buffers
         if buffers.is_empty:
             return buffers.nothing
         self.parts.computer.check_buffers(buffers)
-        return buffers.weighted(microbatch.num_samples)
+        return buffers.weighted(
+            microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
+        )
 
     def loss(
         self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor

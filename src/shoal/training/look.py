@@ -23,12 +23,13 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer
 from shoal.errors import JobError, ShoalError, UserCodeError, text_of
 from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.buffer_rules import COARSE, FINE, Observed, Rounding, explaining, is_in_order
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.parallel.backward import run_backward
-from shoal.training.computation import LossComputer, ProbeResult
+from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
 
 # Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
@@ -44,6 +45,8 @@ _REPEATS, _MOST_REPEATS = 6, 64
 _JUMPS = (7, 10, 93, 1_000, 9_991, 100_000, 1_000_003)
 
 Sums = tuple[float, float]
+# The sums of a forward, and the buffers after it.
+_Left = tuple[Sums, dict[str, Tensor]]
 
 
 class Look:
@@ -90,6 +93,70 @@ class Look:
         """Look for state again. Raises: as `policy`."""
         with self._watching() as kept:
             self._state(grains, kept)
+
+    def buffers(self, grains: Microbatch, names: Sequence[str]) -> BufferLook:
+        """Which rules explain what forwards of these grains leave in buffers, from two different starts.
+
+        In float64, where the whole model is here and computes in it. Raises: what the model raises.
+        """
+        computer, device = self._computer, self._computer.precision.device
+        ways = [] if computer.divided else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
+        ways += [] if computer.cut else [(computer.precision.wide(), COARSE)]
+        with self._watching() as kept, self._without_gradients():
+            for precision, rounding in ways:
+                # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+                with (
+                    contextlib.suppress(Exception),
+                    widened(computer.model, precision.parameters),
+                    computer.no_trace() as wide,
+                ):
+                    return self._buffers(grains, names, wide, precision, rounding)
+                kept.restore()
+            return self._buffers(grains, names, kept, computer.precision, COARSE)
+
+    def _buffers(
+        self, grains: Microbatch, names: Sequence[str], kept: NoTrace, precision: Precision, rounding: Rounding
+    ) -> BufferLook:
+        held, count = StepBuffers(self._computer.model), len(grains.grains)
+        held.watch(names)
+
+        def left(first: int, last: int, start: Mapping[str, Tensor]) -> _Left:
+            part = grains.read(grains.grains[first:last], grains.ids[first:last])
+            kept.restore()
+            held.put(start)
+            if self._computer.computation.randomness == "opaque":
+                return self._computed_opaquely(part, precision), held.values()
+            return self._computed(part, kept, precision)[0], held.values()
+
+        start = held.values()
+        apart = [left(place, place + 1, start) for place in range(count)]
+        # Of fewer grains another one is the last. Then once more from the buffers that all of them have left.
+        seen = [(start, left(0, number, start), apart[:number]) for number in range(count, 1, -1)]
+        start = seen[0][1][1]
+        again = [left(place, place + 1, start) for place in range(count)]
+        fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
+        seen.append((start, left(0, count, start), again))
+        sizes = [grain.size for grain in grains.grains]
+        rules: dict[str, tuple[str, ...]] = {}
+        ordered: list[str] = []
+        for name in (name for name in names if name in start):
+            own = [
+                Observed(before[name], whole[1][name], [part[1][name] for part in parts], sizes[: len(parts)])
+                for before, whole, parts in seen
+            ]
+            if any(one.moves for one in own):
+                rules[name] = explaining(own, rounding)
+                ordered += [name] if is_in_order(own[0]) else []
+        return BufferLook(rules, tuple(ordered), fuse is False, fuse is not None)
+
+    @contextlib.contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """A context whose forwards keep no activations, but where a loss differentiates: several grains have to fit."""
+        differentiates, self._differentiates = self._differentiates, False
+        try:
+            yield
+        finally:
+            self._differentiates = differentiates
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[NoTrace]:

@@ -120,12 +120,12 @@ def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Grains of the measured step of a job of `num_grains`; `buffers` names those that the forward changes."""
+    """Grains of the measured step of a job of `num_grains`; numbers of changing buffers that travel with its sums."""
 
     num_grains: int
     grains: Sequence[Grain]
     grains_per_microbatch: int = 1
-    buffers: Sequence[str] = ()
+    num_buffer_values: int = 0
 
     def held(self, layout: Layout) -> list[list[int]]:
         """The grains of each rank."""
@@ -147,16 +147,12 @@ def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
     """The measured step as the formulas need to know it, on this rank."""
-    known = {
-        **dict(sharded_model.model.named_parameters()),
-        **dict(sharded_model.model.named_buffers(remove_duplicate=False)),
-    }
     held = shares.held(plan.degrees)
     gradients = Gradients(
         tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
         reduce_itemsize=precision.reduce.itemsize,
         on_cpu=precision.device.type == "cpu",
-        buffer_numel=sum(known[name].numel() for name in shares.buffers),
+        buffer_numel=shares.num_buffer_values,
     )
     here = {name.rpartition(".")[0] for name, _ in sharded_model.parameters()}  # modules that this rank computes
     layout, division, rank = plan.degrees, sharded_model.division, sharded_model.mesh.rank

@@ -63,12 +63,10 @@ class StageStep:
         parts, buffers, microbatch = self._parts, self._parts.buffers, self._microbatches[number]
         if number >= self._own:
             buffers.restore()
-            self._strategy.add(buffer_sums(buffers.weighted(0)))
+            self._strategy.add(buffer_sums(buffers.zeros()))
             return None if result is None or not result[0].requires_grad else result[0] * 0.0
-        written = self._passes.weighted_buffers(microbatch)
+        written = self._passes.weighted_buffers(microbatch, again=self._done[number] > 0)
         buffers.restore()
-        if self._done[number]:  # a later stage on this rank: the others' buffers were counted with the first
-            written = written - buffers.weighted(microbatch.num_samples)
         self._done[number] += 1
         if result is None:
             parts.observer.forwarded()

@@ -5,25 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.data.loader import Loader, Microbatch, StepData, Transfer
+from shoal.data.loader import Loader, MapLoader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
+from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.parallel.base import NO_FAILURES, NUM_SUMS, Flags, QueuedSums, StepSums
-from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
+from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums, buffer_sums
+from shoal.training.computation import BufferLook, MicrobatchPolicy, ProbeResult, RedoError
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.look import LATER_STEPS, Look
 
@@ -142,7 +143,7 @@ class StepRunner:
                 raise_together(self._parts.mesh, computed.error)
             if not computed.sums.flags.redo:
                 return computed
-            self._agree_on(computed.proposal)
+            self._agree_on(computed.proposal, fetched.step)
             fetched = self._fetch_again(fetched.step)
 
     def looked_at(self, fetched: FetchedStep) -> FetchedStep:
@@ -169,8 +170,10 @@ class StepRunner:
             found = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
             told = parts.mesh.all_gather([float(found.too_large), float(not found.conclusive)])
             too_large, unclear = told.max(axis=0) > 0
-            self._probed = not unclear  # a batch that is not finite tells too little: the next one is asked as well
-            if self._agree_on(found.computation).effective_grains != before:
+            agreed = self._agree_on(found.computation, None if too_large else fetched.step)
+            # A batch that is not finite tells too little: the next one is asked as well.
+            self._probed = not unclear and not self._without_rule(agreed)
+            if agreed.effective_grains != before:
                 fetched = self._fetch_again(fetched.step)
             if not too_large:
                 return fetched
@@ -204,8 +207,11 @@ class StepRunner:
         torch.cuda.empty_cache()
         return replace(computation, grains_per_microbatch=computation.effective_grains // 2)
 
-    def _agree_on(self, proposal: MicrobatchPolicy | None) -> MicrobatchPolicy:
-        """The most careful of all ranks' proposals. Collective: all ranks, one JSON gather."""
+    def _agree_on(self, proposal: MicrobatchPolicy | None, step: int | None) -> MicrobatchPolicy:
+        """The most careful of all ranks' proposals, with the rules of buffers as `step` shows them, where there is one.
+
+        Collective: all ranks, one JSON gather, and another one where a buffer needs a rule.
+        """
         computer, buffers = self._parts.computer, self._parts.buffers
         told = self._parts.mesh.gather_json(proposal.to_json() if proposal else None)
         agreed = computer.computation
@@ -216,8 +222,66 @@ class StepRunner:
         elif not agreed.fuse and computer.computation.fuse and agreed.grains_per_microbatch > 1:
             self._note(f"grain by grain: {computer.why_not_fused(agreed)}")
         computer.computation = agreed
-        buffers.watch(agreed.buffers)
-        return agreed
+        buffers.watch(agreed.buffers, dict(agreed.rules))
+        if step is not None and ((agreed.buffers and self._without_rule(agreed)) or buffers.declared):
+            self._find_rules(step)
+        return computer.computation
+
+    def _without_rule(self, agreed: MicrobatchPolicy) -> list[str]:
+        known = dict(agreed.rules)
+        return [name for name in agreed.buffers if name not in known and self._parts.buffers.settled(name) is None]
+
+    def _find_rules(self, step: int) -> None:
+        """Finds rules of buffers from the first grains of a step, and leaves out the buffers that no grain moves.
+
+        Collective: all ranks, one JSON gather. Raises: JobError on every rank, for a buffer that no rule explains.
+        """
+        parts, computer, buffers = self._parts, self._parts.computer, self._parts.buffers
+        agreed, names = computer.computation, self._without_rule(computer.computation)
+        rules = dict(agreed.rules) | {n: rule for n, rule in buffers.declared.items() if n in agreed.buffers}
+        moved, looks = set(agreed.buffers), list[BufferLook]()
+        if names:
+            buffers.restore()
+            divided = parts.sharded_model.divided
+            own = collectively(parts.mesh, divided, functools.partial(self._look_at_buffers, step, names))
+            told = parts.mesh.gather_json(asdict(own) if own is not None else None)
+            looks = [BufferLook(**document) for document in filter(None, told)]
+            seen = {name for look in looks for name in look.rules}
+            moved = {name for name in agreed.buffers if name not in names or name in seen or not looks}
+        mixes = agreed.randomness == "opaque" or not computer.job.fuse or any(look.mixes for look in looks)
+        for name in (name for name in names if name in moved):
+            found = [look.rules[name] for look in looks if name in look.rules]
+            common = [rule for rule in (found[0] if found else ()) if all(rule in other for other in found)]
+            if common or mixes:
+                rules[name] = common[0] if common else "mean"
+            elif not looks and (parts.mesh.num_data_ranks == 1 or isinstance(self._loader, MapLoader)):
+                rules[name] = "last"  # every step has a single grain
+            elif all(look.conclusive for look in looks):
+                home = dict(parts.sharded_model.model.named_modules()).get(name.rpartition(".")[0])
+                ordered = any(name in look.ordered for look in looks)
+                kind = type(home).__name__ if home is not None else ""
+                raise no_rule(name, kind, ordered=ordered, seen=bool(looks))
+        said = {name: rule for name, rule in rules.items() if rule != "mean" or (mixes and name in names)}
+        if said and rules != dict(agreed.rules):
+            self._note(f"buffers: {in_words(said)}")
+        computer.computation = replace(
+            agreed, buffers=tuple(sorted(moved)), rules=tuple(sorted((n, r) for n, r in rules.items() if n in moved))
+        )
+        buffers.watch(computer.computation.buffers, rules)
+
+    def _look_at_buffers(self, step: int, names: list[str]) -> BufferLook | None:
+        """This rank's look; None where it has no two grains to compare."""
+        for count in (LOOKED_GRAINS, 2):
+            first = self._loader.first_grains(step, count)
+            if first is None or len(first.grains) < 2:
+                return None
+            try:
+                return self._look.buffers(first, names)
+            except Exception as error:
+                if not is_out_of_memory(error) or self._parts.sharded_model.divided or count == 2:
+                    raise
+                torch.cuda.empty_cache()
+        return None
 
     def _fetch_again(self, step: int) -> FetchedStep:
         """The step in microbatches as they are agreed on now. Raises: on every rank. Collective: all ranks."""
@@ -235,15 +299,15 @@ class StepRunner:
         done = self._passes(fetched, factor)
         return UnreadStep(**vars(done), sums=done.passes.queue(done.flags, row(done.following)))
 
-    def redo(self, step: UnreadStep, failures: Flags) -> None:
-        """Takes up why a step has to be computed once more. Raises: on every rank, where any failed.
+    def redo(self, number: int, step: UnreadStep, failures: Flags) -> None:
+        """Takes up why a step, of that number, has to be computed once more. Raises: on every rank, where any failed.
 
         Collective: all ranks, which have read the same `failures`.
         """
         if failures.errors:
             raise_together(self._parts.mesh, step.error)
         if failures.redo:
-            self._agree_on(step.proposal)
+            self._agree_on(step.proposal, number)
 
     def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
         """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
@@ -363,8 +427,7 @@ class StepRunner:
             total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
             total = total * 0.0 if total.requires_grad else self._nothing(microbatch.step)
             self._output = None
-            sums = torch.zeros(NUM_SUMS + parts.buffers.num_values, dtype=torch.float64, device=parts.mesh.device)
-            parts.strategy.backward(microbatch, total, sums, last)
+            parts.strategy.backward(microbatch, total, buffer_sums(parts.buffers.zeros()), last)
         parts.buffers.restore()
 
     def _nothing(self, step: int) -> Tensor:

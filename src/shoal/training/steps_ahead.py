@@ -238,7 +238,7 @@ class StepsAhead:
         self._parts.updater.num_begun -= 1
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._not_before = unread.fetched.step + self._pause - 1
-        self._runner.redo(unread.step, failures)
+        self._runner.redo(unread.fetched.step, unread.step, failures)
         return None, None
 
     def _take(self, state: RunState, unread: _Queued, followed: bool) -> Flags | Agreement | None:

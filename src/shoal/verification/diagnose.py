@@ -332,6 +332,12 @@ def _update(case: _Case) -> Iterator[str]:
 def _buffers(case: _Case) -> Iterator[str]:
     name = case.first.name
     mine, wanted = case.parallel.tensors[f"buffers/{name}"], case.base.trace.tensors[f"buffers/{name}"]
+    if name in case.base.whole_batch:
+        yield (
+            "its rule gives another value than one forward of the whole batch leaves: declare another one, "
+            f'Job(buffers={{"{name}": "sum"}}), say'
+        )
+        return
     if torch.equal(mine, case.before.tensors[f"buffers/{name}"]):
         yield f"{name} was not updated"
         return

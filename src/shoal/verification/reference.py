@@ -25,7 +25,9 @@ from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.process_setup import step_optimizer
+from shoal.errors import ShoalError
 from shoal.job import Job, Progress
+from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
 from shoal.parallel.backward import run_backward
@@ -69,6 +71,7 @@ class Computed:
     trace: StepTrace
     contributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     parts: dict[tuple[int, tuple[int, ...]], dict[str, Tensor]] = field(default_factory=dict)  # by rank and grains
+    whole_batch: frozenset[str] = frozenset()  # buffers with the value that one forward of the whole batch leaves
     magnitudes: dict[str, float] = field(default_factory=dict)  # sum over microbatches of the norms of their gradients
 
 
@@ -137,7 +140,8 @@ class Reference:
         """Forward and backward of every microbatch; each starts from the buffers before the step."""
         trace = found.trace
         self._forward.clear()
-        start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        self._written = set(computer.computation.buffers)
+        start = {name: b.detach().clone() for name, b in self._changing()}
         sums: dict[str, Tensor] = {}
         buffers = {name: torch.zeros_like(wide(b)) for name, b in start.items()}
         changed: set[str] = set()
@@ -145,6 +149,7 @@ class Reference:
         size = sum(p.numel() for p in self._parameters) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             part = self._compute(computer, microbatch, rank, trace)
+            left = self._left
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
@@ -157,16 +162,58 @@ class Reference:
                     found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    left = self._left[name]
-                    if name in changed or not identical(left, start[name]):
+                for name, buffer in self._changing():
+                    own = self._left[name]
+                    if name in changed or not identical(own, start[name]):
                         changed.add(name)
-                    buffers[name] += wide(left) * microbatch.num_samples
+                    buffers[name] += wide(own) * microbatch.num_samples
                     self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
         trace.forward = dict(self._forward.found)
-        self._sums, self._buffer_means = sums, {n: buffers[n] / max(1, samples) for n in changed}
+        self._sums, self._buffer_values = sums, {n: buffers[n] / max(1, samples) for n in changed}
+        whole = self._of_whole_batch(computer, trace.step, start)
+        self._buffer_values |= whole
+        found.whole_batch = frozenset(whole)
+
+    def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What one forward of the whole batch leaves in the buffers that are not means over grains by what they are.
+
+        Nor are those that the model's mixing of samples makes means over grains.
+        """
+        computation, defined = computer.computation, defined_rules(self.model)
+        rules = {name: rule for name, rule in computation.rules if name not in defined}
+        if computation.randomness == "opaque" or not computation.fuse:
+            rules = {name: rule for name, rule in rules.items() if rule != "mean"}
+        if not rules:
+            return {}
+        loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
+        loader.seek(step, self._order.num_grains)
+        found: dict[str, Tensor] = {}
+        for microbatch in loader.step(step).microbatches:
+            with computer.scope(microbatch):
+                try:
+                    with torch.no_grad():
+                        computer.loss(self._precision.inputs(microbatch.batch))
+                except ShoalError:  # a loss that differentiates within
+                    self._put_all_back(start)
+                    computer.loss(self._precision.inputs(microbatch.read(microbatch.grains, microbatch.ids).batch))
+        with torch.no_grad():
+            for name, buffer in self._changing():
+                if name in rules:
+                    found[name] = buffer.clone()
+        self._put_all_back(start)
+        return found
+
+    def _changing(self) -> list[tuple[str, Tensor]]:
+        """Buffers, and the parameters without gradient that a forward writes."""
+        parameters = ((name, p) for name, p in self.model.named_parameters() if name in self._written)
+        return [*self.model.named_buffers(), *parameters]
+
+    def _put_all_back(self, start: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._changing():
+                self._put_back(name, buffer, start[name])
 
     def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
         """A buffer as it was, also where a forward has put one of another dtype in its place."""
@@ -183,8 +230,8 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
-            # Before the backward: where the model recomputes a forward in it, the forward changes its buffers again.
-            self._left = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+            # Before the backward, which computes forwards again where activations were not kept.
+            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
             if total.requires_grad:  # else the microbatch has no weight
                 run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
@@ -213,10 +260,11 @@ class Reference:
             most = job.clip_value if job.clip_value is not None else math.inf
             self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
             with torch.no_grad():
-                for name, buffer in self.model.named_buffers():
-                    value = self._buffer_means.get(name)
+                for name, buffer in self._changing():
+                    value = self._buffer_values.get(name)
                     if value is not None:
-                        buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
+                        whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
+                        buffer.copy_(value.round() if whole else value)
         self._capture(trace)
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:

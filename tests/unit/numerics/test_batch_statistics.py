@@ -1,6 +1,7 @@
 """Buffers change once a step, to the mean of what the microbatches made of them."""
 
-from typing import Any
+from itertools import chain
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -11,6 +12,8 @@ from shoal.errors import JobError
 from shoal.numerics import batch_statistics
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope
+from shoal.parallel.base import NUM_SUMS, buffer_sums
+from shoal.parallel.data.replicated import from_limbs, to_limbs
 from shoal.plans.grains import Grain
 
 
@@ -108,7 +111,7 @@ def test_the_new_value_is_the_mean_weighted_by_samples() -> None:
         means.append(model.norm.running_mean.clone() * len(part) / 8)  # type: ignore[operator]
         weighted += buffers.weighted(len(part))
         buffers.restore()
-    assert buffers.num_values == 2 + 2 + 1 + 1 + 2
+    assert buffers.num_values == 2 + 2 + (1 + 4) + 1 + 2  # a counter travels as a key and words of 16 bits
     buffers.assign(weighted.numpy(), 8)
     torch.testing.assert_close(model.norm.running_mean, sum(means))
     assert int(model.norm.num_batches_tracked) == 1  # type: ignore[arg-type]
@@ -236,3 +239,130 @@ def test_a_buffer_that_grows_is_refused_by_name() -> None:
     model[0].replaced = torch.zeros(3)
     with pytest.raises(JobError, match=r"buffer 0.replaced of shape \[2\], which a forward gives the shape \[3\]"):
         buffers.restore()
+
+
+# ---------------------------------------------------------------------------------- rules, over ranks and microbatches
+
+
+class Ruled(nn.Module):
+    """A buffer of each rule, in dtypes of each width."""
+
+    RULES: ClassVar = {
+        "calls": "same", "samples": "sum", "load": "sum", "coarse": "sum", "here": "total", "long": "total",
+        "largest": "max", "bytes": "max", "lowest": "min", "flag": "max", "newest": "last", "turn": "last",
+        "mean": "mean",
+    }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.tensor(2**61 + 1)
+        for name, value in {
+            "calls": whole, "samples": whole.clone(), "load": torch.zeros(2), "coarse": torch.zeros(2).bfloat16(),
+            "here": torch.zeros(2), "long": torch.zeros(2, dtype=torch.int64), "largest": torch.full((2,), -torch.inf),
+            "bytes": torch.zeros(2, dtype=torch.uint8), "lowest": torch.tensor(torch.inf).double(),
+            "flag": torch.tensor([False, False]), "newest": torch.zeros(2).double(),
+            "turn": torch.zeros(2, dtype=torch.complex64), "mean": torch.ones(2),
+        }.items():  # fmt: skip
+            self.register_buffer(name, value)
+
+    def forward(self, x: torch.Tensor) -> None:
+        hits = (x > 0).sum(0)
+        self.calls += 1
+        self.samples += len(x)
+        self.load += hits
+        self.coarse += hits
+        self.here = hits.float()
+        self.long.copy_(-(2**40) * hits)
+        self.largest = torch.maximum(self.largest, x.amax(0))
+        self.bytes.copy_(torch.maximum(self.bytes, (x.abs() * 50).byte().amax(0)))
+        self.lowest.copy_(torch.minimum(self.lowest, x.min()))
+        self.flag |= x.amax(0) > 1
+        self.newest.copy_(x[-1])
+        self.turn.copy_(x[-1] * 1j)
+        self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["known last grain", "streams"])
+@pytest.mark.parametrize(
+    "shares", [[[6, 2]], [[2, 2], [4]], [[2], [], [2, 4]], [[1], [1], [1], [1, 1, 1], [2]]], ids=str
+)
+@pytest.mark.parametrize("is_narrow", [False, True], ids=["float64", "float32"])
+def test_rules_over_ranks_are_those_of_one_forward(shares: list[list[int]], is_narrow: bool, streams: bool) -> None:
+    """Bit by bit but for means, with sums in float64, and in float32 as between ranks in fast mode; of two steps."""
+    x, one = torch.randn(16, 2, generator=torch.Generator().manual_seed(0)), Ruled()
+    ranks, buffers = [Ruled() for _ in shares], []
+    for rank, model in enumerate(ranks):
+        last = None if streams else lambda step: len(list(chain.from_iterable(shares))) - 1
+        buffers.append(StepBuffers(model, slots=len(shares), last_grain=last))
+        buffers[rank].move(rank)
+        buffers[rank].watch(rules=Ruled.RULES)
+    for step in range(2):
+        samples = iter(x[8 * step : 8 * step + 8].split(list(chain.from_iterable(shares))))
+        one(x[8 * step : 8 * step + 8])
+        total, grain = torch.zeros(NUM_SUMS + buffers[0].num_values, dtype=torch.float64), 0
+        total = to_limbs(total) if is_narrow else total
+        for model, own, sizes in zip(ranks, buffers, shares, strict=True):
+            sums = torch.zeros(NUM_SUMS + own.num_values, dtype=torch.float64)
+            own.begin()
+            for size in sizes:
+                model(next(samples))
+                sums += buffer_sums(own.weighted(size, step=step, grain=grain))
+                own.restore()
+                grain += 1
+            total += to_limbs(sums) if is_narrow else sums
+        found = (from_limbs(total) if is_narrow else total)[NUM_SUMS:].numpy()
+        for model, own in zip(ranks, buffers, strict=True):
+            own.assign(found, 8)
+            for name, value in model.named_buffers():
+                torch.testing.assert_close(value, one.get_buffer(name), rtol=0, atol=1e-6 if name == "mean" else 0)
+
+
+def test_a_later_stage_of_the_same_rank_adds_its_own_buffers() -> None:
+    """A pipeline's rank with two stages notes each microbatch twice, after each stage's forward."""
+    x, one = torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), nn.ModuleList([Ruled(), Ruled()])
+    model = nn.ModuleList([Ruled(), Ruled()])
+    buffers = StepBuffers(model, slots=2, last_grain=lambda step: 1)
+    buffers.move(1)
+    buffers.watch(rules={f"{stage}.{name}": rule for stage in (0, 1) for name, rule in Ruled.RULES.items()})
+    for _ in range(2):
+        sums = buffers.zeros()
+        buffers.begin()
+        for number, stage in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            model[stage](x[2 * number : 2 * number + 2])
+            sums += buffers.weighted(2, grain=number, again=stage == 1)
+            buffers.restore()
+        buffers.assign(sums.numpy(), 4)
+        for stage in one:
+            stage(x)
+        for name, value in model.named_buffers():
+            is_mean = "mean" in name  # of values below 4, in float32
+            torch.testing.assert_close(value, one.get_buffer(name), rtol=0, atol=1e-6 if is_mean else 0)
+
+
+def test_what_a_step_does_not_reach_stays() -> None:
+    """A masked step, and buffers that no microbatch has written."""
+    model = Ruled()
+    buffers = StepBuffers(model)
+    buffers.watch(rules=Ruled.RULES)
+    before = buffers.values()
+    buffers.begin()
+    model(torch.randn(4, 2))
+    sums = buffers.weighted(4)
+    buffers.restore()
+    buffers.queue_assign(sums, torch.tensor(4.0), torch.tensor(False))
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    buffers.queue_assign(sums, torch.tensor(4.0), torch.tensor(True))
+    assert int(model.calls) == 2**61 + 2  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_written_with_its_own_value_has_not_moved() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch(())
+    buffers.begin()
+    model.fixed.fill_(1.0)  # type: ignore[operator]
+    assert "fixed" in buffers.changed()
+    assert buffers.moved() == set()
+    model.fixed.fill_(2.0)  # type: ignore[operator]
+    model.norm.running_mean.data.fill_(2.0)  # type: ignore[operator,union-attr]
+    assert "fixed" in buffers.moved()

@@ -191,7 +191,7 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
             outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()}
         )
         grains = engine.order.grains(found["step"] - 1)
-        shares = Shares(engine.job.num_grains, grains, computation.effective_grains, computation.buffers)
+        shares = Shares(engine.job.num_grains, grains, computation.effective_grains, engine.buffers.num_values)
         try:
             step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
             found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)

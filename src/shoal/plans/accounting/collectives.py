@@ -118,7 +118,7 @@ class Gradients:
     parameters: tuple[Array, ...]
     reduce_itemsize: int = 4
     on_cpu: bool = True
-    buffer_numel: int = 0  # of the buffers that the forward changes (batch statistics), which travel as sums
+    buffer_numel: int = 0  # numbers of the buffers that the forward changes (batch statistics), which travel as sums
     row_numbers: int = ROW_NUMBERS  # what each rank says of the next step, if anything (0 in a Session)
 
     @property

@@ -19,7 +19,6 @@ from shoal.data.loader import MapLoader
 from shoal.distributed.agreement import raise_peer
 from shoal.errors import InternalError, JobError, LaunchError, StorageError
 from shoal.job import Progress
-from shoal.numerics.precision import numbers
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
@@ -73,10 +72,12 @@ class Conductor:
         self._retreat = Retreat(engine, around, state, self.servers)
         self._desk = TaskQueue(self._retreat.rules, state.step, lambda *part: bool(self._grains(*part)))
         self._computation = MicrobatchPolicy.from_json(state.computation) if state.computation is not None else None
-        self._initial = {name: b.detach().clone() for name, b in engine.model.named_buffers()}
+        self._initial = self._buffers.values()
         if self._computation is not None:
-            self._buffers.watch(self._computation.buffers)
-        self._given: dict[int, tuple[Member, float, Tensor | None]] = {}  # by ticket: who, when, buffers at that time
+            self._buffers.watch(self._computation.buffers, dict(self._computation.rules))
+        self._given: dict[
+            int, tuple[Member, float, dict[str, Tensor] | None]
+        ] = {}  # by ticket: who, when, buffers at that time
         self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
         self.tally = PushCounts()
         self._joined: set[int] = set()
@@ -182,7 +183,7 @@ class Conductor:
             task = self._desk.take()
             if task is None:
                 return
-            start = self._buffers.weighted(1) if self._computation is not None else None
+            start = self._buffers.values() if self._computation is not None else None
             self._given[task.ticket] = member, time.monotonic(), start
             self._tell(member, {"kind": "task", **vars(task)})
 
@@ -295,11 +296,11 @@ class Conductor:
                 self._desk.put_back(part.task)
             self._arrived.clear()
         if known is None or _care(agreed) != _care(known):
-            self._buffers.watch(agreed.buffers)
+            self._buffers.watch(agreed.buffers, dict(agreed.rules))
         self._computation = self._engine.computer.computation = agreed
         return _care(agreed) == _care(reported)
 
-    def _apply(self, step: int, arrived: dict[int, Arrived], start: Tensor | None) -> None:
+    def _apply(self, step: int, arrived: dict[int, Arrived], start: dict[str, Tensor] | None) -> None:
         """Decides on a step's update, on all servers alike."""
         observer, order = self._engine.observer, self._engine.order
         self._clock.mark("optimizer")
@@ -319,7 +320,8 @@ class Conductor:
         if update.skipped == "nonfinite":
             found = self._nonfinite(step, sums, arrived)
         elif update.skipped is None:
-            self._assign_buffers(sums, start)
+            began = (start or self._initial) if self._retreat.ahead else None
+            self._buffers.assign(sums.buffers, sums.num_samples, began)
         observer.updated(update.skipped)
         staleness = self._desk.version - min(part.version for part in arrived.values())
         self.tally.applied(arrived.values(), order.grains(step), staleness)
@@ -344,17 +346,6 @@ class Conductor:
         repeated = servers.apply(self._desk.version + 1, None if skipped else scale, progress)
         self.tally.repeated = max(self.tally.repeated, repeated)
         return Update(norm, rate, skipped)
-
-    def _assign_buffers(self, sums: StepSums, start: Tensor | None) -> None:
-        """Sets what forwards change; where other steps were applied since this one began, moves it by what it moved."""
-        if not self._buffers.names or not sums.num_samples:
-            return
-        weighted = sums.buffers
-        if self._retreat.ahead:
-            if start is None:
-                start = torch.cat([numbers(self._initial[name]).flatten() for name in self._buffers.names])
-            weighted = weighted + (self._buffers.weighted(1) - start).numpy() * sums.num_samples
-        self._buffers.assign(weighted, sums.num_samples)
 
     def _nonfinite(self, step: int, sums: StepSums, arrived: dict[int, Arrived]) -> dict[str, Any]:
         """Acts on the job's policy: what was found, where the step is left out. Raises: NonFiniteError."""
@@ -395,6 +386,6 @@ class Conductor:
         return {**asked, **bound, **self._retreat.to_json(), **self.tally.to_json()}
 
 
-def _care(computation: MicrobatchPolicy) -> tuple[str, bool, tuple[str, ...]]:
+def _care(computation: MicrobatchPolicy) -> tuple[object, ...]:
     """What has to be the same in all parts of a step."""
-    return computation.randomness, computation.fuse, computation.buffers
+    return computation.randomness, computation.fuse, computation.buffers, computation.rules

@@ -78,6 +78,7 @@ class Worker:
         version = self._pull(task["version"])
         clock.mark("other")
         self._loader.move(DataRank(task["part"], task["num_parts"]))
+        self._engine.buffers.move(task["part"])
         self._loader.seek(task["step"], self._engine.computer.computation.effective_grains)
         fetched = self._runner.fetch(task["step"])
         self._loader.warn_of_incidents()
@@ -110,7 +111,8 @@ class Worker:
         if task["computation"] is not None:
             self._runner.recall(task["computation"])
             names = MicrobatchPolicy.from_json(task["computation"]).buffers
-            self._engine.buffers.watch(self._engine.computer.computation.buffers)
+            computation = self._engine.computer.computation
+            self._engine.buffers.watch(computation.buffers, dict(computation.rules))
             named = dict(self._engine.model.named_buffers())
             with torch.no_grad():
                 for name, value in zip(names, tensors, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, Required, TypedDict
 
 from torch import Tensor, nn
@@ -86,6 +86,7 @@ class TrainingKeywords(TypedDict, total=False):
     collate: Callable[[list[Any]], Any] | None
     shuffle: bool | None
     fuse: bool
+    buffers: Mapping[str, str]
     skip_nonfinite: bool
     checkpoints: str | os.PathLike[str] | None
     checkpoint_every: int | None
@@ -112,6 +113,7 @@ class Training:
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
     fuse: bool = True
+    buffers: Mapping[str, str] = field(default_factory=dict)
     skip_nonfinite: bool = False
     checkpoints: str | os.PathLike[str] | None = None
     checkpoint_every: int | None = None
@@ -133,7 +135,8 @@ class Training:
                 conflict=f"a Session has no argument {', '.join(map(repr, unknown))}{close}",
                 remedy="; ".join([*said, f"the arguments are {', '.join([*_PLACES, *known])}"]),
             )
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in arguments]
+        needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in needed if name not in arguments]
         if missing:
             raise JobError(
                 given=f"a Session without {', '.join(missing)}",
@@ -166,6 +169,7 @@ class Training:
             "collate",
             "shuffle",
             "fuse",
+            "buffers",
             "allow_state",
         )
 

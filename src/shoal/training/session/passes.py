@@ -18,6 +18,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
 from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.buffer_rules import without_rule
 from shoal.numerics.precision import LossScale, Precision
 from shoal.parallel.assemble import assemble
 from shoal.parallel.base import Flags, StepSums, Strategy
@@ -162,8 +163,10 @@ class BatchPasses:
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer)
-        self.buffers = StepBuffers(self._root)
-        self.buffers.watch()
+        self.buffers = StepBuffers(self._root, declared=base.training.buffers, slots=base.mesh.num_data_ranks)
+        self.buffers.move(base.mesh.data_rank)
+        known = [name for name, _ in self._root.named_buffers() if self.buffers.settled(name) is not None]
+        self.buffers.watch(known)
         self.buffers.begin()
         self._parts = functools.partial(
             StepParts,
@@ -279,6 +282,9 @@ class BatchPasses:
             )
         total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._taken = True
+        unknown = sorted(self.buffers.moved(every=not self._base.training.fuse))
+        if unknown:
+            raise without_rule(unknown[0])
         loss, sums = self._passes.loss(microbatch, total, weight, self._passes.weighted_buffers(microbatch))
         self._way.strategy.backward(microbatch, loss, sums, self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)

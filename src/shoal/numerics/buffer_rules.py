@@ -1,0 +1,237 @@
+"""Rules of buffers: the value that a step gives a buffer which several microbatches have changed.
+
+A rule gives the value that one forward of the whole batch leaves. `explaining` finds it from forwards of some grains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from shoal.errors import JobError
+from shoal.job import BUFFER_RULES, matches
+
+# Rules whose value is that of one microbatch, which travels bit by bit.
+TAKEN = ("last", "same", "min", "max")
+# So many grains are looked at: enough to tell the last of several values from the largest.
+LOOKED_GRAINS = 4
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One buffer `before` some grains, after a forward of them `together`, and after each by itself (`apart`).
+
+    `sizes`: samples of each grain. All forwards start from the same buffers.
+    """
+
+    before: Tensor
+    together: Tensor
+    apart: Sequence[Tensor]
+    sizes: Sequence[int]
+
+    @property
+    def moves(self) -> bool:
+        """Whether any of the forwards has left another value."""
+        return not all(_equal(self.before, value) for value in (self.together, *self.apart))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Largest difference by rounding of two forwards: a share of a value's size, and one of what it has moved."""
+
+    of_value: float
+    of_move: float
+
+
+# Rounding of a look in float64, some parts of which may compute in float32; and of one in float32.
+FINE, COARSE = Rounding(64 * torch.finfo(torch.float32).eps, 1e-5), Rounding(1e-4, 1e-3)
+
+
+def defined_rules(model: nn.Module) -> dict[str, str]:
+    """Rules by name of buffers whose meaning torch defines: running statistics and power iterations."""
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        own: dict[str, str] = {}
+        if isinstance(module, _NormBase):  # over a grain: see normalised_by_grain
+            own = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "same"}
+        elif isinstance(module, _SpectralNorm):
+            own = {"_u": "same", "_v": "same"}
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                own |= {f"{hook.name}_u": "same", f"{hook.name}_v": "same"}
+        found |= {f"{prefix}.{key}" if prefix else key: rule for key, rule in own.items()}
+    return found
+
+
+def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Rules by name of the buffers that a job's `buffers` name. Raises: JobError for a name that matches none."""
+    known, found = list(names), dict[str, str]()
+    for pattern, rule in given.items():
+        matching = [name for name in known if matches(pattern, name)]
+        if not matching:
+            few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+            raise JobError(
+                given=f'buffers={{"{pattern}": "{rule}"}}',
+                conflict=f"the model has no such buffer; its buffers are {few}" if known else "the model has no buffer",
+                remedy="name it as model.named_buffers() does; * stands for one part of the name",
+            )
+        found |= dict.fromkeys(matching, rule)
+    return found
+
+
+def explaining(observed: Sequence[Observed], rounding: Rounding) -> tuple[str, ...]:
+    """Rules that explain all that was observed of a buffer, the best first.
+
+    Of several the first is right for most of what else may be true. What no grain has changed in this way or that is
+    the smallest and the largest of equal values, too: `max` before `same`. A maximum that the same batch moves again is
+    none: a counter is `same`.
+    """
+    is_bool, is_complex = observed[0].before.dtype == torch.bool, observed[0].before.is_complex()
+    is_float = observed[0].before.is_floating_point()
+    observed = [
+        Observed(_wide(one.before), _wide(one.together), [_wide(value) for value in one.apart], one.sizes)
+        for one in observed
+    ]
+
+    def holds(rule: Callable[[Observed], Tensor]) -> bool:
+        return all(_close(rule(one), one, rounding) for one in observed)
+
+    def is_bound(rule: Callable[[Observed], Tensor], sign: int) -> bool:
+        """Whether no value passes the one before, and a batch that was seen moves nothing."""
+        seen = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
+        beyond = (_beyond(value, one, sign, rounding) for one in observed for value in one.apart)
+        return holds(rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
+
+    found = []
+    if not is_complex:
+        found += [name for name, rule, sign in (("max", _max, 1), ("min", _min, -1)) if is_bound(rule, sign)]
+    if not is_bool:
+        found += ["sum"] if holds(_sum) else []
+    if all(_equal(one.together, value) for one in observed for value in one.apart):
+        found.append("same")
+    if not is_bool:
+        found += ["total"] if holds(_total) else []
+    found += ["last"] if holds(lambda one: one.apart[-1]) else []
+    if not is_complex:
+        found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(rule)]
+    if is_float or is_complex:
+        found += ["mean"] if holds(_mean) else []
+    return tuple(found)
+
+
+def _wide(value: Tensor) -> Tensor:
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value.long()
+
+
+def is_in_order(one: Observed) -> bool:
+    """Whether all grains together leave the new values of each, one after the other: a queue of samples."""
+    new = [value[value != one.before] for value in one.apart]
+    together = one.together[one.together != one.before]
+    apart = torch.cat(new)
+    return len(together) > 0 and len(together) == len(apart) and _same_values(together, apart)
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if one.is_complex() or one.dtype == torch.bool:
+        return False
+    a, b = one.double().sort().values, other.double().sort().values
+    return bool(((a - b).abs() <= FINE.of_value * b.abs().max()).all())
+
+
+def _max(one: Observed) -> Tensor:
+    return torch.stack(list(one.apart)).amax(0)
+
+
+def _min(one: Observed) -> Tensor:
+    return torch.stack(list(one.apart)).amin(0)
+
+
+def _total(one: Observed) -> Tensor:
+    return torch.stack(list(one.apart)).sum(0)
+
+
+def _sum(one: Observed) -> Tensor:
+    return one.before + torch.stack([value - one.before for value in one.apart]).sum(0)
+
+
+def _mean(one: Observed) -> Tensor:
+    return torch.stack([value * size for value, size in zip(one.apart, one.sizes, strict=True)]).sum(0) / sum(one.sizes)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values, NaN included."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _limit(one: Observed, rounding: Rounding) -> float:
+    """What rounding may leave of a difference from `one.together`."""
+    values = torch.stack([value.abs().double() for value in (one.together, *one.apart)])
+    moves = torch.stack([(value - one.before).abs().double() for value in (one.together, *one.apart)])
+    sizes = [float(each[each.isfinite()].max()) if each.isfinite().any() else 0.0 for each in (values, moves)]
+    return rounding.of_value * sizes[0] + rounding.of_move * sizes[1]
+
+
+def _close(value: Tensor, one: Observed, rounding: Rounding) -> bool:
+    if _equal(value, one.together):
+        return True
+    if not (value.is_floating_point() or value.is_complex()):
+        return False
+    near = (value - one.together).abs() <= _limit(one, rounding)
+    return bool((near | (value == one.together) | ((value != value) & (one.together != one.together))).all())
+
+
+def _beyond(value: Tensor, one: Observed, sign: int, rounding: Rounding) -> bool:
+    """Whether a value has passed the one before against the bound's direction."""
+    limit = _limit(one, rounding) if value.is_floating_point() else 0.0
+    return bool((sign * (one.before - value) > limit).any())
+
+
+def in_words(rules: Mapping[str, str]) -> str:
+    """Rules with the names that have them, numbers as *."""
+    by_rule: dict[str, dict[str, None]] = {}
+    for name, rule in sorted(rules.items()):
+        by_rule.setdefault(rule, {})[".".join("*" if part.isdigit() else part for part in name.split("."))] = None
+    return "; ".join(f"{rule} of {', '.join(names)}" for rule, names in sorted(by_rule.items()))
+
+
+def without_rule(name: str) -> JobError:
+    """The error for a buffer of a Session whose rule is not known."""
+    return JobError(
+        given=f"buffer {name}, which a forward changes, in a Session without a rule for it",
+        conflict="a step is computed in microbatches, and what they leave in a buffer becomes one value by a rule",
+        remedy=f'write Session(buffers={{"{name}": "sum"}}) for a count or a sum over samples, "mean" for a mean over '
+        'samples, "min", "max", "last", or "same" where every forward leaves the same value, as a counter of calls',
+    )
+
+
+def no_rule(name: str, kind: str, *, ordered: bool = False, seen: bool = True) -> JobError:
+    """The error for a buffer that no rule explains, of a module of that kind.
+
+    `ordered`: it keeps samples in their order. `seen`: some rank had several grains to look at.
+    """
+    if ordered:
+        cause = "it keeps samples in their order, and each microbatch would put its own in the same place"
+    elif seen:
+        cause = (
+            "the value that a batch leaves in it does not follow from the values that parts of the batch leave: it is "
+            "not their mean, sum, minimum, maximum or the last of them"
+        )
+    else:
+        cause = "each rank reads one grain of this stream: none can see how the parts of a batch make its value"
+    where = f" of {kind}" if kind else ""
+    return JobError(
+        given=f"buffer {name}{where}, which a forward changes",
+        conflict=f"a step is computed in microbatches, and {cause}",
+        remedy="keep sums over samples in buffers (a count, a sum, a sum of squares) and compute the value from them; "
+        "or change the buffer in a callback after the step; or write Job(grains=1), which computes a batch in one "
+        f'forward; or declare a rule that is good enough: Job(buffers={{"{name}": "last"}}), say, '
+        f"of {', '.join(BUFFER_RULES)}",
+    )
