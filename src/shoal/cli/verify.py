@@ -51,7 +51,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
             remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
         )
     print(
-        f"verifying          {request.job.path}: {num_steps} steps on {request.plan.num_processes} process(es)",
+        f"verifying          {request.job.target}: {num_steps} steps on {request.plan.num_processes} process(es)",
         flush=True,
     )
     if request.plan.num_processes == 1:

@@ -28,6 +28,7 @@ from shoal.training.same_job import differing_fields
 _MAY_CHANGE = (
     "file",
     "file_sha256",
+    "module",
     "by_value",
     "why_grains",
     "given",

@@ -24,6 +24,7 @@ def describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains:
     return {
         "file": str(request.job.path),
         "file_sha256": loaded.file_sha256,
+        "module": loaded.module,
         "function": loaded.function,
         "settings": loaded.settings,
         "code": loaded.code,

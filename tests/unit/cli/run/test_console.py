@@ -12,6 +12,7 @@ import torch
 from shoal.cli.run.console import Reporter, conclude, introduce
 from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
+from shoal.runs.job_file import JobRequest
 from shoal.runs.resize import wish
 
 
@@ -30,7 +31,7 @@ def said(plan: Plan, label: str = "devices", resumed: int | None = None, **setti
     )
     wishes = SimpleNamespace(devices=None)
     request: Any = SimpleNamespace(
-        job=SimpleNamespace(path=Path("job.py")),
+        job=JobRequest(Path("job.py")),
         out=Path("out"),
         place="out",
         wishes=wishes,
