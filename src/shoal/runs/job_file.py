@@ -21,6 +21,7 @@ from shoal.plans.grains import FEW_GRAINS
 from shoal.runs.job_module import JobModule, imported_from, located, split_target
 from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
+from shoal.runs.read_files import files_read
 from shoal.runs.remedies import remedy
 from shoal.runs.user_frames import place_of, traceback_of
 
@@ -81,6 +82,7 @@ class LoadedJob:
     file_sha256: str
     code: dict[str, dict[str, str]] = field(default_factory=dict)  # by file and definition, as `job_sources.code`
     module: str = ""  # full name of the job's module; empty where the job came by value
+    files: tuple[str, ...] = ()  # paths that its code has read while it was loaded
 
     def describe(self) -> dict[str, Any]:
         """The training problem, as far as names and numbers can say it; JSON values."""
@@ -141,37 +143,34 @@ def load(request: JobRequest) -> LoadedJob:
 
     Raises: JobFileError, SettingError, JobError.
     """
-    with _without_devices():
-        if request.handed is not None:
-            return _load_handed(request, request.handed)
-        function_name, function = _find(_execute(request.module), request)
-        job, settings = called(function, request)
-        return _of_file(request, function_name, job, settings)
+    name, handed = request.function or "job", request.handed
+    with _without_devices(), files_read() as files:
+        if handed is not None:
+            given = _fetched(handed, request)
+        else:
+            name, given = _find(_execute(request.module), request)
+        job, settings = called(given, request)
+    if request.by_value:
+        assert handed is not None
+        digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
+        return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
+    module = request.module
+    found = code(module, name, imported_from(module.folders))
+    return LoadedJob(job, name, settings, file_sha256(request.path), found, module.name, tuple(files))
 
 
-def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
+def _fetched(handed: HandedJob, request: JobRequest) -> Any:
     try:
-        given = handed.fetch(request.function)
+        return handed.fetch(request.function)
     except ShoalError:
         raise
     except Exception as error:
         raise _raised(str(request.path), error) from error
-    job, settings = called(given, request)
-    if handed.module is not None:
-        return _of_file(request, str(request.function), job, settings)
-    digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
-    return LoadedJob(job, request.function or "job", settings, digest, handed.code)
 
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, as hexadecimal digits. Raises: OSError."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _of_file(request: JobRequest, function: str, job: Job, settings: dict[str, Any]) -> LoadedJob:
-    module = request.module
-    found = code(module, function, imported_from(module.folders))
-    return LoadedJob(job, function, settings, file_sha256(request.path), found, module.name)
 
 
 def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:

@@ -266,8 +266,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
     call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
-    description = describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
+    description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
         mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.accept_changes)
     )

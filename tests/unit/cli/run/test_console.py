@@ -94,7 +94,7 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
 
     nothing = dict.fromkeys(("ended_early", "prediction", "server"))
     result: Any = SimpleNamespace(status="preempted", steps=3, wall_seconds=1.0, metrics={}, **nothing)
-    job = SimpleNamespace(path="job.py", handed=None)
+    job = JobRequest(Path("job.py"))
     request: Any = SimpleNamespace(out=tmp_path, place=str(tmp_path), resizable=True, job=job)
     wish(RunDirectory(tmp_path), 2)
     conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)
