@@ -233,6 +233,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         may_copy=request.may_copy,
         chooses_format=request.chooses_format,
         initial_weights=request.initial_weights,
+        checks_seed=not (request.resume or request.restarts or request.initial_weights),
         observer=observer,
         heartbeat=Heartbeat.joined(os.environ),
     )
