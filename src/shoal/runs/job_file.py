@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -83,6 +83,7 @@ class LoadedJob:
     code: dict[str, dict[str, str]] = field(default_factory=dict)  # by file and definition, as `job_sources.code`
     module: str = ""  # full name of the job's module; empty where the job came by value
     files: tuple[str, ...] = ()  # paths that its code has read while it was loaded
+    draws: bool = True  # whether it may have drawn random values then that nobody has seeded
 
     def describe(self) -> dict[str, Any]:
         """The training problem, as far as names and numbers can say it; JSON values."""

@@ -141,7 +141,7 @@ class Options:
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
     `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
     `listener` is told of the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
-    find initial values that do not follow from the job's seed.
+    find initial values that do not follow from the job's seed, but for those that were not `drawn_at_import`.
     """
 
     checkpoints: Path | None = None
@@ -160,6 +160,7 @@ class Options:
     observer: Observer = field(default_factory=Observer)
     listener: StepListener | None = None
     checks_seed: bool = False
+    drawn_at_import: bool = True
     bad_samples: int = 0
     check_replicas: int | None = None
     mtbf_seconds: float | None = None
@@ -341,7 +342,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
     mesh = mapped(plan, mesh)
     make = functools.partial(build_model, job, precision)
     checks = options.checks_seed and mesh.rank == 0
-    model, notes = together(mesh, lambda: construct_twice(make) if checks else (make(), ()))
+    model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])

@@ -22,23 +22,23 @@ _SEED_IT = (
 )
 
 
-def construct_twice(make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Module, list[str]]:
     """The model that `make` constructs after it has seeded the generators, and a sentence where its seed has no say.
 
     A second model is constructed where the first one took up to 0.3 s, and is dropped. The generators are left as the
-    first construction leaves them. Raises: what the first construction raises.
+    first construction leaves them. `drawn`: whether tensors that were made before may have random values. Raises: what the first construction raises.
     """
     began = time.perf_counter()
     model = make()
     if time.perf_counter() - began > _SECONDS:
         return model, []
-    known = {name: value for name, value in _values(model)}
+    known = dict(_values(model))
     with generators_kept():
         try:
             again = make()
         except Exception:  # of a function that can be called once: the run does not need more
             return model, []
-    return model, list(_unlike(known, dict(_values(again)), same=again is model))
+    return model, list(_unlike(known, dict(_values(again)), same=again is model, drawn=drawn))
 
 
 def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -46,7 +46,7 @@ def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensor.detach()) for name, tensor in tensors if not is_lazy(tensor))
 
 
-def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], same: bool) -> Iterator[str]:
+def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], *, same: bool, drawn: bool) -> Iterator[str]:
     """What the second construction has of the first one, or has not."""
     shared = [name for name, value in again.items() if name in known and _is_one(value, known[name])]
     if known.keys() != again.keys():
@@ -58,12 +58,12 @@ def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], same: bool) -> I
                 remedy="construct the module inside model()",
             )
         yield f"model() gives another structure when it is called again with the same seed ({odd}); {_SEED_IT}"
-    elif shared:
+    elif shared and drawn:
         yield (
             f"model() returns tensors that were made before it was called ({_some(shared)}): their initial values do "
             "not follow from Job(seed); construct the module inside model()"
         )
-    elif sum(value.numel() for value in known.values()) <= _MOST_ELEMENTS:
+    elif not shared and sum(value.numel() for value in known.values()) <= _MOST_ELEMENTS:
         other = [name for name, value in known.items() if not _are_equal(value, again[name])]
         if other:
             yield (
