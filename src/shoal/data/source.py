@@ -348,7 +348,9 @@ def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
 
 def _refuse_several(name: str, data: Any) -> None:
     """Raises: DataError for a dict, list or tuple of data sets or loaders, which has no samples of its own."""
-    inner = dict(data) if isinstance(data, Mapping) else dict(enumerate(data)) if type(data) in (list, tuple) else {}
+    inner = (
+        dict(data) if isinstance(data, Mapping) else dict(enumerate(data[:8])) if type(data) in (list, tuple) else {}
+    )
     sets = {key: own for key, own in inner.items() if isinstance(own, Dataset | DataLoader)}
     by_name = isinstance(data, Mapping) and bool(inner) and 0 not in data
     if not sets and not by_name:

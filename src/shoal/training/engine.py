@@ -174,7 +174,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
-    sharded_model, pipeline, unseeded = _hold(job, plan, mesh, precision, data, options)
+    sharded_model, pipeline, unseeded = _hold(job, plan, mesh, precision, data, options=options)
     if options.chooses_format and not (plan.execution.exact or plan.divides_model):
         chosen = agreed_format(job, sharded_model, precision, data)
         plan = plan.with_format(channels_last=chosen.channels_last)
@@ -328,7 +328,7 @@ class _Held(NamedTuple):
     notes: tuple[str, ...] = ()  # on the origin of its initial values
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, options: Options) -> _Held:
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _Held:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:

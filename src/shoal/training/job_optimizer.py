@@ -97,11 +97,11 @@ def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
     except (OSError, TypeError, SyntaxError):
         return False
     for node in ast.walk(tree):
-        raises = isinstance(node, ast.If) and any(isinstance(inner, ast.Raise) for inner in node.body)
-        if raises or isinstance(node, ast.Assert):
-            test = ast.unparse(node.test)
-            if test in (("closure is None", "not closure") if raises else ("closure is not None", "closure")):
-                return True
+        if isinstance(node, ast.Assert) and ast.unparse(node.test) in ("closure is not None", "closure"):
+            return True
+        is_test = isinstance(node, ast.If) and ast.unparse(node.test) in ("closure is None", "not closure")
+        if is_test and isinstance(node.body[0], ast.Raise):
+            return True
     return False
 
 

@@ -26,7 +26,8 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
     """The model that `make` constructs after it has seeded the generators, and a sentence where its seed has no say.
 
     A second model is constructed where the first one took up to 0.3 s, and is dropped. The generators are left as the
-    first construction leaves them. `drawn`: whether tensors that were made before may have random values. Raises: what the first construction raises.
+    first construction leaves them. `drawn`: whether tensors that were made before may have random values.
+    Raises: what the first construction raises; JobError where the second one changes the first.
     """
     began = time.perf_counter()
     model = make()
