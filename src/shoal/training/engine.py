@@ -322,13 +322,13 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
         warn_of([idle])
 
 
-class _Held(NamedTuple):
+class _ModelOfRank(NamedTuple):
     model: ShardedModel
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()  # on the origin of its initial values
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _Held:
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _ModelOfRank:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:
@@ -338,7 +338,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
         clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
-        return _Held(*held)
+        return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
     make = functools.partial(build_model, job, precision)
     checks = options.checks_seed and mesh.rank == 0
@@ -346,7 +346,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return _Held(ShardedModel(mesh, model, divides_state=plan.divides_state), notes=tuple(notes))
+    return _ModelOfRank(ShardedModel(mesh, model, divides_state=plan.divides_state), notes=tuple(notes))
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:

@@ -260,7 +260,7 @@ class EvaluationSets:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """What the sets are read from, by name."""
+        """Data sources of the sets, by name."""
         return {name: own.source for name, own in self._by_name.items() if own.source is not None}
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:

@@ -96,13 +96,12 @@ def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step)))
     except (OSError, TypeError, SyntaxError):
         return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assert) and ast.unparse(node.test) in ("closure is not None", "closure"):
-            return True
-        is_test = isinstance(node, ast.If) and ast.unparse(node.test) in ("closure is None", "not closure")
-        if is_test and isinstance(node.body[0], ast.Raise):
-            return True
-    return False
+    tests = [
+        (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
+    ]
+    return any(ast.unparse(test) == wanted for test, wanted in tests)
 
 
 def without_closure(optimizer: torch.optim.Optimizer) -> JobError:
