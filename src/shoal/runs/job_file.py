@@ -47,7 +47,7 @@ class JobRequest:
     def module(self) -> JobModule:
         """The job's file with its full module name."""
         known = self.handed.module if self.handed is not None else self.dotted
-        return JobModule.of_file(self.path) if known is None else JobModule(self.path, known)
+        return JobModule.of_file(self.path) if known is None else JobModule.of_name(self.path, known)
 
     @property
     def target(self) -> str:

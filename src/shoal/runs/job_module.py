@@ -24,11 +24,13 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 class JobModule:
     """File of a job, and its full module name.
 
-    The name of a file in packages (folders with an `__init__.py`) has the names of all of them.
+    The name of a file in packages (folders with an `__init__.py`) has the names of all of them. `num_packages`: folders
+    of packages above the file, its own included.
     """
 
     path: Path
     name: str
+    num_packages: int = 0
 
     @classmethod
     def of_file(cls, path: Path) -> JobModule:
@@ -38,21 +40,25 @@ class JobModule:
         while (folder / _INIT).is_file() and folder.name.isidentifier():
             parts.insert(0, folder.name)
             folder = folder.parent
-        return cls(path, ".".join(parts) or path.stem)
+        num_packages = len(parts) - (path.name != _INIT)
+        return cls(path, ".".join(parts) or path.stem, num_packages)
+
+    @classmethod
+    def of_name(cls, path: Path, name: str) -> JobModule:
+        """The module of that name, which is in that file."""
+        return cls(path, name, name.count(".") + (path.name == _INIT))
 
     @property
     def root(self) -> Path:
         """The folder above the topmost package, from which the full name is imported; else the file's own folder."""
-        if "." not in self.name and self.path.name != _INIT:
+        if not self.num_packages:
             return self.path.resolve().parent  # as Python does for a script behind a symbolic link
-        depth = self.name.count(".") + (self.path.name == _INIT)
-        return Path(os.path.abspath(self.path)).parents[depth]
+        return Path(os.path.abspath(self.path)).parents[self.num_packages]
 
     @property
     def package(self) -> Path | None:
         """The folder of the topmost package; None of a file in none."""
-        inside = "." in self.name or self.path.name == _INIT
-        return self.root / self.name.partition(".")[0] if inside else None
+        return self.root / self.name.partition(".")[0] if self.num_packages else None
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -76,7 +82,7 @@ class JobModule:
         """The module, executed anew; its packages are imported first. Raises: JobFileError; what their code raises."""
         self.set_import_path()
         known = sys.modules.get(self.name)
-        package = self.name.rpartition(".")[0]
+        package = ".".join(self.name.split(".")[: self.num_packages - (self.path.name == _INIT)])
         if package:
             self._refuse_other(importlib.import_module(package))
         found = sys.modules.get(self.name)
@@ -175,7 +181,7 @@ def located(text: str) -> JobModule:
         raise _missing(text, Path(text))
     path = Path(spec.origin)
     here = Path.cwd()
-    return JobModule(path.relative_to(here) if path.is_relative_to(here) else path, text)
+    return JobModule.of_name(path.relative_to(here) if path.is_relative_to(here) else path, text)
 
 
 def _spec(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:

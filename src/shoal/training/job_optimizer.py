@@ -93,12 +93,12 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether step() says in its source that None will not do: an assertion about it, or an error where it is None."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step)))
+        step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
     except (OSError, TypeError, SyntaxError):
         return False
     tests = [
         (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
-        for node in ast.walk(tree)
+        for node in getattr(step, "body", ())  # not within a condition
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
     ]
     return any(ast.unparse(test) == wanted for test, wanted in tests)

@@ -34,6 +34,7 @@ FILES = {
     ),
     "common_things.py": "def net():\n    return 4\n",
     "alone.py": JOB.format(imports="from common_things import net"),
+    "alone.v2.py": JOB.format(imports="from common_things import net"),
     "in_no_package/deep.py": JOB.format(imports="from common_things import net"),
 }
 
@@ -77,6 +78,7 @@ def test_the_last_colon_begins_the_function(target: str, parts: tuple[str, str |
         ("alone.py", "alone", "alone.py"),
         ("alone", "alone", "alone.py"),
         ("in_no_package/deep.py", "deep", "in_no_package/deep.py"),
+        ("alone.v2.py", "alone.v2", "alone.v2.py"),
         ("in_no_package.deep", "in_no_package.deep", "in_no_package/deep.py"),
         ("json.tool", "json.tool", str(Path(os.__file__).parent / "json" / "tool.py")),
     ],
@@ -97,6 +99,11 @@ def test_a_job_in_packages_is_loaded(target: str, project: Path) -> None:
     assert (sys.path[0], sys.path[-1]) == (str(project), str(project / "jobs_of" / "train"))
     assert {"jobs_of/__init__.py", "jobs_of/nets.py", "jobs_of/sizes.py"} <= loaded.code.keys()
     assert "jobs_of/unused.py" not in loaded.code
+
+
+def test_a_file_with_a_dot_in_its_name(project: Path) -> None:
+    loaded = load(parse_target("alone.v2.py", ()))
+    assert (loaded.job.model(), loaded.module, sys.path[0]) == (4, "alone.v2", str(project))
 
 
 @pytest.mark.parametrize("target", ["in_no_package/deep.py", "in_no_package.deep"])
