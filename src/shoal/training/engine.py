@@ -81,6 +81,7 @@ class Engine(TrainingParts):
 
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
+    unseeded: tuple[str, ...] = ()  # those of the notes that are on initial values
     taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
 
     @property
@@ -224,6 +225,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
+        unseeded=unseeded,
         notes=(*notes, *unseeded, *said, *copied, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
     )
