@@ -19,8 +19,8 @@ from shoal.training.engine import Engine
 from shoal.training.preflight import digest_of_samples
 
 # Samples of each part of a digest; a part begins within so many seconds of the first one.
-_PARTS = (4, 4, 8, 16, 32, 64, 128)
-_SECONDS = 0.25
+_PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
+_SECONDS = 0.2
 _CHILD_SECONDS = 10.0
 _GOLDEN = 0.6180339887498949
 
