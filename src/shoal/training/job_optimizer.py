@@ -120,11 +120,11 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
         return without_closure(optimizer)
     if "DTensor" in str(error):
         found = JobError(
-            given=f'optimizer {type(optimizer).__name__} with shard.level = "parameters"',
+            given=f"optimizer {type(optimizer).__name__}, with parameters that are cut over ranks (ZeRO-2 or ZeRO-3)",
             conflict="it keeps state in a form of its own (8-bit codes with scales, say), which torch does not combine "
-            f"with a parameter that is cut over ranks (a DTensor){place_of(error)}",
-            remedy='write shard.level = "gradients", which leaves parameters whole; or an optimizer whose state has '
-            "the shape of the parameter, as torch.zeros_like(parameter)",
+            f"with a part of a parameter (a DTensor){place_of(error)}",
+            remedy='use the data axis or shard.level = "optimizer", which leave parameters whole; or an optimizer '
+            "whose state has the shape of the parameter, as torch.zeros_like(parameter)",
         )
         found.traceback_text = traceback_of(error)
         return found
