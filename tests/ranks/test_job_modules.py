@@ -50,7 +50,8 @@ def test_one_import_path_everywhere(tmp_path: Path) -> None:
     for target, devices in (("pack/train/jobs.py", 1), ("pack.train.jobs:job", 2)):
         folder = tmp_path / f"seen-{devices}"
         folder.mkdir()
-        wanted = Run(target, tmp_path / f"run-{devices}", devices, True, environment={"SEEN": str(folder)}, cwd=project)
+        seeing = {"SEEN": str(folder)}
+        wanted = Run(target, tmp_path / f"run-{devices}", devices, True, environment=seeing, cwd=project, fresh=True)
         ended.append(run(wanted).expect(0).result["weights_sha256"])
         seen += [json.loads(file.read_text(encoding="utf-8")) for file in folder.iterdir()]
     assert ended[0] == ended[1]

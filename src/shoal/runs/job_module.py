@@ -75,7 +75,7 @@ class JobModule:
     def set_import_path(self) -> None:
         """Make `sys.path` the same in every process: the root, the current folder, the environment, the own folder."""
         own = {"", *self.folders}
-        rest = [folder for folder in sys.path if folder not in own]
+        rest = dict.fromkeys(folder for folder in sys.path if folder not in own)
         sys.path[:] = [*self._first, *rest, *self.folders[len(self._first) :]]
 
     def execute(self) -> Any:
