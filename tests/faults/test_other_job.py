@@ -94,6 +94,26 @@ def test_a_resume_with_other_code(changes: dict[str, str], place: str, tmp_path:
     resumed(path, out).expect(0)  # it is the run's own now
 
 
+def test_a_resume_over_other_data_and_files(tmp_path: Path) -> None:
+    """Its code and its settings are those of the run."""
+    folder, out = tmp_path / "job", tmp_path / "run"
+    path = written(folder, dropout="RATE", seed="int(os.environ['SEED'])")
+    (folder / "rate.json").write_text("0.1", encoding="utf-8")
+    reads = "import json, os, sys\nRATE = json.load(open(os.path.join(os.path.dirname(__file__), 'rate.json')))"
+    path.write_text(path.read_text(encoding="utf-8").replace("import os, sys", reads), encoding="utf-8")
+
+    def resumed_with(seed: str) -> Ended:
+        return run(Run(path, out, 1, arguments=("--resume", "--steps", "4"), environment={"SEED": seed}))
+
+    run(Run(path, out, 1, arguments=("--steps", "2"), environment={"SEED": "1"})).expect(0)
+    (folder / "rate.json").write_text("0.2", encoding="utf-8")
+    refused = resumed_with("2").fails(2)
+    assert "another rate.json, which the job reads" in refused.stderr
+    assert "other samples in train_data" in refused.stderr
+    (folder / "rate.json").write_text("0.1", encoding="utf-8")
+    resumed_with("1").expect(0)
+
+
 def test_a_resume_with_comments_and_another_length(tmp_path: Path) -> None:
     folder, out = tmp_path / "job", tmp_path / "run"
     begun(folder, out)

@@ -54,7 +54,7 @@ def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) 
     job = request.loaded_job.job
     if job.eval_data is None:
         raise CommandError(
-            given=f"shoal evaluate {request.job.path}",
+            given=f"shoal evaluate {request.job.target}",
             conflict="the job has no eval_data",
             remedy="give Job(eval_data=...) what is to be evaluated",
         )

@@ -15,6 +15,7 @@ from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.job_file import JobRequest, called, load, parse_target
+from shoal.runs.job_module import is_path, split_target
 from shoal.runs.job_object import is_job
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.run_files import run_reader
@@ -37,7 +38,7 @@ class Run:
     def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
         text = os.fspath(out)
         self.out: Path | str = text if is_address(text) else Path(text)
-        self._given = os.path.abspath(job) if isinstance(job, str | os.PathLike) else job
+        self._given = _lasting(os.fspath(job)) if isinstance(job, str | os.PathLike) else job
         with self._files() as files:
             if not files.job.exists():
                 raise RunDirectoryError(
@@ -122,6 +123,12 @@ class Run:
         result = self.result
         found = [(name, result[name]) for name in _SHOWN if result.get(name) not in (None, {})]
         return [(name, value[:12] if name == "weights_sha256" else _rounded(value)) for name, value in found]
+
+
+def _lasting(target: str) -> str:
+    """A target that stays the same where the current folder changes: a path becomes an absolute one."""
+    text, _ = split_target(target)
+    return os.path.abspath(target) if is_path(text) or os.sep in text else target
 
 
 def _rounded(value: Any) -> Any:

@@ -248,8 +248,7 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
     """
     job, named = given["job"], given["job_settings"]
     if isinstance(job, str | os.PathLike):
-        path, _, function = os.fspath(job).partition(":")
-        known, where = parameters_of(Path(path), function or "job"), os.fspath(job)
+        known, where = parameters_of(os.fspath(job)), os.fspath(job)
     elif is_job(job):
         known, where = _parameters(job), f"{place_of(job)}:{function_name(job) or 'job'}"
     else:

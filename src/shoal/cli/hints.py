@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from shoal.errors import nearest
 from shoal.runs.job_file import parameters_of
@@ -108,9 +107,8 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
 
 def _setting(given: Sequence[str], name: str, value: str) -> Iterator[str]:
     """`--set` of a parameter of the job function, where it has one for this."""
-    target = next((word for word in given if word.endswith(".py") or ".py:" in word), "")
-    path, _, function = target.partition(":")
-    parameters = parameters_of(Path(path), function or "job") if target else []
+    words = (word for word in given[1:] if not word.startswith("-"))
+    parameters = next((found for found in map(parameters_of, words) if found), [])
     alike = next((words for words in _OF_JOBS if name in words), ())
     wanted = [name, *alike]
     for parameter in parameters:

@@ -43,6 +43,8 @@ _READING = ("report", "watch", "doctor", "export")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and sys.path[:1] == [os.path.dirname(os.path.realpath(sys.argv[0]))]:
+        del sys.path[0]  # the folder of the script `shoal`, which `python -m shoal` does not have
     if FORK_FD in os.environ:
         from shoal.launch.fork_server import become_rank
 

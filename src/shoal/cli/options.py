@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
+from shoal.runs.job_module import JobModule
 
 if TYPE_CHECKING:
     from shoal.plans import Plan
@@ -337,13 +338,13 @@ def _job_by_name(job: JobRequest) -> dict[str, Any]:
 
     Raises: CommandError for a job that is in no file of its own.
     """
-    if job.by_value or (job.handed is not None and "." in str(job.handed.module)):
+    if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
         raise CommandError(
             given="a job that is an object of this program",
             conflict="the ranks are started by an engine, on other hosts too, which do not have it",
             remedy='write the job function into a file of its own, and give its path: shoal.run("file.py:job", ...)',
         )
-    return {"job": f"{job.path}:{job.function}" if job.function else str(job.path), "set": job.settings}
+    return {"job": f"{job.target}:{job.function}" if job.function else job.target, "set": job.settings}
 
 
 def setting_text(name: str, setting: Setting) -> str:

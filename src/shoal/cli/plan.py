@@ -140,7 +140,7 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
     request = parse_target(target, options.set)
     with inside_run(os.environ):
         loaded = load(request)
-    return loaded.job, f"{request.path}:{loaded.function}", options.precision
+    return loaded.job, f"{request.target}:{loaded.function}", options.precision
 
 
 def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ def _data_of(job: Job, request: PredictRequest) -> tuple[str, Any]:
     known = [name for name in sets if name] or [_EVAL] * bool(sets)
     given = "no --data" if request.data is None else f"--data {request.data}"
     raise CommandError(
-        given=f"shoal predict {request.job.path} with {given}",
+        given=f"shoal predict {request.job.target} with {given}",
         conflict=f"the job has {', '.join([*known, _TRAIN])}{nearest(request.data or '', [*known, _TRAIN])}",
         remedy=f"write --data {next(iter(known), _TRAIN)}",
     )

@@ -128,7 +128,7 @@ def in_ranks(
     exact = request.plan(devices).execution.exact
     return launch(
         LocalRun(
-            [command, str(request.job.path), str(request.run)],
+            [command, request.job.target, str(request.run)],
             devices,
             1 if exact else max(1, cores() // devices),
             run_of(request.run).path / "logs",

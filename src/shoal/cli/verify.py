@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shoal.data.opened import opened
 from shoal.distributed.failures import as_shoal_error
-from shoal.distributed.process_setup import prepare_process
+from shoal.distributed.process_setup import prepare_process, seed_loading
 from shoal.errors import ExitCode, PlanError
 from shoal.hardware.detect import cores
 from shoal.job import Job
@@ -51,7 +51,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
             remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
         )
     print(
-        f"verifying          {request.job.path}: {num_steps} steps on {request.plan.num_processes} process(es)",
+        f"verifying          {request.job.target}: {num_steps} steps on {request.plan.num_processes} process(es)",
         flush=True,
     )
     if request.plan.num_processes == 1:
@@ -75,6 +75,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(plan.execution.exact, cores())
+    seed_loading()
     loaded = load(request.job)
     loaded = replace(loaded, job=opened(with_judged_grains(judged, loaded.job)))
     verdict = judge_traces(loaded.job, plan, folder)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
@@ -339,12 +339,31 @@ def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
             )
         rows = TensorSource(name, data)
         return rows if collate is None else SampleSource(name, _Rows(data, len(rows)), collate)
+    _refuse_several(name, data)
     if hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__")):
         return SampleSource(name, data, collate)
     raise DataError(
         given=f"{name} of type {type(data).__name__}",
         conflict="it has neither a length with __getitem__ nor __iter__",
         remedy="give a dataset, tensors with one row per sample, an iterable, or a function that returns one",
+    )
+
+
+def _refuse_several(name: str, data: Any) -> None:
+    """Raises: DataError for a dict, list or tuple of data sets or loaders, which has no samples of its own."""
+    inner = (
+        dict(data) if isinstance(data, Mapping) else dict(enumerate(data[:8])) if type(data) in (list, tuple) else {}
+    )
+    sets = {key: own for key, own in inner.items() if isinstance(own, Dataset | DataLoader)}
+    by_name = isinstance(data, Mapping) and bool(inner) and 0 not in data
+    if not sets and not by_name:
+        return
+    kinds = ", ".join(f"{key!r}: {type(own).__name__}" for key, own in list(inner.items())[:4])
+    raise DataError(
+        given=f"{name} of a {type(data).__name__} with {kinds}",
+        conflict="a step is made of samples of one data set, by their numbers from 0",
+        remedy="give one data set: torch.utils.data.ConcatDataset([...]) of them to train on the samples of all, or "
+        "one whose __getitem__(i) returns a dict with a sample of each; eval_data takes a dict of sets",
     )
 
 

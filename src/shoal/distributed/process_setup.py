@@ -27,6 +27,7 @@ _NAME = "torch._dynamo"
 # glibc's mallopt: above the first size a free gives pages back, above the second it maps and unmaps them every time. A
 # step frees and asks for the same tensors again: GPT's took 16,000 page faults a step, 4 % of its time on one thread.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LOADING_SEED = 5_489
 _TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20  # 32 MiB is the most that glibc takes
 _LEAN_BYTES = 1 << 20
 
@@ -45,6 +46,20 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
     elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
     _set_allocator(_TRIM_BYTES, _MMAP_BYTES)
+
+
+def seed_loading() -> None:
+    """Seed torch's generators, before a job is loaded: a module that it makes at import is then the same in each run.
+
+    Python's and numpy's generators are left alone, from which a job may draw the name of a run.
+    """
+    torch.manual_seed(_LOADING_SEED)
+
+
+def has_drawn_since_loading() -> bool:
+    """Whether torch's generator was drawn from after `seed_loading`, and not seeded by the job itself."""
+    generator, fresh = torch.default_generator, torch.Generator().manual_seed(_LOADING_SEED)
+    return generator.initial_seed() == _LOADING_SEED and not torch.equal(generator.get_state(), fresh.get_state())
 
 
 @contextlib.contextmanager

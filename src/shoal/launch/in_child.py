@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -43,11 +45,13 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:
     """The result of `work` in a child process that has ended when this returns; a JSON value.
 
-    Raises: LaunchError where the child dies; SystemExit on a signal that asks to stop, which ends the child.
+    Raises: LaunchError where the child dies, or has not ended after `seconds`; SystemExit on a signal that asks to
+    stop, which ends the child.
     """
+    until = time.monotonic() + seconds
     signals = Signals(impatient=False)
     reader, writer = os.pipe()
 
@@ -59,16 +63,18 @@ def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(text)
 
+    ready, is_late = False, False
     with signals.handled():
         child = fork(told)
         os.close(writer)
         try:
             with os.fdopen(reader, "rb") as pipe:
-                while not signals.received and not select.select([pipe], [], [], _POLL_SECONDS)[0]:
-                    pass
-                text = b"" if signals.received else pipe.read()
+                while not (signals.received or ready or is_late):
+                    ready = bool(select.select([pipe], [], [], _POLL_SECONDS)[0])
+                    is_late = time.monotonic() > until
+                text = pipe.read() if ready else b""
         finally:
-            if signals.received:
+            if signals.received or not ready:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

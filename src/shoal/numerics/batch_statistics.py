@@ -491,6 +491,14 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:
+    if 0 in before:  # not reached by a forward yet
+        return JobError(
+            given=f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}",
+            conflict="the first forward gives the buffer its shape, as an observer of quantization does; a step makes "
+            "one value of what its microbatches leave in a buffer, so that all have to begin with one shape",
+            remedy="give it its shape in model(): call the module there once with a sample, or register the buffer "
+            f"with the shape {list(after)}",
+        )
     return JobError(
         given=f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}",
         conflict="a step makes one value of what its microbatches leave in a buffer: all have to be of one shape",

@@ -322,6 +322,10 @@ class _WriteGuard(TorchDispatchMode):
     def put_back(self) -> None:
         """Write the copies back; what is written from here on is seen anew."""
         for tensor, value in self._copies.values():
+            if (
+                tensor.shape != value.shape and not tensor.requires_grad
+            ):  # a buffer that its first forward gives a shape
+                tensor.resize_(value.shape)
             tensor.copy_(value)
         if self.sees:
             self._copies.clear()

@@ -5,15 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
-import importlib.machinery
-import importlib.util
 import inspect
 import json
 import os
-import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,8 +18,10 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.job import Job
 from shoal.plans.grains import FEW_GRAINS
+from shoal.runs.job_module import JobModule, imported_from, located, split_target
 from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
+from shoal.runs.read_files import files_read
 from shoal.runs.remedies import remedy
 from shoal.runs.user_frames import place_of, traceback_of
 
@@ -36,24 +34,37 @@ class JobRequest:
     """Source of a job: a file, a function in it, and its settings.
 
     Of a job that is given as an object, `handed` is how it gets to ranks, and `path` is told, not loaded.
+    `dotted`: the module's name, where the target was one; else the file's place in packages gives the name.
     """
 
     path: Path
     function: str | None = None
     settings: tuple[tuple[str, Setting], ...] = ()
     handed: HandedJob | None = None
+    dotted: str | None = None
+
+    @property
+    def module(self) -> JobModule:
+        """The job's file with its full module name."""
+        known = self.handed.module if self.handed is not None else self.dotted
+        return JobModule.of_file(self.path) if known is None else JobModule.of_name(self.path, known)
+
+    @property
+    def target(self) -> str:
+        """The file or module as the command is given it."""
+        return self.dotted or str(self.path)
 
     @property
     def name(self) -> str:
-        """A short name for the run: the file's, and the function's where it is not `job`."""
+        """A short name for the run: the module's, and the function's where it is not `job`."""
         extra = f"-{self.function}" if self.function and self.function != "job" else ""
-        return self.path.stem + extra
+        return (self.path.stem if self.by_value else self.module.name) + extra
 
     @property
     def least_grains(self) -> int | None:
         """A number that the job has at least as many grains as; None where only running its code tells."""
         by_value = self.handed if self.by_value else None
-        return by_value.least_grains if by_value is not None else least_grains(self.path)
+        return by_value.least_grains if by_value is not None else least_grains(self.module)
 
     @property
     def by_value(self) -> bool:
@@ -70,6 +81,9 @@ class LoadedJob:
     settings: dict[str, Any]
     file_sha256: str
     code: dict[str, dict[str, str]] = field(default_factory=dict)  # by file and definition, as `job_sources.code`
+    module: str = ""  # full name of the job's module; empty where the job came by value
+    files: tuple[str, ...] = ()  # paths that its code has read while it was loaded
+    draws: bool = True  # whether it may have drawn random values then that nobody has seeded
 
     def describe(self) -> dict[str, Any]:
         """The training problem, as far as names and numbers can say it; JSON values."""
@@ -78,26 +92,19 @@ class LoadedJob:
 
 
 def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:
-    """`FILE[:FUNCTION]` and settings, `name=value` texts or pairs, as a JobRequest.
+    """`FILE[:FUNCTION]` or `MODULE[:FUNCTION]` and settings, `name=value` texts or pairs, as a JobRequest.
 
     Raises: JobFileError for a missing file, SettingError for a text that is not name=value.
     """
-    text, _, function = target.partition(":")
-    path = Path(text)
-    if text == "hf" and not path.is_file():
+    text, function = split_target(target)
+    if text == "hf" and not Path(text).is_file():
         raise JobFileError(
             given=target,
             conflict="a configuration can be planned, and has no data to train on",
             remedy="write a job file that builds the model, as examples/hugging_face.py",
         )
-    if not path.is_file():
-        near = [p.name for p in sorted(path.parent.glob("*.py"))]
-        go_on = f"; to go on with a run: shoal run JOBFILE --resume --out {path}" if path.is_dir() else ""
-        raise JobFileError(
-            given=target,
-            conflict="it is a directory, not a job file" if path.is_dir() else "there is no such file",
-            remedy=f"give a Python file that has a job function{nearest(path.name, near)}{go_on}",
-        )
+    module = located(text)
+    module.refuse_hidden_shoal()
     pairs = [setting for setting in settings if not isinstance(setting, str)]
     for text in (setting for setting in settings if isinstance(setting, str)):
         name, equals, value = text.partition("=")
@@ -112,7 +119,8 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
                 given=f"{written(name, held)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
             )
         pairs.append((name, value))
-    return JobRequest(path, function or None, tuple(pairs))
+    dotted = module.name if module.name != JobModule.of_file(module.path).name else None
+    return JobRequest(module.path, function, tuple(pairs), dotted=dotted)
 
 
 _NONE = ("none", "null")  # what None is as text
@@ -136,27 +144,29 @@ def load(request: JobRequest) -> LoadedJob:
 
     Raises: JobFileError, SettingError, JobError.
     """
-    with _without_devices():
-        if request.handed is not None:
-            return _load_handed(request, request.handed)
-        function_name, function = _find(_execute(request.path), request)
-        job, settings = called(function, request)
-        return _of_file(request, function_name, job, settings)
+    name, handed = request.function or "job", request.handed
+    with _without_devices(), files_read() as files:
+        if handed is not None:
+            given = _fetched(handed, request)
+        else:
+            name, given = _find(_execute(request.module), request)
+        job, settings = called(given, request)
+    if request.by_value:
+        assert handed is not None
+        digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
+        return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
+    module = request.module
+    found = code(module, name, imported_from(module.folders))
+    return LoadedJob(job, name, settings, file_sha256(request.path), found, module.name, tuple(files))
 
 
-def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
+def _fetched(handed: HandedJob, request: JobRequest) -> Any:
     try:
-        given = handed.fetch(request.function)
+        return handed.fetch(request.function)
     except ShoalError:
         raise
     except Exception as error:
         raise _raised(str(request.path), error) from error
-    job, settings = called(given, request)
-    if handed.module is not None:
-        found = _of_file(request, str(request.function), job, settings)
-        return replace(found, code=handed.code) if handed.code else found
-    digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
-    return LoadedJob(job, request.function or "job", settings, digest, handed.code)
 
 
 def file_sha256(path: Path) -> str:
@@ -164,17 +174,12 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _of_file(request: JobRequest, function: str, job: Job, settings: dict[str, Any]) -> LoadedJob:
-    digest = file_sha256(request.path)
-    return LoadedJob(job, function, settings, digest, code(request.path, function))
-
-
 def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
     """The Job that a job function returns, with its complete settings; a Job is itself, and has none.
 
     Raises: JobFileError, SettingError, JobError.
     """
-    where = f"{request.path}:{request.function or 'job'}"
+    where = f"{request.target}:{request.function or 'job'}"
     if isinstance(given, Job):
         if request.settings:
             raise SettingError(
@@ -201,36 +206,15 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
     return job, settings
 
 
-class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Loader of what a file says now: Python knows its cached bytecode by the size and the second of the file alone."""
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        path = self.get_filename(fullname)
-        found: types.CodeType = self.source_to_code(self.get_data(path), path)
-        return found
-
-
-def _execute(path: Path) -> Any:
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # a job file imports what lies beside it, as a script would
-    # Registered under its own name, so that DataLoader workers and dataclasses find it.
-    loader = _SourceLoader(path.stem, str(path)) if path.suffix == ".py" else None
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-    if spec is None or spec.loader is None:
-        raise JobFileError(
-            given=str(path), conflict="Python does not load files of this kind", remedy="give a file that ends in .py"
-        )
-    module = importlib.util.module_from_spec(spec)
-    if path.stem not in sys.modules:
-        sys.modules[path.stem] = module
+def _execute(module: JobModule) -> Any:
     try:
-        spec.loader.exec_module(module)
+        return module.execute()
     except ShoalError:
         raise
+    except SystemExit as error:
+        raise _ended(module, error) from error
     except Exception as error:
-        raise _raised(str(path), error) from error
-    return module
+        raise _raised(str(module.path), error) from error
 
 
 def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
@@ -244,9 +228,9 @@ def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
         if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")
     ]
     raise JobFileError(
-        given=f"{request.path}:{name}",
+        given=f"{request.target}:{name}",
         conflict=f"the file has no function of that name (it has {', '.join(own) or 'none'})",
-        remedy=f"write {request.path}:FUNCTION with one of them{nearest(name, own)}",
+        remedy=f"write {request.target}:FUNCTION with one of them{nearest(name, own)}",
     )
 
 
@@ -362,13 +346,27 @@ def _raised(where: str, error: Exception) -> JobFileError:
     return found
 
 
-def least_grains(path: Path) -> int | None:
+def _ended(module: JobModule, error: SystemExit) -> JobFileError:
+    """The error of a job file that ends the interpreter while it is loaded, as a parser of options does."""
+    place = place_of(error)
+    found = JobFileError(
+        given=str(module.path),
+        conflict=f"it ended the program while it was imported (SystemExit: {error.code}){place}; a file that parses "
+        "its own options at import reads those of `shoal`",
+        remedy="make the options parameters of the job function, and give them with --set NAME=VALUE; call "
+        'parse_args() and exit() below `if __name__ == "__main__":` only',
+    )
+    found.traceback_text = traceback_of(error)
+    return found
+
+
+def least_grains(module: JobModule) -> int | None:
     """A number that a job of this file has at least as many grains as; None where only running it tells.
 
     Read are the file and what it imports from beside it. It says so where it calls Job itself and every `grains` in it
     is a keyword with a number.
     """
-    trees = [tree for _, tree in sources(path.resolve())]
+    trees = [tree for _, tree in sources(module)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
         return None
@@ -382,11 +380,13 @@ def least_grains(path: Path) -> int | None:
     return min(found)
 
 
-def parameters_of(path: Path, function: str) -> list[str]:
-    """The parameters of a function of this file; none of a file, or a function, that is not there."""
+def parameters_of(target: str) -> list[str]:
+    """The parameters of a target's function; none of a file, a module or a function that is not there."""
+    text, function = split_target(target)
+    function = function or "job"
     try:
-        body = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
+        body = ast.parse(located(text).path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, JobFileError):
         return []
     found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
     if found is None:

@@ -28,7 +28,7 @@ class HandedJob:
     """A job object on its way to other processes: the module that it is imported from, or the file that has it.
 
     `least_grains`: a number that it has at least as many grains as, where that is known.
-    `import_path`: sys.path of the process that gave it. `code`: digests of its code, but of what its file tells.
+    `import_path`: sys.path of the process that gave it. `code`: digests of the code of one by value.
     """
 
     module: str | None
@@ -89,8 +89,7 @@ def hand_over(given: object, folder: Path) -> HandedJob:
     path = tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
     module = importable_module(given)
     if module is not None:
-        # Which modules of a package a file imports, its text alone does not tell.
-        return HandedJob(module, None, path, code_of(given) if "." in module else {})
+        return HandedJob(module, None, path)
     pickler, target = _pickler(), folder / _PICKLE
     try:
         with target.open("wb") as file:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import site
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.runs.job_module import JobModule
+
 JOB_FILE = "the job file"
 _REST = "(other lines)"
+_INIT = "__init__.py"
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Arguments of Job that a resume may change.
 FREE = ("length", "on_nonfinite", "predict")
 # Arguments of callbacks that say how long, as a length does.
@@ -18,46 +26,69 @@ LENGTHS = {"EarlyStopping": ("patience",)}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def sources(path: Path, seen: set[Path] | None = None) -> Iterator[tuple[Path, ast.Module]]:
-    """The file and the modules beside it that it imports, each with its syntax tree; none of what is no Python."""
-    seen = set() if seen is None else seen
-    if path in seen:
-        return
-    seen.add(path)
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    names = sorted(_imported(tree))  # whoever takes the tree may change it
-    yield path, tree
-    for name in names:
-        beside = path.parent / name
-        for file in [beside.with_suffix(".py"), *(sorted(beside.rglob("*.py")) if beside.is_dir() else ())]:
-            if file.is_file():
-                yield from sources(file, seen)
+def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path, ast.Module]]:
+    """The job's file and the modules of its own that it imports, transitively, each with its syntax tree.
+
+    A module is the job's own where it lies in a package of the job's, in the folder above it, or in the current folder,
+    and is not installed. `also`: more files to begin with. Files that are no Python are skipped.
+    """
+    roots = [*map(Path, module.folders)]
+    waiting, seen = [Path(os.path.abspath(module.path)), *map(Path, also)], set[Path]()
+    while waiting:
+        path = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        found = list(_imported(tree, path, roots))  # whoever takes the tree may change it
+        yield path, tree
+        waiting += (file for file in found if _is_of_job(file, module))
 
 
-def code(path: Path, function: str) -> dict[str, dict[str, str]]:
+def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict[str, dict[str, str]]:
     """Digests of a job's code: by file, and in it by definition, of what they compute.
+
+    `imported`: files of modules that were imported, of which those of the job's own count too.
 
     Comments, docstrings, the place of a line, a job's length and what it does at a bad step are left out, and so are
     the defaults of the job `function`'s parameters, which are settings.
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(module.path))
     found = {}
-    for file, tree in sources(path):
-        name = JOB_FILE if file == path else str(file.relative_to(path.parent))
+    for file, tree in sources(module, (file for file in imported if _is_of_job(Path(file), module))):
+        inside = next((folder for folder in module.folders if file.is_relative_to(folder)), None)
+        name = JOB_FILE if file == path else str(file.relative_to(inside) if inside is not None else file)
         found[name] = _digests(tree, function if file == path else None)
     return found
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a file is of Python, of shoal, or of an installed package."""
+    return any(path.is_relative_to(folder) for folder in _installed())
+
+
+@functools.cache
+def _installed() -> tuple[Path, ...]:
+    known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
+    return (_PACKAGE, *dict.fromkeys(path for folder in known for path in (Path(folder), Path(folder).resolve())))
+
+
+def _is_of_job(path: Path, module: JobModule) -> bool:
+    """Whether a file is of the job's own topmost package, or is not installed."""
+    package = module.package
+    return (package is not None and path.is_relative_to(package)) or not is_installed(path)
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences between two results of `code`: a file each, with the definitions in it."""
     found = []
     for file in sorted({*before, *now}):
-        old, new = before.get(file, {}), now.get(file, {})
-        if not old or not new:
-            found.append(f"{file} ({'new' if new else 'gone'})")
+        old, new = before.get(file), now.get(file)
+        if old is None or new is None:
+            found.append(f"{file} ({'new' if old is None else 'gone'})")
         elif old != new:
             names = ", ".join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))
             found.append(f"{file}: {names}")
@@ -102,11 +133,34 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
+def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Files that the statements of a module import from the roots, those of the packages on the way included."""
+    if (path.parent / _INIT).is_file():
+        yield path.parent / _INIT
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            for alias in node.names:
+                yield from _first_of(roots, alias.name.split("."))
         elif isinstance(node, ast.ImportFrom):
-            names |= {(node.module or "").partition(".")[0]} if node.module else {alias.name for alias in node.names}
-    return names - {""}
+            within = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else roots
+            parts = (node.module or "").split(".") if node.module else []
+            for alias in node.names:
+                yield from _first_of(within, [*parts, alias.name])
+
+
+def _first_of(roots: Sequence[Path], parts: Sequence[str]) -> list[Path]:
+    """Files of a dotted name in the first folder that has its first part."""
+    return next((found for found in (_files(root, parts) for root in roots) if found), [])
+
+
+def _files(folder: Path, parts: Sequence[str]) -> list[Path]:
+    found: list[Path] = []
+    for part in parts:
+        file, folder = folder / f"{part}.py", folder / part
+        if (folder / _INIT).is_file():
+            found.append(folder / _INIT)
+        elif file.is_file():
+            return [*found, file]
+        elif not folder.is_dir():
+            break
+    return found

@@ -7,9 +7,7 @@ import functools
 import hashlib
 import inspect
 import linecache
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,11 +15,11 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 
 from shoal.job import Job
-from shoal.runs.job_sources import FREE, JOB_FILE, LENGTHS, code, digest_of
+from shoal.runs.job_module import JobModule
+from shoal.runs.job_sources import FREE, JOB_FILE, LENGTHS, code, digest_of, is_installed
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ITEMS = 64  # of a container that are looked into
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def code_of(given: object) -> dict[str, dict[str, str]]:
@@ -100,31 +98,20 @@ class _Found:
         if name == "__main__" or module is None:
             return "here"
         path = Path(file or "").resolve()
-        if file is None or not _is_own(path):  # those without a file are Python's own
+        if file is None or path.suffix != ".py" or is_installed(path):  # those without a file are Python's own
             return "installed"
         # A package's own file is PACKAGE/__init__.py.
         depth = module.__name__.count(".") + (2 if path.stem == "__init__" else 1)
         label = "/".join(path.parts[-depth:])
         if label not in self.files:
             self.files[label] = {}
-            self.files |= {label if n == JOB_FILE else n: found for n, found in code(path, job).items()}
+            of_file = code(JobModule.of_file(path), job)
+            self.files |= {label if n == JOB_FILE else n: found for n, found in of_file.items()}
         return "file"
 
     def _add(self, name: str, text: str) -> None:
         before = self.own.get(name, "")
         self.own[name] = hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _others() -> tuple[Path, ...]:
-    """Folders of installed code."""
-    known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    return (_PACKAGE, *(Path(folder).resolve() for folder in known))
-
-
-def _is_own(path: Path) -> bool:
-    installed = _others()
-    return path.suffix == ".py" and not any(path.is_relative_to(folder) for folder in installed)
 
 
 def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:

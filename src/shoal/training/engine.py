@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_h
 from shoal.training.optimizer_step import Stepper, Updater
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
+from shoal.training.seeded_model import construct_twice
 from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock, StepListener
 from shoal.training.trainer import Trainer
@@ -83,6 +84,7 @@ class Engine(TrainingParts):
 
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
+    unseeded: tuple[str, ...] = ()  # those of the notes that are on initial values
     taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
 
     @property
@@ -156,7 +158,8 @@ class Options:
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
     `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
-    `listener` is told of the steps' spans and microbatches.
+    `listener` is told of the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
+    find initial values that do not follow from the job's seed, but for those that were not `drawn_at_import`.
     """
 
     checkpoints: Path | None = None
@@ -174,6 +177,8 @@ class Options:
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
     listener: StepListener | None = None
+    checks_seed: bool = False
+    drawn_at_import: bool = True
     bad_samples: int = 0
     check_replicas: int | None = None
     mtbf_seconds: float | None = None
@@ -187,7 +192,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
-    sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
+    sharded_model, pipeline, unseeded = _hold(job, plan, mesh, precision, data, options=options)
     if options.chooses_format and not (plan.execution.exact or plan.divides_model):
         chosen = agreed_format(job, sharded_model, precision, data)
         plan = plan.with_format(channels_last=chosen.channels_last)
@@ -237,7 +242,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *said, *copied, *_notes(data, mesh, options, shared=shares)),
+        unseeded=unseeded,
+        notes=(*notes, *unseeded, *said, *copied, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
     )
 
@@ -348,7 +354,13 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
         warn_of([idle])
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[ShardedModel, Pipeline | None]:
+class _ModelOfRank(NamedTuple):
+    model: ShardedModel
+    pipeline: Pipeline | None = None
+    notes: tuple[str, ...] = ()  # on the origin of its initial values
+
+
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _ModelOfRank:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:
@@ -358,13 +370,15 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
         clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
-        return held
+        return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
-    model = together(mesh, lambda: build_model(job, precision))
+    make = functools.partial(build_model, job, precision)
+    checks = options.checks_seed and mesh.rank == 0
+    model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return ShardedModel(mesh, model, divides_state=plan.divides_state), None
+    return _ModelOfRank(ShardedModel(mesh, model, divides_state=plan.divides_state), notes=tuple(notes))
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:

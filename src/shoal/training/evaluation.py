@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
-from shoal.data.source import MapSource, Opened, collate_samples, raised
+from shoal.data.source import MapSource, Opened, Source, collate_samples, raised
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
@@ -68,7 +68,7 @@ class Evaluator:
         self._evaluate, self._heartbeat = evaluate, heartbeat or Heartbeat(None)
         self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
         self._job, self._mesh, self._precision = job, mesh, precision
-        self._source = data.source if data is not None else None
+        self.source = data.source if data is not None else None
         self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
@@ -83,7 +83,7 @@ class Evaluator:
 
         Collective: all ranks, one JSON gather. Raises: on every rank where any raised.
         """
-        if self._source is None:
+        if self.source is None:
             return {}, 0
         self.without_value = {}
         gathered = self._mesh.gather_json(self._computed(model))
@@ -104,7 +104,7 @@ class Evaluator:
 
         A stream is not begun. Collective: all ranks. Raises: as `evaluate`.
         """
-        if isinstance(self._source, MapSource):
+        if isinstance(self.source, MapSource):
             several = self._mesh.world_size > 1
             refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
             with _as_before(model, self._mesh.device), refused:
@@ -229,20 +229,20 @@ class Evaluator:
 
     def _chunks(self, place: DataRank) -> Iterator[tuple[int, int, Any]]:
         """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
-        if isinstance(self._source, MapSource):
-            count = min(len(self._source), self._most or len(self._source))
+        if isinstance(self.source, MapSource):
+            count = min(len(self.source), self._most or len(self.source))
             rounds = range(0, count, place.num_ranks * self._chunk)
             for start in (first + place.rank * self._chunk for first in rounds):
                 if start >= count:
                     if self._syncs_every_microbatch:  # as many as others, of no samples
-                        yield 0, 0, self._source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
+                        yield 0, 0, self.source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
                     continue
                 ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
                 key = random_key(self._job.seed, "evaluation", start)
-                yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
+                yield start // self._chunk, len(ids), self.source.fetch([ids], [key])
         else:
             own, number, first = 0, -1, None
-            for number, samples in enumerate(self._read(self._source or ())):
+            for number, samples in enumerate(self._read(self.source or ())):
                 first = first or samples
                 if number % place.num_ranks == place.rank:
                     own += 1
@@ -257,6 +257,11 @@ class EvaluationSets:
 
     def __init__(self, by_name: Mapping[str, Evaluator]) -> None:
         self._by_name = dict(by_name)
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Data sources of the sets, by name."""
+        return {name: own.source for name, own in self._by_name.items() if own.source is not None}
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
         """As an `Evaluator`, of one set after the other; the samples are those of all sets together."""

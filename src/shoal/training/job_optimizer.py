@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.runs.user_frames import place_of, traceback_of
 
 # They compute with a matrix as a whole, and on a part of one something else.
 _ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -75,18 +79,56 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises: JobError for an optimizer that evaluates the loss itself, or takes sparse gradients only."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
-        raise JobError(
-            given=f"optimizer {type(optimizer).__name__}",
-            conflict="it evaluates the loss several times a step, and a step's samples are read once",
-            remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
-        )
+    needs = closure is not None and (closure.default is closure.empty or _demands_closure(optimizer))
+    if isinstance(optimizer, torch.optim.LBFGS) or needs:
+        raise without_closure(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise JobError(
             given="optimizer SparseAdam",
             conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
             remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
         )
+
+
+def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() says in its source that None will not do: an assertion about it, or an error where it is None."""
+    try:
+        step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return False
+    tests = [
+        (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
+        for node in getattr(step, "body", ())  # not within a condition
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
+    ]
+    return any(ast.unparse(test) == wanted for test, wanted in tests)
+
+
+def without_closure(optimizer: torch.optim.Optimizer) -> JobError:
+    """The error of an optimizer whose step() needs a closure."""
+    return JobError(
+        given=f"optimizer {type(optimizer).__name__}",
+        conflict="its step() needs a closure that evaluates the loss again, and a step's samples are read once",
+        remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
+    )
+
+
+def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError:
+    """The error of a step of the optimizer that raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    if "closure" in str(error) or any("closure(" in (frame.line or "") for frame in last):
+        return without_closure(optimizer)
+    if "DTensor" in str(error):
+        found = JobError(
+            given=f"optimizer {type(optimizer).__name__}, with parameters that are cut over ranks (ZeRO-2 or ZeRO-3)",
+            conflict="it keeps state in a form of its own (8-bit codes with scales, say), which torch does not combine "
+            f"with a part of a parameter (a DTensor){place_of(error)}",
+            remedy='use the data axis or shard.level = "optimizer", which leave parameters whole; or an optimizer '
+            "whose state has the shape of the parameter, as torch.zeros_like(parameter)",
+        )
+        found.traceback_text = traceback_of(error)
+        return found
+    return user_error("the optimizer", error)
 
 
 def _empty(make: Callable[[Any], Any]) -> Any:

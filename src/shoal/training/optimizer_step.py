@@ -32,6 +32,7 @@ from shoal.plans.grains import random_key
 from shoal.training.direct_step import DirectStep
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import captured, fused, maskable, masked
+from shoal.training.job_optimizer import step_error
 from shoal.training.lr_schedule import Schedule
 
 # Ordinary steps in a row after which the next one was not as learnt: where a rank updates its part alone, none ever is.
@@ -154,7 +155,7 @@ class Stepper:
                 self._num_learnt = 0
                 return
         except Exception as error:
-            raise user_error("the optimizer", error) from error
+            raise step_error(self._optimizer, error) from error
         self.seed(number)
         before = all_generators() if refuse_noise else None
         try:
@@ -165,7 +166,7 @@ class Stepper:
                     step_optimizer(self._optimizer)
                 self._learn()
         except Exception as error:
-            raise user_error("the optimizer", error) from error
+            raise step_error(self._optimizer, error) from error
         if before is not None and all_generators() != before:
             raise JobError(
                 given="an optimizer that draws random numbers, where ranks update different parts of a model",
@@ -189,7 +190,7 @@ class Stepper:
             with masked(self._optimizer, good):
                 step_optimizer(self._optimizer)
         except Exception as error:
-            raise user_error("the optimizer", error) from error
+            raise step_error(self._optimizer, error) from error
 
 
 def as_float32(rate: float) -> float:

@@ -207,13 +207,14 @@ def _some(source: MapSource) -> str | None:
     """Digest of a few samples; None where they cannot be read, which is told later, or differ from time to time."""
     ids = np.unique(np.linspace(0, len(source) - 1, 3).astype(np.int64))
     try:
-        digests = {_digest(source.fetch([ids], [0])) for _ in range(2)}
+        digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None
 
 
-def _digest(batch: Any) -> str:
+def digest_of_samples(batch: Any) -> str:
+    """SHA-256 of the tensors, numbers and texts of a batch."""
     digest = hashlib.sha256()
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):

@@ -101,7 +101,10 @@ def _fit(value: Tensor, wanted: Tensor) -> tuple[float, float]:
 def _data(case: _Case) -> Iterator[str]:
     said, name = case.first.said or "", case.first.name
     if name.startswith("initial"):
-        yield "ranks begin with values of their own: no broadcast, or a seed that contains the rank"
+        yield (
+            "model() draws from a generator that the job's seed does not set, or ranks begin with values of their own: "
+            "no broadcast, or a seed that contains the rank"
+        )
     elif "also computed" in said:
         yield "a sampler without its rank or world size, or padding with samples that are there already"
     elif "by no rank" in said:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.distributed.mesh import alone, open_mesh
+from shoal.distributed.process_setup import has_drawn_since_loading
 from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.numerics.gradient_norm import clip_values
@@ -113,8 +114,11 @@ def trace_rank(
         else:
             mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             recorder = TraceRecorder(folder, mesh.rank)
+        drawn = has_drawn_since_loading()
         options = replace(options, telemetry=False, eval_samples=samples, observer=recorder)
+        options = replace(options, checks_seed=True, drawn_at_import=drawn)
         engine = build(job, plan, mesh, options)
+        notes += engine.unseeded
         opened.callback(engine.close)
         last, writer = min(num_steps, engine.order.num_steps), RecordWriter(None)
         if isinstance(recorder, _ConductorRecorder):

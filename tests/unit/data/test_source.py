@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shoal.data.opened import open_data
 from shoal.data.source import MapSource, NoSamples, SampleSource, TensorSource
@@ -304,3 +304,22 @@ def test_a_collate_function_that_always_raises_is_no_empty_batch() -> None:
 
     with pytest.raises(DataError, match="no"):
         fetch(Plain(), raises)
+
+
+@pytest.mark.parametrize(
+    ("data", "kinds"),
+    [
+        ({"a": DataLoader(TensorDataset(X)), "b": DataLoader(TensorDataset(X))}, "dict with 'a': DataLoader"),
+        ({"train": [1, 2], "test": [3]}, "dict with 'train': list"),
+        ([TensorDataset(X), TensorDataset(X)], "list with 0: TensorDataset, 1: TensorDataset"),
+    ],
+)
+def test_several_sets_in_one_are_refused(data: Any, kinds: str) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(data)
+    assert kinds in caught.value.given
+    assert "ConcatDataset" in caught.value.remedy
+
+
+def test_a_dict_by_number_is_a_data_set() -> None:
+    assert len(opened({number: (X[number], number) for number in range(12)})) == 12

@@ -38,6 +38,7 @@ def test_everything_missing_is_named() -> None:
         joined({"RANK": "0", "MASTER_ADDR": "a"})
     assert caught.value.conflict == "WORLD_SIZE, MASTER_PORT is not set"
     assert caught.value.given == "RANK=0, MASTER_ADDR=a"
+    assert "unset RANK MASTER_ADDR" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])

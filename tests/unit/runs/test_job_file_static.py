@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from shoal.runs.job_file import least_grains
+from shoal.runs.job_module import JobModule
 
 
 def least(folder: Path, **files: str) -> int | None:
     for name, text in files.items():
         (folder / f"{name}.py").write_text(text)
-    return least_grains(folder / "a.py")
+    return least_grains(JobModule.of_file(folder / "a.py"))
 
 
 JOB = "from shoal import Job\ndef job(): return Job({})\n"
@@ -47,4 +48,4 @@ def test_what_lies_beside_it_is_read_too(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_nothing(tmp_path: Path) -> None:
-    assert least_grains(tmp_path / "a.py") is None
+    assert least_grains(JobModule.of_file(tmp_path / "a.py")) is None

@@ -16,7 +16,6 @@ from shoal.plans.grains import FEW_GRAINS
 from shoal.runs import job_object
 from shoal.runs.job_file import JobRequest, load, setting_of
 from shoal.runs.job_object import HandedJob, function_name, hand_over, importable_module, place_of
-from shoal.runs.job_sources import code
 
 
 def job(lr: float = 0.1) -> Job:
@@ -61,11 +60,9 @@ def test_a_function_of_a_package_brings_the_files_that_it_uses(tmp_path: Path, m
     given = importlib.import_module("handed_package.sub.jobs").job
     handed = hand_over(given, tmp_path)
     found = load(JobRequest(place_of(given), "job", (), handed))
-    assert found.code.keys() == {"the job file", "handed_package/sub/jobs.py", "handed_package/nets.py"}
+    of_file = load(JobRequest(place_of(given), "job"))
+    assert (found.code, found.module) == (of_file.code, "handed_package.sub.jobs")
     assert found.code["handed_package/nets.py"].keys() == {"(other lines)", "net"}
-    # Its parameters' defaults are settings.
-    of_file = code(place_of(given), "job")["the job file"]
-    assert found.code["handed_package/sub/jobs.py"] == of_file
     for name in [name for name in sys.modules if name.startswith("handed_package")]:
         del sys.modules[name]
 

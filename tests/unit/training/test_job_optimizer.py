@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.errors import JobError, UserCodeError
-from shoal.training.job_optimizer import Parameters, build_optimizer
+from shoal.training.job_optimizer import Parameters, build_optimizer, step_error
 
 
 def model() -> nn.Module:
@@ -32,12 +32,29 @@ class NeedsClosure(torch.optim.SGD):
         return closure()
 
 
+class Sam(torch.optim.SGD):
+    """As it is published: the signature allows None, and the step does not."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharpness Aware Minimization requires closure"
+        return super().step()
+
+
+class Raising(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise RuntimeError("needs one")
+
+
 @pytest.mark.parametrize(
     ("make", "given"),
     [
         (lambda p: torch.optim.LBFGS(p), "optimizer LBFGS"),
         (lambda p: torch.optim.SparseAdam(p), "optimizer SparseAdam"),
         (lambda p: NeedsClosure(p, lr=0.1), "optimizer NeedsClosure"),
+        (lambda p: Sam(p, lr=0.1), "optimizer Sam"),
+        (lambda p: Raising(p, lr=0.1), "optimizer Raising"),
         (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "an optimizer with 1 tensors"),
         (lambda p: torch.optim.SGD([*p, torch.zeros(2), torch.zeros(1)], lr=0.1), "an optimizer with 2 tensors"),
         (lambda p: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(p, lr=0.1), lambda s: 1.0), "returned LambdaLR"),
@@ -49,6 +66,20 @@ def test_what_cannot_be_stepped_once_a_step_is_refused(make: Callable[[Any], Any
     with pytest.raises(JobError) as caught:
         build_optimizer(make, Parameters(model()))
     assert given in caught.value.given
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (TypeError("closure is a NoneType"), JobError, "needs a closure"),
+        (RuntimeError("aten.copy_.default got mixed torch.Tensor and DTensor"), JobError, "a form of its own"),
+        (ValueError("other"), UserCodeError, "it raised ValueError: other"),
+    ],
+)
+def test_a_step_that_raises_names_the_cause(error: Exception, kind: type[Exception], says: str) -> None:
+    found = step_error(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), error)
+    assert type(found) is kind
+    assert says in found.conflict
 
 
 def test_an_optimizer_function_that_raises_is_told() -> None:

@@ -28,6 +28,7 @@ from shoal.training.same_job import differing_fields
 _MAY_CHANGE = (
     "file",
     "file_sha256",
+    "module",
     "by_value",
     "why_grains",
     "given",
@@ -62,6 +63,12 @@ def differences(
     for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
         if name == "code":
             given += [f"another {place}" for place in changed(saved[name], now[name])]
+        elif name == "files":  # those of one of them alone may be caches
+            both = sorted(saved[name].keys() & now[name].keys())
+            given += [f"another {file}, which the job reads" for file in both if saved[name][file] != now[name][file]]
+        elif name == "data":
+            sets = ((own, saved[name].get(own) or [], read) for own, read in now[name].items())
+            given += [f"other samples in {own}" for own, old, new in sets if old[: len(new)] != new[: len(old)]]
         elif name == "settings":
             texts = _settings(saved[name], now[name])
             if fields_changed == []:
@@ -76,7 +83,7 @@ def differences(
         return [*free, *(f"the job was changed, as accepted: {text}" for text in given)]
     raise JobMismatchError(
         given="\n".join(given),
-        conflict="the run to resume has " + ", ".join(held or ["begun with other code or settings"]),
+        conflict="the run to resume has " + ", ".join(held or ["begun with other code, settings, data or files"]),
         remedy="resume with the job and settings that the run began with, or others, given with --set, of "
         "its length alone; add "
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "

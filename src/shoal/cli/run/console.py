@@ -178,7 +178,7 @@ def introduce(
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
-    reporter.note(f"shoal {__version__}: {request.job.path}:{loaded.function} -> {request.place}")
+    reporter.note(f"shoal {__version__}: {request.job.target}:{loaded.function} -> {request.place}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")
     reporter.note(f"  layout      {described(plan)}")
@@ -267,7 +267,7 @@ def conclude(
     if result.status == "preempted" and goes_on:
         reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
     elif result.status == "preempted":
-        command = f"shoal run {request.job.path}:{function} --resume --out {request.place}"
+        command = f"shoal run {request.job.target}:{function} --resume --out {request.place}"
         call = f"shoal.run({function}, resume=True, out={request.place!r})"
         reporter.note(f"resume with: {command if request.job.handed is None else call}")
 

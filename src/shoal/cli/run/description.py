@@ -14,19 +14,35 @@ from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory
 from shoal.runs.generation import Fence
 from shoal.runs.job_file import LoadedJob
+from shoal.runs.read_files import digests_of
 from shoal.runs.request import RunRequest
+from shoal.training.data_digests import data_digests
 from shoal.training.engine import Engine
 
 
-def describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str) -> dict[str, Any]:
-    """job.json: what is trained, as far as numbers and names can say it."""
+def describe(
+    loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str, saved: dict[str, Any] | None
+) -> dict[str, Any]:
+    """job.json: what is trained, as far as numbers and names can say it; `saved`: that of a run to resume.
+
+    Ranks that start again after a loss, and all ranks but rank 0, take digests of data and files from `saved`.
+    """
+    if request.restarts or engine.mesh.rank != 0:
+        digests = {name: (saved or {}).get(name, {}) for name in ("files", "data")}
+    else:
+        digests = {
+            "files": digests_of(loaded.files, request.job.module.folders),
+            "data": data_digests(engine, (saved or {}).get("data", {})),
+        }
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
         "file": str(request.job.path),
         "file_sha256": loaded.file_sha256,
+        "module": loaded.module,
         "function": loaded.function,
         "settings": loaded.settings,
         "code": loaded.code,
+        **digests,
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,

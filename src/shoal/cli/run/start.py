@@ -75,7 +75,7 @@ def trained(
     `stream`: where rank 0's output goes, if not to this process's own. Handlers of signals are the caller's.
     """
     recovery = Recovery(request.max_restarts, RunDirectory(request.out))
-    arguments = ["run", str(request.job.path)]
+    arguments = ["run", request.job.target]
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request

@@ -32,7 +32,7 @@ from shoal.data.opened import opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
-from shoal.distributed.process_setup import prepare_process
+from shoal.distributed.process_setup import has_drawn_since_loading, prepare_process, seed_loading
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
@@ -136,8 +136,9 @@ def _fenced(request: RunRequest, environment: Environment) -> AbstractContextMan
 
 def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
     """The job, or the error of loading it, for when all ranks have met: alone, one would let the others wait."""
+    seed_loading()
     try:
-        found = load(request.job)
+        found = replace(load(request.job), draws=request.job.by_value or has_drawn_since_loading())
     except (Exception, SystemExit) as caught:
         error = as_shoal_error(caught)
 
@@ -192,7 +193,9 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     meter, profile = StepMeter(), None
     if request.trace is not None:
         profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
-    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile)
+    options = replace(
+        _options(request, call.loaded, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile
+    )
     call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
@@ -216,7 +219,7 @@ def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
     return (*job.callbacks, *map(Tracker, request.trackers))
 
 
-def _options(request: RunRequest, observer: Observer) -> Options:
+def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Options:
     kept = RunDirectory(request.out)
     return Options(
         checkpoints=kept.checkpoints,
@@ -233,6 +236,8 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         may_copy=request.may_copy,
         chooses_format=request.chooses_format,
         initial_weights=request.initial_weights,
+        checks_seed=not (request.resume or request.restarts or request.initial_weights),
+        drawn_at_import=loaded.draws,
         observer=observer,
         heartbeat=Heartbeat.joined(os.environ),
     )
@@ -253,7 +258,9 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = replace(_options(request, Observer()), take_workers=False, callbacks=_callbacks(job, request))
+        options = replace(
+            _options(request, call.loaded, Observer()), take_workers=False, callbacks=_callbacks(job, request)
+        )
         call.start_up.ends("job")
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
@@ -266,8 +273,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
     call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
-    description = describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
+    description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
         mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.accept_changes)
     )

@@ -29,10 +29,12 @@ def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         _refuse_local_alone(variables)
         return None
+    left = " ".join(name for name in _NEEDED if name in variables)
     refuse_missing(
         variables,
         _NEEDED,
-        "set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun does), or none of them",
+        f"where no launcher has started this process they are left over from another program: unset {left}; "
+        "else set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does",
     )
     numbers = numbers_of(variables, (*_NUMBERS, *_RESTARTS))
     rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]

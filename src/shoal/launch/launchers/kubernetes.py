@@ -16,7 +16,7 @@ from typing import Any
 from shoal.errors import ExitCode, LaunchError
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.kubernetes_objects import NOBODY_SAID, KubernetesSettings, PodRun
+from shoal.launch.launchers.kubernetes_objects import LONGEST_NAME, NOBODY_SAID, KubernetesSettings, PodRun
 from shoal.launch.launchers.yaml_text import documents
 from shoal.launch.signals import Signals
 
@@ -89,7 +89,10 @@ def _completed(settings: KubernetesSettings, submission: Submission) -> Kubernet
         per_pod = min(found.devices_per_host, submission.num_processes)
         pods = pods or -(-submission.num_processes // per_pod)
         gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)
-    name = settings.name or re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-") or "shoal"
+    own = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")
+    if len(own) > LONGEST_NAME:  # of a module in packages
+        own = own[-LONGEST_NAME:].lstrip("-0123456789")
+    name = settings.name or own or "shoal"
     restarts = submission.max_restarts if settings.restarts == NOBODY_SAID else settings.restarts
     return replace(settings, pods=pods or 1, gpus=gpus, name=name, restarts=restarts)
 

@@ -25,7 +25,7 @@ _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*")
 # A pod's name ends in a hyphen and its index, JobSet's in "-node-0-" and its index; 63 characters are a host's name.
-_LONGEST_NAME = 45
+LONGEST_NAME = 45
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class KubernetesSettings:
                 "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
             ),
             f"name={self.name!r} is no name of an object": (
-                lambda: bool(_LABEL.fullmatch(self.name)) and len(self.name) <= _LONGEST_NAME,
-                f"write name=NAME: {label}, {_LONGEST_NAME} at most",
+                lambda: bool(_LABEL.fullmatch(self.name)) and len(self.name) <= LONGEST_NAME,
+                f"write name=NAME: {label}, {LONGEST_NAME} at most",
             ),
             f"namespace={self.namespace!r} is none": (
                 lambda: not self.namespace or bool(_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),

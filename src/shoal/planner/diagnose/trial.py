@@ -118,7 +118,7 @@ def _result(remedy: Remedy, seconds: Mapping[str, Sequence[float]], errors: Mapp
 
 def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
     """Seconds a step of a run. Raises: LaunchError with the end of what it said, where it failed."""
-    plan = out.with_suffix(".toml")
+    plan = out.with_name(f"{out.name}.toml")
     write_file(plan, plan_text(changed_plan(job.plan, remedy)))
     names = {argument for argument in remedy.arguments if argument.startswith("--")}
     kept = _without(job.arguments, names)

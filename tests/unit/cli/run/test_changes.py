@@ -8,6 +8,7 @@ import pytest
 
 from shoal.cli.run.changes import fields_changed
 from shoal.runs.job_file import JobRequest, load
+from shoal.runs.job_module import JobModule
 from shoal.runs.job_sources import changed, code
 
 JOB = """
@@ -53,5 +54,5 @@ def test_patience_in_the_file_is_a_length(old: str, new: str, same: bool, tmp_pa
     found = []
     for text in (JOB, JOB.replace(old, new)):
         (tmp_path / "own.py").write_text(text)
-        found.append(code(tmp_path / "own.py", "job"))
+        found.append(code(JobModule.of_file(tmp_path / "own.py"), "job"))
     assert (changed(*found) == []) is same

@@ -12,6 +12,7 @@ import torch
 from shoal.cli.run.console import Reporter, conclude, introduce
 from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
+from shoal.runs.job_file import JobRequest
 from shoal.runs.resize import wish
 
 
@@ -30,7 +31,7 @@ def said(plan: Plan, label: str = "devices", resumed: int | None = None, **setti
     )
     wishes = SimpleNamespace(devices=None)
     request: Any = SimpleNamespace(
-        job=SimpleNamespace(path=Path("job.py")),
+        job=JobRequest(Path("job.py")),
         out=Path("out"),
         place="out",
         wishes=wishes,
@@ -93,7 +94,7 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
 
     nothing = dict.fromkeys(("ended_early", "prediction", "server"))
     result: Any = SimpleNamespace(status="preempted", steps=3, wall_seconds=1.0, metrics={}, **nothing)
-    job = SimpleNamespace(path="job.py", handed=None)
+    job = JobRequest(Path("job.py"))
     request: Any = SimpleNamespace(out=tmp_path, place=str(tmp_path), resizable=True, job=job)
     wish(RunDirectory(tmp_path), 2)
     conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)

@@ -1,0 +1,93 @@
+"""Files that a job reads values from while it is loaded, and digests of their content."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.runs.job_sources import is_installed
+
+_MOST_FILES = 256
+_WHOLE_BYTES = 1 << 20  # of a longer file as many blocks count as make this up
+_BLOCK_BYTES = 1 << 16
+
+
+@contextlib.contextmanager
+def files_read() -> Iterator[list[str]]:
+    """A context that collects the paths which the job's own code opens to read with Python's `open`, 256 at most.
+
+    Files that a library opens while it is imported do not count, nor those that are opened to write as well.
+    """
+    found: dict[str, None] = {}
+    written: set[str] = set()
+    paths: list[str] = []
+    plain, is_active = builtins.open, True
+
+    def watched(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        opened = plain(file, mode, *arguments, **named)
+        if is_active and isinstance(file, str | os.PathLike) and len(found) < _MOST_FILES:
+            path = os.path.abspath(os.fsdecode(file))
+            if any(letter in mode for letter in "wax+"):
+                written.add(path)
+            elif path not in found and os.path.isfile(path) and _is_read_by_job():
+                found[path] = None
+        return opened
+
+    builtins.open = io.open = watched
+    try:
+        yield paths
+    finally:
+        is_active = False  # a library may have kept the function
+        builtins.open = io.open = plain
+        paths += (path for path in found if path not in written and not _is_library(path))
+
+
+def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
+    """Digests by path, relative to the first of the folders that the file is in."""
+    found = {}
+    for path in paths:
+        inside = next((folder for folder in folders if Path(path).is_relative_to(folder)), None)
+        with contextlib.suppress(OSError):
+            found[os.path.relpath(path, inside) if inside is not None else path] = _digest(path)
+    return found
+
+
+def _digest(path: str) -> str:
+    """SHA-256 of a file's size and content; of a file over 1 MiB, of 16 blocks from its begin to its end."""
+    size = os.path.getsize(path)
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= _WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            num_blocks = _WHOLE_BYTES // _BLOCK_BYTES
+            for number in range(num_blocks):
+                file.seek((size - _BLOCK_BYTES) * number // (num_blocks - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _is_read_by_job() -> bool:
+    """Whether the job's own code has called `open`, or a library that is not just being imported."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib"):
+            return False
+        if not name.startswith("<frozen") and not _is_library(name):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@functools.cache
+def _is_library(path: str) -> bool:
+    return is_installed(Path(path)) or path.startswith(("/proc/", "/sys/", "/dev/"))

@@ -1,0 +1,87 @@
+"""Comparison of two constructions of a job's model with the same seed, to find initial values of another origin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal.errors import JobError
+from shoal.numerics.flat import raw_bytes
+from shoal.numerics.isolation import generators_kept
+
+# A model that is constructed within so many seconds is constructed again, and compared up to so many elements.
+_SECONDS = 0.3
+_MOST_ELEMENTS = 1 << 26
+_SEED_IT = (
+    "a generator of the job's own (numpy.random.default_rng(), torch.Generator()) has to be seeded inside model(), or "
+    "left out: shoal seeds the global ones"
+)
+
+
+def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Module, list[str]]:
+    """The model that `make` constructs after it has seeded the generators, and a sentence where its seed has no say.
+
+    A second model is constructed where the first one took up to 0.3 s, and is dropped. The generators are left as the
+    first construction leaves them. `drawn`: whether tensors that were made before may have random values.
+    Raises: what the first construction raises; JobError where the second one changes the first.
+    """
+    began = time.perf_counter()
+    model = make()
+    if time.perf_counter() - began > _SECONDS:
+        return model, []
+    known = dict(_values(model))
+    with generators_kept():
+        try:
+            again = make()
+        except Exception:  # of a function that can be called once: the run does not need more
+            return model, []
+    return model, list(_unlike(known, dict(_values(again)), same=again is model, drawn=drawn))
+
+
+def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return ((name, tensor.detach()) for name, tensor in tensors if not is_lazy(tensor))
+
+
+def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], *, same: bool, drawn: bool) -> Iterator[str]:
+    """What the second construction has of the first one, or has not."""
+    shared = [name for name, value in again.items() if name in known and _is_one(value, known[name])]
+    if known.keys() != again.keys():
+        odd = min(known.keys() ^ again.keys())
+        if same:
+            raise JobError(
+                given="model() that returns the same module each time",
+                conflict=f"each call changes it: after a second call it has other tensors ({odd})",
+                remedy="construct the module inside model()",
+            )
+        yield f"model() gives another structure when it is called again with the same seed ({odd}); {_SEED_IT}"
+    elif shared and drawn:
+        yield (
+            f"model() returns tensors that were made before it was called ({_some(shared)}): their initial values do "
+            "not follow from Job(seed); construct the module inside model()"
+        )
+    elif not shared and sum(value.numel() for value in known.values()) <= _MOST_ELEMENTS:
+        other = [name for name, value in known.items() if not _are_equal(value, again[name])]
+        if other:
+            yield (
+                f"model() gives other initial values when it is called again with the same seed ({_some(other)}): "
+                f"two runs of this job may begin with different weights; {_SEED_IT}"
+            )
+
+
+def _is_one(one: Tensor, other: Tensor) -> bool:
+    return one.numel() > 0 and not one.is_meta and one.data_ptr() == other.data_ptr()
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    return one.is_meta or one.layout != torch.strided or torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
