@@ -18,7 +18,7 @@ from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
+from shoal.checkpoint.state import documents_of, load_optimizer, merged_optimizers, of_parameters, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 from shoal.data.loader import Loader
@@ -361,16 +361,16 @@ class Keeper:
         held, parameters, absent = sharded_model.tensors(), dict(sharded_model.parameters()), sharded_model.absent()
         refuse_other_model(saved, held, absent)
         # Of a name that is no parameter any more `load_optimizer` tells.
-        state = {
-            name: values
-            for name, values in document["optimizer"]["state"].items()
-            if name not in absent and (name not in parameters or strategy.updates(parameters[name]))
-        }
-        targets = sharded_model.room(document["tensors"]["optimizer"], state.keys())
+        taken_up = of_parameters(
+            document["optimizer"],
+            lambda name: name not in absent and (name not in parameters or strategy.updates(parameters[name])),
+        )
+        held_states = {name for own in documents_of(taken_up).values() for name in own["state"]}
+        targets = sharded_model.room(document["tensors"]["optimizer"], held_states)
         fill(saved, "optimizer", targets)
         tensors = {path: tensor for path, (_, tensor) in targets.items()}
-        taken_up = {**document["optimizer"], "state": state}
-        replaced = load_optimizer(trained.optimizer, sharded_model.model, tensors, taken_up)
+        loops = trained.schedulers is not None
+        replaced = load_optimizer(trained.optimizer, sharded_model.model, tensors, taken_up, adds_groups=loops)
         fill(saved, "model", held)
         compressed = self._compressed
         self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.whole_optimizer import begin, groups
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred
 from shoal.errors import JobError, ShoalError
@@ -62,13 +63,14 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
         )
     refuse_optimizer(optimizer)
     known = set(map(id, parameters))
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    strangers = sum(id(p) not in known for group in groups(optimizer) for p in group["params"])
     if strangers:
         raise JobError(
             given=f"an optimizer with {strangers} tensors that are not trainable parameters of the model",
             conflict="only the model's own parameters get gradients",
             remedy="build it from the list that the optimizer function is given",
         )
+    begin(optimizer)
     return optimizer
 
 

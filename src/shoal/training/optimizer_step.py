@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.whole_optimizer import groups, parts, rated
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
@@ -75,8 +77,11 @@ class Stepper:
     ) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
         self._narrow = captured and job.schedule is not None
-        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+        self._parts = tuple(parts(optimizer).values())
+        rates = rated(self._parts)
+        self._rates = [float(group["lr"]) for group in rates]
+        # A wrapper's own groups may have none.
+        if job.schedule is not None and len(rates) < len(groups(optimizer)) and (len(self._parts) == 1 or not rates):
             raise JobError(
                 given=f"a schedule for {type(optimizer).__name__}, which has no lr",
                 conflict="a schedule multiplies the learning rates of the optimizer's groups",
@@ -108,7 +113,7 @@ class Stepper:
 
     def rate(self, progress: Progress) -> float:
         """The first group's learning rate. Raises: UserCodeError."""
-        return self._rates[0] * self.multiplier(progress)
+        return (self._rates[0] if self._rates else 1.0) * self.multiplier(progress)
 
     def set_rates(self, progress: Progress) -> float:
         """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
@@ -122,14 +127,12 @@ class Stepper:
 
     def _set(self, progress: Progress) -> float:
         multiplier = self.multiplier(progress)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if "lr" not in group:
-                continue
+        for group, rate in zip(rated(self._parts), self._rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
             else:
                 group["lr"] = rate * multiplier
-        return self._rates[0] * multiplier
+        return (self._rates[0] if self._rates else 1.0) * multiplier
 
     def seed(self, step: int) -> None:
         """Seeds the generators for optimizers that may add noise: the same on all ranks."""
@@ -218,12 +221,13 @@ class Updater:
     ) -> None:
         """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
         self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
-        for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
-            del optimizer.state[parameter]
-        parts = strategy.divide(optimizer)
-        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in parts]
+        for part in parts(optimizer).values():
+            for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
+                del part.state[parameter]  # made with the optimizer
+        divided = strategy.divide(optimizer)
+        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
-        self._parameters += [(part, True) for part in parts.values() if part is not None]
+        self._parameters += [(part, True) for part in divided.values() if part is not None]
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
@@ -316,10 +320,8 @@ class Updater:
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
-        state = self.optimizer.state
-        made = [(name, state[p]) for name, p in self._sharded_model.parameters() if p in state]
-        held = {f"{name}/{key}": v for name, values in made for key, v in values.items() if isinstance(v, Tensor)}
-        self._sharded_model.state({path: local(tensor) for path, tensor in held.items()})
+        tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
+        self._sharded_model.state(tensors)
 
 
 def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
+from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -79,7 +80,7 @@ class Reference:
         self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
-        self._rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in rated(parts(self._optimizer).values())]
         schedule = job.schedule
         self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
         self.model.train()
@@ -229,10 +230,10 @@ class Reference:
             self._scheduled.set(progress)
             return
         multiplier = float(self._job.schedule(progress)) if self._job.schedule is not None else 1.0
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group.get("lr"), Tensor):
+        for group, rate in zip(rated(parts(self._optimizer).values()), self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
-            elif "lr" in group:
+            else:
                 group["lr"] = rate * multiplier
 
     def _capture(self, trace: StepTrace) -> None:
