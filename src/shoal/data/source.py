@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import ChainDataset, ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
@@ -43,9 +43,16 @@ class MapSource(ABC):
     def __init__(self, name: str, length: int, data: Any) -> None:
         self.name, self.data = name, data
         self._length = length
+        self._epoch: int | None = None
 
     def __len__(self) -> int:
         return self._length
+
+    def at_epoch(self, epoch: int) -> None:
+        """Calls the dataset's `set_epoch`, if it has one and was not last called with `epoch`. Raises: DataError."""
+        if epoch != self._epoch:
+            tell_epoch(self.name, self.data, epoch)
+            self._epoch = epoch
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
@@ -266,6 +273,20 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
         if 2 * len(odd) < len(samples):
             return odd
     return []
+
+
+def tell_epoch(name: str, data: Any, epoch: int) -> None:
+    """Calls `set_epoch` of a dataset, or of those in torch's Subset and ConcatDataset. Raises: DataError."""
+    own = getattr(data, "set_epoch", None)
+    if not callable(own):
+        several = data.datasets if isinstance(data, ConcatDataset | ChainDataset) else ()
+        for inner in [data.dataset] if isinstance(data, Subset) else several:
+            tell_epoch(name, inner, epoch)
+        return
+    try:
+        own(epoch)
+    except Exception as error:
+        raise raised(f"{name} at the begin of epoch {epoch}", "set_epoch", error, "mend set_epoch") from error
 
 
 def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:

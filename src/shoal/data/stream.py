@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
-from shoal.data.source import Collate, collate_samples, raised
+from shoal.data.source import Collate, collate_samples, raised, tell_epoch
 from shoal.errors import DataError, JobError
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
@@ -35,6 +35,7 @@ class _Reader:
     def read(self, wanted: int) -> list[Any]:
         """Up to `wanted` further samples. Raises: DataError where the stream does."""
         if self._samples is None:
+            tell_epoch(self._name, self._stream, 0)  # of which a stream has one
             self._samples = iter(self._stream)
         found: list[Any] = []
         try:
