@@ -20,6 +20,7 @@ from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, 
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import documents_of, load_optimizer, merged_optimizers, of_parameters, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
@@ -27,7 +28,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
 
 
 class AlsoKept(Protocol):
@@ -229,7 +230,15 @@ class Keeper:
         compressed = self._compressed
         if compressed is not None and compressed.compression.carries:
             held[GROUP] = compressed.held()
-        return held | (hooked.tensors if hooked is not None else {}), document
+        held |= hooked.tensors if hooked is not None else {}
+        with evaluated_weights(self._trained.optimizer) as parameters:
+            mine = {id(p) for p in parameters}
+            found = {
+                name: (held["model"][name][0], local(p)) for name, p in sharded_model.parameters() if id(p) in mine
+            }
+            if found:
+                held[EVALUATED] = {name: (part, tensor.detach().clone()) for name, (part, tensor) in found.items()}
+        return held, document
 
     def _hand_over(self, empty: Snapshot, hooked: CallbackState | None) -> None:
         """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.whole_optimizer import attributes, extras, load_extras, parts, restore_attributes
+from shoal.checkpoint.whole_optimizer import (
+    ATTRIBUTES,
+    attributes,
+    extras,
+    load_extras,
+    parts,
+    restore_attributes,
+)
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
 from shoal.parallel.model.sharded_model import laid_out, local
@@ -85,7 +92,7 @@ def optimizer_state(
                 document["state"][names[id(p)]] = encode(values, path, "optimizer", own)
             else:
                 pairs = document.setdefault("others", [])
-                path = f"attributes{within}/state/{len(pairs)}"
+                path = f"{ATTRIBUTES}{within}/state/{len(pairs)}"
                 pairs.append([encode(p, path, "optimizer", on_host), encode(values, path, "optimizer", on_host)])
         for group in _groups(part, seen):
             rest = {k: v for k, v in group.items() if k != "params"}

@@ -1,8 +1,8 @@
-"""Optimizer as a whole: itself, the optimizers that it holds, their groups, and the attributes that its steps change."""
+"""Optimizer as a whole: itself, the optimizers that it holds, their groups, and attributes that its steps change."""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import random
 from collections import deque
@@ -23,10 +23,21 @@ from shoal.errors import UserCodeError
 Leaf = Callable[[str, Tensor], dict[str, Any]]
 Read = Callable[[dict[str, Any], torch.device | None], Tensor]
 
+# A checkpoint's group of the parameters as they are evaluated, where an optimizer trains with others.
+EVALUATED = "evaluated"
+# The beginning of the paths of tensors that belong to no parameter.
+ATTRIBUTES = "attributes"
 _BASELINE = "_shoal_baseline"
 # Attributes of torch's base class; a scheduler marks the optimizer with the last.
-_TORCHS = ("state", "param_groups", "defaults", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
-_TORCHS += ("_opt_called", _BASELINE)
+_TORCHS = (
+    "state",
+    "param_groups",
+    "defaults",
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_opt_called",
+    _BASELINE,
+)
 _SAME, _NAMED, _ITEMS, _PAIRS, _OBJECT = "$same", "$parameter", "$items", "$pairs", "$object"
 _GENERATOR, _DRAWS, _ARRAY = "$generator", "$draws", "$array"
 _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque, "set": set}
@@ -88,7 +99,7 @@ def states(optimizer: Any) -> Iterator[dict[str, Any]]:
         yield from part.state.values()
 
 
-# ------------------------------------------------------------------------------------------------------------ attributes
+# ----------------------------------------------------------------------------------------------------------- attributes
 def begin(optimizer: Any) -> None:
     """Notes the attributes of an optimizer before its first step: those that differ later are part of its state.
 
@@ -104,9 +115,9 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf) -> d
 
     `names` of the model's tensors, by identity. Raises: UserCodeError for an object that only a step has made.
     """
-    baseline = getattr(part, _BASELINE, None)
+    baseline: dict[str, str] = getattr(part, _BASELINE, {})
     found: dict[str, Any] = {}
-    for name, value in _attributes(part).items() if baseline is not None else ():
+    for name, value in _attributes(part).items() if hasattr(part, _BASELINE) else ():
         encoder = _Encoder(names)
         plain = encoder.plain(value)
         if not encoder.has_state or (baseline.get(name) == plain and not encoder.has_tensors):
@@ -117,7 +128,7 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf) -> d
                 conflict="a step has made it, and a resumed run has nothing to put its state into",
                 remedy="make it in the optimizer's __init__, or keep tensors and numbers in attributes",
             )
-        found[name] = _Encoder(names, leaf).encode(value, f"attributes/{where}/{name}")
+        found[name] = _Encoder(names, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
     return found
 
 
@@ -129,7 +140,7 @@ def restore_attributes(part: Any, saved: Mapping[str, Any], parameters: Mapping[
     for name, value in _attributes(part).items():
         encoder = _Encoder({id(t): name for name, t in parameters.items()})
         plain = encoder.plain(value)
-        if name in saved or not encoder.has_state or encoder.has_tensors and name in baseline:
+        if name in saved or not encoder.has_state or (encoder.has_tensors and name in baseline):
             continue
         if name not in baseline:
             delattr(part, name)
@@ -249,7 +260,66 @@ def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
     return saved
 
 
-# ------------------------------------------------------------------------------------------------- a state_dict's extras
+# --------------------------------------------------------------------------------------------------- train() and eval()
+def with_modes(optimizer: Any) -> list[Any]:
+    """The outermost of the optimizer and those that it holds which have `train` and `eval`, as schedule-free ones."""
+    found: dict[str, Any] = {}
+    for where, part in parts(optimizer).items():
+        known = any(where.startswith(outer) for outer in found)
+        if not known and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
+            found[where] = part
+    return list(found.values())
+
+
+def to_train(optimizer: Any) -> None:
+    """Calls `train` of optimizers that have it, which must come before a step. Raises: UserCodeError."""
+    for part in with_modes(optimizer):
+        _call(part, "train")
+
+
+def _call(part: Any, mode: str) -> None:
+    try:
+        getattr(part, mode)()
+    except Exception as error:
+        raise user_error(f"{mode} of optimizer {type(part).__name__}", error) from error
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: Any) -> Iterator[list[Tensor]]:
+    """A context in which parameters have the values that the optimizer's `eval` gives; these parameters, or none.
+
+    What `eval` and `train` do is rounded: afterwards parameters, states, groups and attributes are those of before, bit
+    for bit. Memory: once more the parameters and the states. Raises: UserCodeError.
+    """
+    modes = with_modes(optimizer)
+    if not modes:
+        yield []
+        return
+    parameters = [p for group in groups(optimizer) for p in group["params"]]
+    values = [v for state in states(optimizer) if isinstance(state, Mapping) for v in state.values()]
+    with torch.no_grad():
+        kept = [(t, t.detach().clone()) for t in [*parameters, *values] if isinstance(t, Tensor)]
+    plain = [(group, dict(group)) for group in groups(optimizer)]
+    plain += [(vars(part), _plain_attributes(part)) for part in parts(optimizer).values()]
+    for part in modes:
+        _call(part, "eval")
+    try:
+        yield parameters
+    finally:
+        for part in modes:
+            _call(part, "train")
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+        for mapping, before in plain:
+            mapping.update(before)
+
+
+def _plain_attributes(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in _attributes(part).items() if isinstance(value, bool | int | float | str)}
+
+
+# ------------------------------------------------------------------------------------------------ a state_dict's extras
 def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: Iterable[Tensor]) -> dict[str, Any]:
     """What else an optimizer's own `state_dict` has, as JSON, that is in no attribute, group or state of a parameter.
 
@@ -264,7 +334,7 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
         encoder = _Encoder(names)
         encoder.plain(value)
         if encoder.has_state and not encoder.has_others:
-            found[str(key)] = _Encoder(names, leaf).encode(value, f"attributes/{where}/state_dict/{key}")
+            found[str(key)] = _Encoder(names, leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
     return found
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.whole_optimizer import begin, groups
+from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.whole_optimizer import ATTRIBUTES, begin, groups, parts, to_train, with_modes
 from shoal.distributed.failures import user_error
-from shoal.distributed.process_setup import compiler_deferred
+from shoal.distributed.process_setup import compiler_deferred, is_torchs
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.model.sharded_model import ShardedModel
 
@@ -70,6 +71,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="only the model's own parameters get gradients",
             remedy="build it from the list that the optimizer function is given",
         )
+    to_train(optimizer)
     begin(optimizer)
     return optimizer
 
@@ -110,9 +112,37 @@ class _Nothing(list[nn.Parameter]):
 def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
     """Raises: JobError for an optimizer that is known to need whole parameters, where some are cut."""
     cut = next((name for name, p in sharded_model.parameters() if not sharded_model.part(name, p).is_whole), None)
-    if cut is not None and type(optimizer).__name__ in _ON_MATRICES:
+    kind = next((name for part in parts(optimizer).values() if (name := type(part).__name__) in _ON_MATRICES), None)
+    if cut is not None and kind is not None:
         raise JobError(
-            given=f"optimizer {type(optimizer).__name__}, with {cut} cut over ranks",
+            given=f"optimizer {kind}, with {cut} cut over ranks",
             conflict="it computes with a parameter as a whole, and on a part of it something else",
             remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
+        )
+
+
+def refuse_divided(
+    optimizer: torch.optim.Optimizer, model: ShardedModel, updates: Callable[[nn.Parameter], bool]
+) -> None:
+    """Raises: JobError for an optimizer with a state that cannot be divided as the model or the update is.
+
+    `updates`: whether this rank updates a parameter.
+    """
+    if not model.divides_state or is_torchs(optimizer):
+        return
+    kind = type(optimizer).__name__
+    tensors, _ = optimizer_state(optimizer, model.model, copy=False)
+    held = next((path for path in tensors if path.startswith(f"{ATTRIBUTES}/")), None)
+    if held is not None:
+        raise JobError(
+            given=f"optimizer {kind}, which keeps a tensor in {held.partition('/')[2]}, with a model or "
+            "an update that is divided",
+            conflict="a checkpoint cannot tell which part of it belongs to which parameter",
+            remedy="keep it in optimizer.state[parameter], or use the data axis alone",
+        )
+    if with_modes(optimizer) and not all(updates(p) for _, p in model.parameters() if p.requires_grad):
+        raise JobError(
+            given=f'optimizer {kind}, which has train() and eval(), with shard.level = "optimizer"',
+            conflict="each rank would get evaluation weights of the parameters that it updates alone",
+            remedy="use the data axis alone, or another shard.level",
         )

@@ -34,6 +34,7 @@ from shoal.plans.grains import random_key
 from shoal.training.direct_step import DirectStep
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import captured, fused, maskable, masked
+from shoal.training.job_optimizer import refuse_divided
 from shoal.training.lr_schedule import Schedule
 
 # Ordinary steps in a row after which the next one was not as learnt: where a rank updates its part alone, none ever is.
@@ -228,6 +229,7 @@ class Updater:
         whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
         self._parameters += [(part, True) for part in divided.values() if part is not None]
+        refuse_divided(optimizer, sharded_model, strategy.updates)
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
@@ -320,6 +322,7 @@ class Updater:
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
+        refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
         tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
         self._sharded_model.state(tensors)
 
