@@ -45,7 +45,8 @@ class AlsoKept(Protocol):
 class Trained:
     """Model, optimizer, loader, strategy and callbacks, whose state a checkpoint saves.
 
-    `schedulers` of a loop of one's own; `has_one_copy`: whether ranks of one host have one of all state, by parts.
+    `schedulers` of a loop of one's own, and which parameters it trains: `trainable`.
+    `has_one_copy`: whether ranks of one host have one of all state, by parts.
     """
 
     sharded_model: ShardedModel
@@ -53,6 +54,7 @@ class Trained:
     loader: Loader
     strategy: Strategy
     schedulers: AlsoKept | None = None
+    trainable: AlsoKept | None = None
     callbacks: KeptCallbacks | None = None
     has_one_copy: bool = False
 
@@ -219,8 +221,10 @@ class Keeper:
         if hooked is not None:
             document[CALLBACKS] = hooked.document
         document["keys"] = self._trained.sharded_model.key_names()
-        schedulers = self._trained.schedulers
-        return document if schedulers is None else {**document, "schedulers": schedulers.state()}
+        for key, also in (("schedulers", self._trained.schedulers), ("trainable", self._trained.trainable)):
+            if also is not None:
+                document[key] = also.state()
+        return document
 
     def _held(self, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, themselves and no copies, and the optimizer's document."""
@@ -370,6 +374,8 @@ class Keeper:
         held, parameters, absent = sharded_model.tensors(), dict(sharded_model.parameters()), sharded_model.absent()
         refuse_other_model(saved, held, absent)
         # Of a name that is no parameter any more `load_optimizer` tells.
+        if trained.trainable is not None and "trainable" in document:  # an earlier version did not keep it
+            trained.trainable.restore(document["trainable"])
         taken_up = of_parameters(
             document["optimizer"],
             lambda name: name not in absent and (name not in parameters or strategy.updates(parameters[name])),

@@ -198,7 +198,7 @@ def load_optimizer(
     for where, part in found.items():
         saved = documents.get(where, {}).get("groups", [])
         if adds_groups and isinstance(part, torch.optim.Optimizer):
-            replaced += _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
+            _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
         replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
     for part in found.values():
         part.state.clear()
@@ -229,18 +229,15 @@ def _add_groups(
     parameters: Mapping[str, nn.Parameter],
     saved_groups: list[dict[str, Any]],
     leaf: Callable[[dict[str, Any]], Tensor],
-) -> list[str]:
-    """Adds the groups of trainable parameters that no group has; a sentence for each."""
+) -> None:
+    """Adds the groups of trainable parameters that no group has."""
     names = {id(p): name for name, p in parameters.items()}
     known = {names[id(p)] for group in part.param_groups for p in group["params"]}
-    said = []
     for saved in saved_groups[len(own) :]:
         new = [name for name in saved["params"] if name in parameters and parameters[name].requires_grad]
         if new and new == saved["params"] and not known.intersection(new):
             part.add_param_group({"params": [parameters[name] for name in new]} | decode(saved["values"], leaf))
             own.append(part.param_groups[-1])
-            said.append(f"{type(part).__name__} has again the group that the loop had added, of {', '.join(new[:4])}")
-    return said
 
 
 def _load_groups(

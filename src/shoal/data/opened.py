@@ -246,10 +246,15 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 
 def opened(job: Job) -> Job:
     """The job with its training data opened, and `shuffle` as it and they say. Raises: DataError, as `open_data`."""
-    found = open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle)
-    if isinstance(found.source, MapSource):
-        found.source.at_epoch(0)  # some samples are looked at before the first step
+    found = begun(open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle))
     return replace(job, train_data=found, shuffle=in_new_orders("train_data", found, job.shuffle))
+
+
+def begun(data: Opened) -> Opened:
+    """Training data in their first epoch: samples are looked at before the first step. Raises: DataError."""
+    if isinstance(data.source, MapSource):
+        data.source.at_epoch(0)
+    return data
 
 
 def training_data(job: Job) -> Opened:

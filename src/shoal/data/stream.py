@@ -83,6 +83,7 @@ class StreamLoader(Loader):
         opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in held}  # type: ignore[attr-defined]
         self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
         self._pending: list[_Held] | None = None
+        self.samples: list[Any] | None = None  # all of the pending step, where every rank reads them
         self._state = self._read_state()
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -110,7 +111,7 @@ class StreamLoader(Loader):
         return self._microbatch(step, self._pending[:2]) if self._pending else None
 
     def commit(self) -> None:
-        self._pending, self._state = None, self._read_state()
+        self._pending, self.samples, self._state = None, None, self._read_state()
 
     def _grains(self, step: int) -> list[Grain]:
         """The grains of a step, as long as the stream lasts."""
@@ -151,7 +152,7 @@ class StreamLoader(Loader):
 
     def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
         first = self._readers[0].count
-        samples = self._read(step, 0, sum(g.size for g in grains))
+        samples = self.samples = self._read(step, 0, sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
         mine = share(present, self._place.rank, self._place.num_ranks)
         return [

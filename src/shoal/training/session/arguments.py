@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
 from shoal.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
@@ -217,7 +218,10 @@ class Prepared:
             )
         models = [thing for thing in taken if isinstance(thing, nn.Module)]
         self.models += models
-        self.optimizers += [thing for thing in taken if isinstance(thing, Optimizer)]
+        for optimizer in [thing for thing in taken if isinstance(thing, Optimizer)]:
+            to_train(optimizer)
+            begin(optimizer)
+            self.optimizers.append(optimizer)
         self.schedulers += [thing for thing in taken if isinstance(thing, LRScheduler)]
         return taken, models
 
@@ -260,7 +264,7 @@ class Prepared:
         homes: dict[int, Optimizer] = {}
         for optimizer in self.optimizers:
             kind = type(optimizer).__name__
-            own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            own: list[Tensor] = [p for group in groups(optimizer) for p in group["params"]]
             strangers = [p for p in own if id(p) not in known]
             if strangers:
                 raise _refused(

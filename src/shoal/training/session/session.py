@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.data.loader import Loader
-from shoal.data.opened import in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
+from shoal.data.opened import begun, in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
 from shoal.data.order import Order
 from shoal.data.source import Opened
 from shoal.distributed.agreement import decided_by_rank_0, together
@@ -34,7 +34,7 @@ from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
-from shoal.training.preflight import refuse_differences
+from shoal.training.preflight import compare_data, refuse_differences
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
@@ -227,7 +227,8 @@ class Session:
             )
         self._prepared.check()
         asked = self.training.collate, self.training.global_batch, self.training.shuffle
-        data = together(self.mesh, lambda: open_data("dataset", dataset, *asked))
+        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *asked)))
+        compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
         before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
         if self._judged is None:
             self._job = replace(self._job, grains=before.grains)
