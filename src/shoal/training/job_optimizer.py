@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.whole_optimizer import ATTRIBUTES, begin, groups, parts, to_train, with_modes
@@ -118,6 +118,31 @@ def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedMode
             given=f"optimizer {kind}, with {cut} cut over ranks",
             conflict="it computes with a parameter as a whole, and on a part of it something else",
             remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
+        )
+
+
+def without_optimizer(optimizers: Iterable[Any], named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """A sentence on the trainable parameters that no group of any of the optimizers has, if there are some."""
+    known = {id(p) for optimizer in optimizers for group in groups(optimizer) for p in group["params"]}
+    left = [name for name, p in named if p.requires_grad and id(p) not in known]
+    if not left:
+        return []
+    names = ", ".join(left[:8]) + (f" and {len(left) - 8} others" if len(left) > 8 else "")
+    return [
+        f"no optimizer updates {names}, which require a gradient; if that is meant, requires_grad_(False) spares the "
+        "gradient"
+    ]
+
+
+def refuse_served(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that servers, each with some of the parameters, cannot keep the state of."""
+    within = [type(part).__name__ for where, part in parts(optimizer).items() if where]
+    if within or with_modes(optimizer):
+        what = f"holds {' and '.join(within)}" if within else "has train() and eval()"
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, which {what}, with parameter servers",
+            conflict="each server steps an optimizer of some of the parameters, and gives back their state alone",
+            remedy='write server.mode = "none", or one optimizer with parameter groups',
         )
 
 

@@ -34,6 +34,7 @@ from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
+from shoal.training.job_optimizer import without_optimizer
 from shoal.training.preflight import compare_data, refuse_differences
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
@@ -226,6 +227,8 @@ class Session:
                 remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
             )
         self._prepared.check()
+        if self.mesh.rank == 0:
+            warn_of(without_optimizer(self._prepared.optimizers, self._prepared.root().named_parameters()))
         asked = self.training.collate, self.training.global_batch, self.training.shuffle
         data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *asked)))
         compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
