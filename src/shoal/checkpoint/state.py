@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.whole_optimizer import (
     ATTRIBUTES,
     attributes,
+    containers,
     extras,
     load_extras,
     parts,
@@ -82,6 +83,7 @@ def optimizer_state(
     held = {**names, **{id(b): name for name, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters()), _CPU)
     documents: dict[str, dict[str, Any]] = {}
+    aside = containers(optimizer)
     for where, part in parts(optimizer).items():
         within = f"/{where}" if where else ""
         document: dict[str, Any] = {"state": {}, "groups": []}
@@ -101,7 +103,7 @@ def optimizer_state(
             document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
         if not is_torchs(part):
             on_device = functools.partial(leaf, device)
-            document["attributes"] = attributes(part, where, held, on_device)
+            document["attributes"] = attributes(part, where, held, on_device, aside)
             document["extras"] = extras(part, where, held, on_device, list(tensors.values()))
         documents[where] = {key: value for key, value in document.items() if value or key in _ALWAYS}
     first = documents.pop("")
@@ -200,6 +202,7 @@ def load_optimizer(
         if adds_groups and isinstance(part, torch.optim.Optimizer):
             _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
         replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
+    aside = containers(optimizer)
     for part in found.values():
         part.state.clear()
     for where, part in found.items():
@@ -219,7 +222,7 @@ def load_optimizer(
             part.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
         for key, values in own.get("others", ()):
             part.state[decode(key, functools.partial(leaf, _CPU))] = decode(values, functools.partial(leaf, _CPU))
-        restore_attributes(part, own.get("attributes", {}), held, read)
+        restore_attributes(part, own.get("attributes", {}), held, read, aside)
     return list(dict.fromkeys(replaced))
 
 

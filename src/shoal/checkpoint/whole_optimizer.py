@@ -106,19 +106,31 @@ def begin(optimizer: Any) -> None:
     Others are not: a rank number that an optimizer keeps is not to come from a checkpoint of another layout. The note
     is an attribute of the optimizer, since all who ask for its state have the optimizer alone.
     """
-    for part in parts(optimizer).values() if not is_torchs(optimizer) else ():
-        setattr(part, _BASELINE, {name: _Encoder({}).plain(value) for name, value in _attributes(part).items()})
+    if is_torchs(optimizer):
+        return
+    aside = containers(optimizer)
+    for part in parts(optimizer).values():
+        baseline = {name: _Encoder({}, aside).plain(value) for name, value in _attributes(part).items()}
+        setattr(part, _BASELINE, baseline)
 
 
-def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf) -> dict[str, Any]:
+def containers(optimizer: Any) -> set[int]:
+    """Identities of what has the states and groups of the optimizer and of those that it holds."""
+    own = ("state", "param_groups")  # not where these are properties, which may make a new object each time
+    held = [vars(part) for part in parts(optimizer).values()]
+    return {id(attributes[name]) for attributes in held for name in own if name in attributes}
+
+
+def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, aside: set[int]) -> dict[str, Any]:
     """JSON value of each attribute of `part` that its steps have changed, or that has tensors.
 
-    `names` of the model's tensors, by identity. Raises: UserCodeError for an object that only a step has made.
+    `names` of the model's tensors, by identity; `aside`: as `containers`, which attributes may refer to.
+    Raises: UserCodeError for an object that only a step has made.
     """
     baseline: dict[str, str] = getattr(part, _BASELINE, {})
     found: dict[str, Any] = {}
     for name, value in _attributes(part).items() if hasattr(part, _BASELINE) else ():
-        encoder = _Encoder(names)
+        encoder = _Encoder(names, aside)
         plain = encoder.plain(value)
         if not encoder.has_state or (baseline.get(name) == plain and not encoder.has_tensors):
             continue
@@ -128,17 +140,19 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf) -> d
                 conflict="a step has made it, and a resumed run has nothing to put its state into",
                 remedy="make it in the optimizer's __init__, or keep tensors and numbers in attributes",
             )
-        found[name] = _Encoder(names, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
+        found[name] = _Encoder(names, aside, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
     return found
 
 
-def restore_attributes(part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read) -> None:
+def restore_attributes(
+    part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read, aside: set[int]
+) -> None:
     """Sets attributes from `attributes`; those that it has not get the values of before the first step."""
     baseline = getattr(part, _BASELINE, None)
     if baseline is None:
         return
     for name, value in _attributes(part).items():
-        encoder = _Encoder({id(t): name for name, t in parameters.items()})
+        encoder = _Encoder({id(t): name for name, t in parameters.items()}, aside)
         plain = encoder.plain(value)
         if name in saved or not encoder.has_state or (encoder.has_tensors and name in baseline):
             continue
@@ -153,9 +167,9 @@ def restore_attributes(part: Any, saved: Mapping[str, Any], parameters: Mapping[
 class _Encoder:
     """Conversion of an attribute to a JSON value: numbers, texts, tensors and generators, in containers and objects."""
 
-    def __init__(self, names: Mapping[int, str], leaf: Leaf | None = None) -> None:
+    def __init__(self, names: Mapping[int, str], aside: set[int], leaf: Leaf | None = None) -> None:
         self._names, self._leaf = names, leaf
-        self._seen: set[int] = set()
+        self._seen = set(aside)
         self.has_state = self.has_tensors = self.has_objects = self.has_others = False
 
     def plain(self, value: Any) -> str:
@@ -331,10 +345,10 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
     for key, value in _state_dict(part).items():
         if key in ("state", "param_groups") or key in _attributes(part) or _has(value, places):
             continue
-        encoder = _Encoder(names)
+        encoder = _Encoder(names, set())
         encoder.plain(value)
         if encoder.has_state and not encoder.has_others:
-            found[str(key)] = _Encoder(names, leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
+            found[str(key)] = _Encoder(names, set(), leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class Stepper:
         self._narrow = captured and job.schedule is not None
         self._parts = tuple(parts(optimizer).values())
         rates = rated(self._parts)
+        self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
         self._rates = [float(group["lr"]) for group in rates]
         # A wrapper's own groups may have none.
         if job.schedule is not None and len(rates) < len(groups(optimizer)) and (len(self._parts) == 1 or not rates):
@@ -117,8 +119,16 @@ class Stepper:
         return (self._rates[0] if self._rates else 1.0) * self.multiplier(progress)
 
     def set_rates(self, progress: Progress) -> float:
-        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
-        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress)
+        """Sets the groups' learning rates; that of the first. Raises: UserCodeError; JobError for new groups."""
+        groups = self._optimizer.param_groups if self._is_plain else rated(self._parts)
+        if len(groups) != len(self._rates):
+            raise JobError(
+                given=f"{type(self._optimizer).__name__} with {len(groups)} parameter groups, of {len(self._rates)} at "
+                "the start",
+                conflict="a job's schedule and checkpoints are of the groups that its optimizer function makes",
+                remedy="make all groups there; a shoal.Session may add groups in its loop",
+            )
+        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress, groups)
         if not self._narrow:
             return rate
         for group in self._optimizer.param_groups:
@@ -126,14 +136,14 @@ class Stepper:
                 group["lr"] = as_float32(group["lr"])
         return as_float32(rate)
 
-    def _set(self, progress: Progress) -> float:
+    def _set(self, progress: Progress, groups: list[dict[str, Any]]) -> float:
         multiplier = self.multiplier(progress)
-        for group, rate in zip(rated(self._parts), self._rates, strict=True):
+        for group, rate in zip(groups, self._rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
             else:
                 group["lr"] = rate * multiplier
-        return (self._rates[0] if self._rates else 1.0) * multiplier
+        return self._rates[0] * multiplier if self._rates else multiplier
 
     def seed(self, step: int) -> None:
         """Seeds the generators for optimizers that may add noise: the same on all ranks."""
