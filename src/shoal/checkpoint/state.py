@@ -201,7 +201,10 @@ def load_optimizer(
         saved = documents.get(where, {}).get("groups", [])
         if adds_groups and isinstance(part, torch.optim.Optimizer):
             _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
-        replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
+        remedy = "resume with the job that the run began with"
+        if adds_groups:
+            remedy += "; groups of several optimizers that the loop had added are to be added before session.steps()"
+        replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU), remedy=remedy)
     aside = containers(optimizer)
     for part in found.values():
         part.state.clear()
@@ -249,6 +252,8 @@ def _load_groups(
     parameters: Mapping[str, nn.Parameter],
     saved_groups: list[dict[str, Any]],
     leaf: Callable[[dict[str, Any]], Tensor],
+    *,
+    remedy: str,
 ) -> list[str]:
     """Sets the values of groups; as `load_optimizer`."""
     names = {id(p): name for name, p in parameters.items()}
@@ -261,7 +266,7 @@ def _load_groups(
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
             conflict="its parameter groups hold other parameters than the job's",
-            remedy="resume with the job that the run began with",
+            remedy=remedy,
         )
     replaced: list[str] = []
     for group, numbers in zip(own, found, strict=True):

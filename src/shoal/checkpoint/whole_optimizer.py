@@ -279,7 +279,7 @@ def with_modes(optimizer: Any) -> list[Any]:
     """The outermost of the optimizer and those that it holds which have `train` and `eval`, as schedule-free ones."""
     found: dict[str, Any] = {}
     for where, part in parts(optimizer).items():
-        known = any(where.startswith(outer) for outer in found)
+        known = any(not outer or where.startswith((f"{outer}.", f"{outer}[")) for outer in found)
         if not known and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
             found[where] = part
     return list(found.values())

@@ -17,7 +17,7 @@ from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
 from shoal.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
-from shoal.training.job_optimizer import refuse_optimizer
+from shoal.training.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 
@@ -283,6 +283,12 @@ class Prepared:
                     "give what is shared an optimizer of its own, and update both in one pass: "
                     "step.batches(shared_optimizer, optimizer)",
                 )
+
+    def without_optimizer(self) -> list[str]:
+        """Sentences on parameters that no optimizer has, of models that some optimizer has others of."""
+        known = {id(p) for optimizer in self.optimizers for group in groups(optimizer) for p in group["params"]}
+        trained = [model for model in self.models if any(id(p) in known for p in model.parameters())]
+        return [text for model in trained for text in without_optimizer(self.optimizers, model.named_parameters())]
 
     def index(self, optimizer: Any) -> int:
         """Which of the optimizers it is. Raises: JobError."""

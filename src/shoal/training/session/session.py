@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import nn
 
+from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.data.loader import Loader
 from shoal.data.opened import begun, in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
 from shoal.data.order import Order
@@ -34,7 +35,6 @@ from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
-from shoal.training.job_optimizer import without_optimizer
 from shoal.training.preflight import compare_data, refuse_differences
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
@@ -228,7 +228,7 @@ class Session:
             )
         self._prepared.check()
         if self.mesh.rank == 0:
-            warn_of(without_optimizer(self._prepared.optimizers, self._prepared.root().named_parameters()))
+            warn_of(self._prepared.without_optimizer())
         asked = self.training.collate, self.training.global_batch, self.training.shuffle
         data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *asked)))
         compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
@@ -273,7 +273,10 @@ class Session:
         if self.mesh.rank == 0:
             warn_of(data.notes)
         evaluator = Evaluator(self._job, self.mesh, self._precision, data, metrics)
-        return evaluator.evaluate(models[0] if model is None else model)
+        with contextlib.ExitStack() as weights:
+            for optimizer in self._prepared.optimizers:
+                weights.enter_context(evaluated_weights(optimizer))
+            return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
         """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
