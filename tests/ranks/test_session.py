@@ -713,7 +713,7 @@ def thawing(kept: Path, leave_at: int = 0) -> Told:
 
 
 def test_a_resume_trains_what_the_loop_had_thawed(tmp_path: Path) -> None:
-    whole = in_ranks(1, partial(thawing, tmp_path / "whole"), tmp_path / "first")
+    whole = in_ranks(2, partial(thawing, tmp_path / "whole"), tmp_path / "first")
     in_ranks(2, partial(thawing, tmp_path / "kept", 4), tmp_path / "second")
-    assert in_ranks(1, partial(thawing, tmp_path / "kept"), tmp_path / "third") == whole
+    assert in_ranks(2, partial(thawing, tmp_path / "kept"), tmp_path / "third") == whole
     assert whole[0]["groups"] == 2
