@@ -96,7 +96,7 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _empty(make: Callable[[Any], Any]) -> Any:
     """An optimizer of nothing: torch's refuse to be made without a parameter, so that one is given and taken."""
     optimizer = make(_Nothing())
-    for group in getattr(optimizer, "param_groups", ()):
+    for group in groups(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
         group["params"].clear()
     return optimizer
 
