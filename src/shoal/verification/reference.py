@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.checkpoint.whole_optimizer import parts, rated
+from shoal.checkpoint.whole_optimizer import evaluated_weights, parts, rated, with_modes
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -262,6 +262,17 @@ class Reference:
         kind = self._precision.parameters
         held = {**state.phase("buffers"), **state.parameters}
         load_model(self.model, {k: converted(v, kind) for k, v in held.items()})
+
+    @contextlib.contextmanager
+    def evaluated(self, state: StepTrace) -> Iterator[None]:
+        """A context in which the model has what is evaluated after a step that has left this state."""
+        if not with_modes(self._optimizer):
+            self.set_state(state)
+            yield
+            return
+        self._load(state)
+        with evaluated_weights(self._optimizer):
+            yield
 
     def close(self) -> None:
         """Takes the hooks off."""
