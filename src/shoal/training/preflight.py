@@ -7,7 +7,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -218,32 +218,40 @@ def compare_streams(mesh: Mesh, loader: Loader) -> None:
     Where a rank could not read them, that is told instead. Collective: all ranks, one JSON gather of a digest where the
     data are a stream. Raises: DataError, on every rank.
     """
-    if mesh.world_size == 1 or not isinstance(loader, StreamLoader):
-        return
-    told = mesh.gather_json(_digest(loader.samples) if loader.samples is not None else None)
+    if mesh.world_size > 1 and isinstance(loader, StreamLoader):
+        refuse_other_samples("train_data", mesh.gather_json(digest_of(loader.samples)))
+
+
+def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
+    """Raises: DataError where the ranks' digests of the same samples of a stream differ; None is of one with none."""
     others = [str(rank) for rank, digest in enumerate(told) if digest != told[0]]
     if None in told or not others:
         return
-    raise DataError(
-        given=f"train_data: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",
+    error = DataError(
+        given=f"{name}: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",
         conflict="every rank reads the whole stream and computes its own grains; this one divides itself by rank or "
         "worker, or draws from a generator of its own",
         remedy="give the whole stream, the same on every rank: shoal divides it (leave out RANK, WORLD_SIZE, "
         "get_rank() and split_by_node); draw from torch's, numpy's or Python's global generator, which shoal seeds",
     )
+    error.everywhere = True
+    raise error
 
 
 def _some(source: MapSource) -> str | None:
     """Digest of a few samples; None where they cannot be read, which is told later, or differ from time to time."""
     ids = np.unique(np.linspace(0, len(source) - 1, 3).astype(np.int64))
     try:
-        digests = {_digest(source.fetch([ids], [0])) for _ in range(2)}
+        digests = {digest_of(source.fetch([ids], [0])) for _ in range(2)}
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None
 
 
-def _digest(batch: Any) -> str:
+def digest_of(batch: Any) -> str | None:
+    """SHA-256 of tensors, arrays, numbers and texts in a batch or in samples; None of None."""
+    if batch is None:
+        return None
     digest = hashlib.sha256()
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
