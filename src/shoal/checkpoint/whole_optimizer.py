@@ -94,7 +94,7 @@ def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """What the optimizer and those that it holds keep for each parameter."""
+    """The state of each parameter, in the optimizer and in those that it holds."""
     for part in parts(optimizer).values():
         yield from part.state.values()
 
@@ -335,7 +335,7 @@ def _plain_attributes(part: Any) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ a state_dict's extras
 def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: Iterable[Tensor]) -> dict[str, Any]:
-    """What else an optimizer's own `state_dict` has, as JSON, that is in no attribute, group or state of a parameter.
+    """Further entries of an optimizer's own `state_dict`, as JSON: those in no attribute, group or parameter's state.
 
     `known`: tensors that the document has already.
     """
