@@ -218,8 +218,9 @@ class _Fetcher(Dataset[Any]):
     def fetch(self, request: _Request) -> Fetched:
         """The microbatch of a request. Raises: DataError."""
         keys: list[int] = []
-        last = self.order.num_steps - 1  # a step after it may be read ahead, and belongs to no epoch
-        self.source.at_epoch(self.order.epoch(min(request.step, last)))
+        if self.source.has_epochs:
+            last = self.order.num_steps - 1  # a step after it may be read ahead, and belongs to no epoch
+            self.source.at_epoch(self.order.epoch(min(request.step, last)))
         if self.source.draws:
             keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:

@@ -43,6 +43,7 @@ class MapSource(ABC):
     def __init__(self, name: str, length: int, data: Any) -> None:
         self.name, self.data = name, data
         self._length = length
+        self.has_epochs = bool(with_epochs(data))
         self._epoch: int | None = None
 
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class MapSource(ABC):
 
     def at_epoch(self, epoch: int) -> None:
         """Calls the dataset's `set_epoch`, if it has one and was not last called with `epoch`. Raises: DataError."""
-        if epoch != self._epoch:
+        if self.has_epochs and epoch != self._epoch:
             tell_epoch(self.name, self.data, epoch)
             self._epoch = epoch
 
@@ -275,18 +276,21 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
     return []
 
 
+def with_epochs(data: Any) -> list[Any]:
+    """The dataset, or those in torch's Subset and ConcatDataset, as far as they have `set_epoch`."""
+    if callable(getattr(data, "set_epoch", None)):
+        return [data]
+    several = data.datasets if isinstance(data, ConcatDataset | ChainDataset) else ()
+    return [one for inner in ([data.dataset] if isinstance(data, Subset) else several) for one in with_epochs(inner)]
+
+
 def tell_epoch(name: str, data: Any, epoch: int) -> None:
-    """Calls `set_epoch` of a dataset, or of those in torch's Subset and ConcatDataset. Raises: DataError."""
-    own = getattr(data, "set_epoch", None)
-    if not callable(own):
-        several = data.datasets if isinstance(data, ConcatDataset | ChainDataset) else ()
-        for inner in [data.dataset] if isinstance(data, Subset) else several:
-            tell_epoch(name, inner, epoch)
-        return
-    try:
-        own(epoch)
-    except Exception as error:
-        raise raised(f"{name} at the begin of epoch {epoch}", "set_epoch", error, "mend set_epoch") from error
+    """Calls `set_epoch` of datasets that have it. Raises: DataError."""
+    for one in with_epochs(data):
+        try:
+            one.set_epoch(epoch)
+        except Exception as error:
+            raise raised(f"{name} at the begin of epoch {epoch}", "set_epoch", error, "mend set_epoch") from error
 
 
 def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0) -> Any:
