@@ -305,7 +305,7 @@ class MapLoader(Loader):
     def check_repeats(self, step: int) -> None:
         source, grains = self._fetcher.source, self._order.grains(step)[:2]
         if isinstance(source, SampleSource):
-            keys = [random_key(self._fetcher.seed, "data", step, grain.index) for grain in grains]
+            keys = [random_key(self._fetcher.order.seed, "data", step, grain.index) for grain in grains]
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
 

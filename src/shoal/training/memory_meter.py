@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.isolation import YieldingHooks
 from shoal.checkpoint.whole_optimizer import states
+from shoal.numerics.isolation import YieldingHooks
 from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.accounting.memory import Footprint
 
