@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import tiny
+import torch.distributed as dist
 from torch import Tensor
 
 import shoal
@@ -44,3 +45,15 @@ def sharded(steps: int = 8) -> shoal.Job:
 def endless(steps: int = 50) -> shoal.Job:
     """The plain stream asked for more than it has."""
     return tiny.mlp(train_data=Stream(), batch=12, steps=steps, grains=4)
+
+
+class ByRank(Stream):
+    """A stream that divides itself among the ranks, as scripts of DistributedDataParallel do."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        return iter(Stream(dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else Stream())
+
+
+def by_rank(steps: int = 8) -> shoal.Job:
+    """A stream of which each rank reads other samples."""
+    return tiny.mlp(train_data=ByRank(), batch=12, steps=steps, grains=4)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all
 from tests.sharing import Shared
 from tests.usual import parametrize
+from torch import nn
+
+from shoal.checkpoint.weights import load
+
+sys.path.append(str(JOBS))
+from tiny import vectors
 
 pytestmark = pytest.mark.ranks
 
@@ -81,3 +88,27 @@ def test_data_workers_change_no_bit(tmp_path: Path) -> None:
         ]
     )
     assert_one_run(ends)
+
+
+@pytest.mark.parametrize("job", ["both", "averaged"])
+def test_an_optimizer_of_optimizers_goes_on_with_its_whole_state(job: str, tmp_path: Path) -> None:
+    """Its rates, its state, and the weights that its `eval` gives are those of an undisturbed run on any layout."""
+    path = f"{JOBS / 'composed.py'}:{job}"
+    whole, two, cut = run_all(
+        [
+            Run(path, tmp_path / "whole", 1, exact=True),
+            Run(path, tmp_path / "two", 2, exact=True),
+            Run(path, tmp_path / "cut", 2, exact=True, arguments=("--steps", "3")),
+        ]
+    )
+    cut.expect(0)
+    resumed = run(Run(path, tmp_path / "cut", 1, arguments=("--resume", "--steps", "8"))).expect(0)
+    for ended in (two, resumed):
+        for key in ("weights_sha256", "metrics", "train_loss"):
+            assert ended.result[key] == whole.result[key], key
+    weights = load(tmp_path / "cut")
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    model.load_state_dict({name: weights[name] for name in weights.names})
+    inputs, labels, _ = vectors(101, 2)
+    loss = nn.functional.cross_entropy(model(inputs), labels).item()
+    assert loss == pytest.approx(whole.result["metrics"]["loss"], rel=1e-5)  # of the weights that others are given

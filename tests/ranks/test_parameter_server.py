@@ -250,12 +250,14 @@ class Treacherous(torch.optim.SGD):
     def __init__(self, parameters: Any, always: bool) -> None:
         super().__init__(parameters, lr=0.05, momentum=0.9)
         self.param_groups[0] |= {"count": 0, "turned": False}
-        self._always, self._seen = always, 0
+        seen = [0]  # in no attribute, which a retreat would take back too
+        self._always, self._note, self._last = always, seen.append, lambda: seen[-1]
 
     def step(self, closure: Any = None) -> None:
         group = self.param_groups[0]
-        group["turned"] = group["turned"] or group["count"] < self._seen
-        group["count"] = self._seen = group["count"] + 1
+        group["turned"] = group["turned"] or group["count"] < self._last()
+        group["count"] += 1
+        self._note(group["count"])
         climbs = group["count"] > 20 and (self._always or not group["turned"])
         group.update(maximize=climbs, momentum=0.0 if climbs else 0.9, lr=0.5 if climbs else 0.05)
         super().step(closure)

@@ -687,3 +687,33 @@ def test_statistics_are_those_after_the_last_finished_step(tmp_path: Path) -> No
     with pytest.raises(JobError, match="group 0: lr"):
         in_ranks(2, partial(statistics, tmp_path / "kept", 2), tmp_path / "second")
     assert in_ranks(2, partial(statistics, tmp_path / "kept"), tmp_path / "third") == whole
+
+
+# -------------------------------------------------------------------------------------- thawed and added in the loop
+
+
+def thawing(kept: Path, leave_at: int = 0) -> Told:
+    """The first layer is frozen, and is trained from step 3 on, in a group of its own."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2, momentum=0.9)
+    with session(checkpoints=kept, resume=True) as own, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a resume that thaws it
+        own.prepare(model, optimizer)
+        for step in own.steps(dataset()):
+            if step.number == 3:
+                model[0].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+            for batch in step:
+                step.backward(*cross_entropy(model, batch))
+            if step.number == leave_at:
+                break
+    return {"weights": [p.tolist() for p in model.parameters()], "groups": len(optimizer.param_groups)}
+
+
+def test_a_resume_trains_what_the_loop_had_thawed(tmp_path: Path) -> None:
+    whole = in_ranks(2, partial(thawing, tmp_path / "whole"), tmp_path / "first")
+    in_ranks(2, partial(thawing, tmp_path / "kept", 4), tmp_path / "second")
+    assert in_ranks(2, partial(thawing, tmp_path / "kept"), tmp_path / "third") == whole
+    assert whole[0]["groups"] == 2

@@ -50,3 +50,10 @@ def test_a_stream_that_ends_before_the_steps_do(devices: int, tmp_path: Path) ->
     assert ended.records[-1]["num_samples"] == 4
     told = [int(i) for path in ids.glob("train-*.txt") for i in path.read_text(encoding="utf-8").split()]
     assert sorted(told) == list(range(100))
+
+
+def test_a_stream_that_divides_itself_by_rank_is_refused(tmp_path: Path) -> None:
+    ended = run(Run(f"{JOBS / 'streams.py'}:by_rank", tmp_path / "run", 2)).expect(2)
+    assert "a stream that gives rank 1 other samples than rank 0" in ended.output
+    assert "give the whole stream" in ended.output
+    assert ended.records == []

@@ -18,8 +18,9 @@ from shoal.checkpoint.host_memory import HostMemory
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
+from shoal.checkpoint.state import documents_of, load_optimizer, merged_optimizers, of_parameters, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.whole_optimizer import EVALUATED, evaluated_weights
 from shoal.checkpoint.writer import CheckpointWriter, SnapshotMemory
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
@@ -27,7 +28,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
 
 
 class AlsoKept(Protocol):
@@ -44,7 +45,8 @@ class AlsoKept(Protocol):
 class Trained:
     """Model, optimizer, loader, strategy and callbacks, whose state a checkpoint saves.
 
-    `schedulers` of a loop of one's own; `has_one_copy`: whether ranks of one host have one of all state, by parts.
+    `schedulers` of a loop of one's own, and which parameters it trains: `trainable`.
+    `has_one_copy`: whether ranks of one host have one of all state, by parts.
     """
 
     sharded_model: ShardedModel
@@ -52,6 +54,7 @@ class Trained:
     loader: Loader
     strategy: Strategy
     schedulers: AlsoKept | None = None
+    trainable: AlsoKept | None = None
     callbacks: KeptCallbacks | None = None
     has_one_copy: bool = False
 
@@ -218,8 +221,10 @@ class Keeper:
         if hooked is not None:
             document[CALLBACKS] = hooked.document
         document["keys"] = self._trained.sharded_model.key_names()
-        schedulers = self._trained.schedulers
-        return document if schedulers is None else {**document, "schedulers": schedulers.state()}
+        for key, also in (("schedulers", self._trained.schedulers), ("trainable", self._trained.trainable)):
+            if also is not None:
+                document[key] = also.state()
+        return document
 
     def _held(self, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, themselves and no copies, and the optimizer's document."""
@@ -229,7 +234,15 @@ class Keeper:
         compressed = self._compressed
         if compressed is not None and compressed.compression.carries:
             held[GROUP] = compressed.held()
-        return held | (hooked.tensors if hooked is not None else {}), document
+        held |= hooked.tensors if hooked is not None else {}
+        with evaluated_weights(self._trained.optimizer) as parameters:
+            mine = {id(p) for p in parameters}
+            found = {
+                name: (held["model"][name][0], local(p)) for name, p in sharded_model.parameters() if id(p) in mine
+            }
+            if found:
+                held[EVALUATED] = {name: (part, tensor.detach().clone()) for name, (part, tensor) in found.items()}
+        return held, document
 
     def _hand_over(self, empty: Snapshot, hooked: CallbackState | None) -> None:
         """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""
@@ -361,16 +374,18 @@ class Keeper:
         held, parameters, absent = sharded_model.tensors(), dict(sharded_model.parameters()), sharded_model.absent()
         refuse_other_model(saved, held, absent)
         # Of a name that is no parameter any more `load_optimizer` tells.
-        state = {
-            name: values
-            for name, values in document["optimizer"]["state"].items()
-            if name not in absent and (name not in parameters or strategy.updates(parameters[name]))
-        }
-        targets = sharded_model.room(document["tensors"]["optimizer"], state.keys())
+        if trained.trainable is not None and "trainable" in document:  # an earlier version did not keep it
+            trained.trainable.restore(document["trainable"])
+        taken_up = of_parameters(
+            document["optimizer"],
+            lambda name: name not in absent and (name not in parameters or strategy.updates(parameters[name])),
+        )
+        held_states = {name for own in documents_of(taken_up).values() for name in own["state"]}
+        targets = sharded_model.room(document["tensors"]["optimizer"], held_states)
         fill(saved, "optimizer", targets)
         tensors = {path: tensor for path, (_, tensor) in targets.items()}
-        taken_up = {**document["optimizer"], "state": state}
-        replaced = load_optimizer(trained.optimizer, sharded_model.model, tensors, taken_up)
+        loops = trained.schedulers is not None
+        replaced = load_optimizer(trained.optimizer, sharded_model.model, tensors, taken_up, adds_groups=loops)
         fill(saved, "model", held)
         compressed = self._compressed
         self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)

@@ -12,6 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.whole_optimizer import (
+    ATTRIBUTES,
+    attributes,
+    containers,
+    extras,
+    load_extras,
+    parts,
+    restore_attributes,
+)
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
 from shoal.parallel.model.sharded_model import laid_out, local
@@ -19,6 +28,7 @@ from shoal.parallel.model.sharded_model import laid_out, local
 TENSOR = "$tensor"
 _TUPLE, _PAIRS, _HOST = "$tuple", "$pairs", "$host"
 _CPU = torch.device("cpu")
+_ALWAYS = ("state", "groups")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -58,6 +68,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's tensors by path, and a JSON document of everything else, by parameter name.
 
+    With those of the optimizers that it holds, in the document's `inner`, and the attributes that its steps change.
     The tensors are copies on the CPU, or without `copy` this rank's own memory of them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -68,19 +79,65 @@ def optimizer_state(
         tensors[path] = tensor
         return {TENSOR: path} if tensor.device.type == device.type else {TENSOR: path, _HOST: True}
 
-    state = {
-        names[id(p)]: encode(values, names[id(p)], "optimizer", functools.partial(leaf, p.device))
-        for p, values in optimizer.state.items()
-    }
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        rest = {k: v for k, v in group.items() if k != "params"}
-        members = [names[id(p)] for p in group["params"]]
-        groups.append(
-            {"params": members, "values": encode(rest, f"group{number}", "optimizer", functools.partial(leaf, _CPU))}
-        )
+    on_host, seen = functools.partial(leaf, _CPU), set[int]()
+    held = {**names, **{id(b): name for name, b in model.named_buffers()}}
+    device = next((p.device for p in model.parameters()), _CPU)
+    documents: dict[str, dict[str, Any]] = {}
+    aside = containers(optimizer)
+    for where, part in parts(optimizer).items():
+        within = f"/{where}" if where else ""
+        document: dict[str, Any] = {"state": {}, "groups": []}
+        for p, values in _entries(part, seen):
+            if id(p) in names:
+                path = f"{names[id(p)]}{within}"
+                own = functools.partial(leaf, p.device)
+                document["state"][names[id(p)]] = encode(values, path, "optimizer", own)
+            else:
+                pairs = document.setdefault("others", [])
+                path = f"{ATTRIBUTES}{within}/state/{len(pairs)}"
+                pairs.append([encode(p, path, "optimizer", on_host), encode(values, path, "optimizer", on_host)])
+        for group in _groups(part, seen):
+            rest = {k: v for k, v in group.items() if k != "params"}
+            path = f"group{len(document['groups'])}{within}"
+            members = [names[id(p)] for p in group["params"]]
+            document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
+        if not is_torchs(part):
+            on_device = functools.partial(leaf, device)
+            document["attributes"] = attributes(part, where, held, on_device, aside)
+            document["extras"] = extras(part, where, held, on_device, list(tensors.values()))
+        documents[where] = {key: value for key, value in document.items() if value or key in _ALWAYS}
+    first = documents.pop("")
+    inner = {where: document for where, document in documents.items() if any(document.values())}
     made = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
-    return made, {"state": state, "groups": groups}
+    return made, {**first, "inner": inner} if inner else first
+
+
+def _entries(part: Any, seen: set[int]) -> list[tuple[Any, Any]]:
+    """What a part keeps for parameters, or under names of its own, and no part before it does."""
+    found = [(p, values) for p, values in part.state.items() if id(values) not in seen]
+    seen.update(id(values) for _, values in found if isinstance(values, dict))
+    return found
+
+
+def _groups(part: Any, seen: set[int]) -> list[dict[str, Any]]:
+    found = [group for group in part.param_groups if id(group) not in seen]
+    seen.update(map(id, found))
+    return found
+
+
+def documents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The documents in one of `optimizer_state`: the optimizer's own under "", and of those that it holds."""
+    own = {key: value for key, value in document.items() if key != "inner"}
+    return {"": own, **document.get("inner", {})}
+
+
+def of_parameters(document: Mapping[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """The document with the states of some parameters alone."""
+    first, *inner = (
+        (where, {**own, "state": {name: values for name, values in own["state"].items() if wanted(name)}})
+        for where, own in documents_of(document).items()
+    )
+    return {**first[1], "inner": dict(inner)} if inner else first[1]
 
 
 def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -88,65 +145,136 @@ def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
     """
-    state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
+    merged: dict[str, dict[str, Any]] = {}
     for document in documents:
-        state = {**document["state"], **state}
-        for own in document["groups"]:
-            group = next((g for g in groups if g["values"] == own["values"]), None)
-            if group is None:
-                groups.append({**own, "params": list(own["params"])})
-            else:
-                group["params"] += [name for name in own["params"] if name not in group["params"]]
-    return {"state": state, "groups": groups}
+        for where, mine in documents_of(document).items():
+            found = merged.setdefault(where, {"state": {}, "groups": []})
+            groups = found["groups"]
+            for own in mine["groups"]:
+                group = next((g for g in groups if g["values"] == own["values"]), None)
+                if group is None:
+                    groups.append({**own, "params": list(own["params"])})
+                else:
+                    group["params"] += [name for name in own["params"] if name not in group["params"]]
+            merged[where] = {**mine, **found, "state": {**mine["state"], **found["state"]}, "groups": groups}
+    first = merged.pop("", {"state": {}, "groups": []})
+    return {**first, "inner": merged} if merged else first
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], document: dict[str, Any]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    document: dict[str, Any],
+    *,
+    adds_groups: bool = False,
 ) -> list[str]:
     """Sets the optimizer's state; what of its own settings the checkpoint's replace, a sentence each.
 
-    Raises: JobMismatchError where the parameter groups are not the same.
+    `adds_groups`: groups that the optimizer lacks are added to it, since a loop of one's own had added them.
+    Raises: JobMismatchError where the optimizers that it holds, or the parameter groups, are not the same.
     """
     parameters = dict(model.named_parameters())
-    names = {id(p): name for name, p in parameters.items()}
-    homes = {name: number for number, group in enumerate(document["groups"]) for name in group["params"]}
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    found = [{homes.get(name) for name in group} for group in mine]
-    strangers = (
-        homes.keys() - {name for group in mine for name in group} - {n for n, p in parameters.items() if p.is_meta}
-    )
-    if strangers or any(len(numbers) > 1 or None in numbers for numbers in found):
-        raise JobMismatchError(
-            given="a checkpoint of another optimizer",
-            conflict="its parameter groups hold other parameters than the job's",
-            remedy="resume with the job that the run began with",
-        )
+    held = {**parameters, **dict(model.named_buffers())}
+    usual = next((p.device for p in parameters.values()), _CPU)
 
     def leaf(device: torch.device, saved: dict[str, Any]) -> Tensor:
         return tensors[saved[TENSOR]].to(_CPU if saved.get(_HOST) else device, copy=True)
 
+    def read(saved: dict[str, Any], device: torch.device | None) -> Tensor:
+        return leaf(usual, saved) if device is None else leaf(usual, saved).to(device)
+
+    documents = documents_of(document)
+    for where, part in parts(optimizer).items():
+        load_extras(part, documents.get(where, {}).get("extras", {}), held, read)
+    found = parts(optimizer)
+    if documents.keys() - found.keys():
+        raise JobMismatchError(
+            given="a checkpoint of another optimizer",
+            conflict=f"the job's holds none in {', '.join(sorted(documents.keys() - found.keys()))}",
+            remedy="resume with the job that the run began with",
+        )
+    seen: set[int] = set()
+    groups = {where: _groups(part, seen) for where, part in found.items()}
     replaced: list[str] = []
-    for group, numbers in zip(optimizer.param_groups, found, strict=True):
-        for number in numbers:  # one, or none for a group that is empty on this rank
-            saved = decode(document["groups"][number]["values"], functools.partial(leaf, _CPU))
-            replaced += _replaced(group, saved) if is_torchs(optimizer) else ()
-            group.update(saved)
-    optimizer.state.clear()
-    counted_on_device = {
-        id(p): bool(group.get("capturable") or group.get("fused"))
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    for name, values in document["state"].items():
-        parameter = parameters[name]
-        decoded = decode(values, functools.partial(leaf, parameter.device))
-        # torch's own optimizers keep their step counter on the CPU, unless told to capture or fuse the step.
-        counter = decoded.get("step")
-        if isinstance(counter, Tensor) and not counted_on_device[id(parameter)]:
-            decoded["step"] = counter.cpu()
-        optimizer.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
+    for where, part in found.items():
+        saved = documents.get(where, {}).get("groups", [])
+        if adds_groups and isinstance(part, torch.optim.Optimizer):
+            _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
+        remedy = "resume with the job that the run began with"
+        if adds_groups:
+            remedy += "; groups of several optimizers that the loop had added are to be added before session.steps()"
+        replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU), remedy=remedy)
+    aside = containers(optimizer)
+    for part in found.values():
+        part.state.clear()
+    for where, part in found.items():
+        own = documents.get(where, {})
+        on_device = {
+            id(p): bool(group.get("capturable") or group.get("fused"))
+            for group in part.param_groups
+            for p in group["params"]
+        }
+        for name, values in own.get("state", {}).items():
+            parameter = parameters[name]
+            decoded = decode(values, functools.partial(leaf, parameter.device))
+            # torch's own optimizers keep their step counter on the CPU, unless told to capture or fuse the step.
+            counter = decoded.get("step")
+            if isinstance(counter, Tensor) and not on_device.get(id(parameter)):
+                decoded["step"] = counter.cpu()
+            part.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
+        for key, values in own.get("others", ()):
+            part.state[decode(key, functools.partial(leaf, _CPU))] = decode(values, functools.partial(leaf, _CPU))
+        restore_attributes(part, own.get("attributes", {}), held, read, aside)
     return list(dict.fromkeys(replaced))
+
+
+def _add_groups(
+    part: torch.optim.Optimizer,
+    own: list[dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    saved_groups: list[dict[str, Any]],
+    leaf: Callable[[dict[str, Any]], Tensor],
+) -> None:
+    """Adds the groups of trainable parameters that no group has."""
+    names = {id(p): name for name, p in parameters.items()}
+    known = {names[id(p)] for group in part.param_groups for p in group["params"]}
+    for saved in saved_groups[len(own) :]:
+        new = [name for name in saved["params"] if name in parameters and parameters[name].requires_grad]
+        if new and new == saved["params"] and not known.intersection(new):
+            part.add_param_group({"params": [parameters[name] for name in new]} | decode(saved["values"], leaf))
+            own.append(part.param_groups[-1])
+
+
+def _load_groups(
+    part: Any,
+    own: list[dict[str, Any]],
+    parameters: Mapping[str, nn.Parameter],
+    saved_groups: list[dict[str, Any]],
+    leaf: Callable[[dict[str, Any]], Tensor],
+    *,
+    remedy: str,
+) -> list[str]:
+    """Sets the values of groups; as `load_optimizer`."""
+    names = {id(p): name for name, p in parameters.items()}
+    mine = [[names[id(p)] for p in group["params"]] for group in own]
+    homes = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
+    found = [{homes.get(name) for name in group} for group in mine]
+    known = {name for group in mine for name in group}
+    strangers = homes.keys() - known - {n for n, p in parameters.items() if p.is_meta}
+    if strangers or any(len(numbers) > 1 or None in numbers for numbers in found):
+        raise JobMismatchError(
+            given="a checkpoint of another optimizer",
+            conflict="its parameter groups hold other parameters than the job's",
+            remedy=remedy,
+        )
+    replaced: list[str] = []
+    for group, numbers in zip(own, found, strict=True):
+        for number in numbers:  # one, or none for a group that is empty on this rank
+            values = decode(saved_groups[number or 0]["values"], leaf)
+            replaced += _replaced(group, values) if is_torchs(part) else ()
+            group.update(values)
+    return replaced
 
 
 # The job's own rates are set before each step; how torch's optimizers compute is the engine's choice.

@@ -21,6 +21,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
 from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, name_of, open_folder
+from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.runs.address import is_address
@@ -39,7 +40,8 @@ class CheckpointWeights(StoredWeights):
     def __init__(self, saved: SavedCheckpoint, *, ema: bool = False) -> None:
         """Raises: RunDirectoryError where averaged weights are asked for and the run has none."""
         self._saved, self.origin = saved, f"a checkpoint of step {saved.step}{', averaged' if ema else ''}"
-        self._entries: dict[str, dict[str, Any]] = dict(saved.document["tensors"]["model"])
+        tensors: dict[str, dict[str, Any]] = saved.document["tensors"]
+        self._entries: dict[str, dict[str, Any]] = {**tensors["model"], **tensors.get(EVALUATED, {})}
         if ema:
             self._entries |= averages(saved)
         # A checkpoint without keys is of an earlier version: each tensor has the first of its names.

@@ -15,6 +15,7 @@ from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import fill, refuse_other_model
 from shoal.checkpoint.store import SavedCheckpoint
 from shoal.checkpoint.weights import averages, damaged, find
+from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.cli.export import run_of, step_of
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import Mesh, open_mesh
@@ -169,6 +170,8 @@ def _fill(saved: SavedCheckpoint, held: TensorSlices, ema: bool) -> None:
     averaged = averages(saved) if ema else {}
     try:
         fill(saved, "model", held)
+        evaluated = saved.document["tensors"].get(EVALUATED, {})
+        fill(saved, EVALUATED, {name: target for name, target in held.items() if name in evaluated})
         fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
     except ManifestError as error:
         raise damaged(saved.folder, error) from error

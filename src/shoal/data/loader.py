@@ -217,14 +217,17 @@ _Digested = tuple[_Request, list[float]]  # a request, and the digests of its gr
 class _Fetcher(Dataset[Any]):
     """The dataset of requests that a torch DataLoader serves: one item is one collated microbatch."""
 
-    def __init__(self, source: MapSource, seed: int, quarantine: Quarantine | None) -> None:
-        self.source, self.seed, self.quarantine = source, seed, quarantine
+    def __init__(self, source: MapSource, order: Order, quarantine: Quarantine | None) -> None:
+        self.source, self.order, self.quarantine = source, order, quarantine
 
     def fetch(self, request: _Request) -> Fetched:
         """The microbatch of a request. Raises: DataError."""
         keys: list[int] = []
+        if self.source.has_epochs:
+            last = self.order.num_steps - 1  # a step after it may be read ahead, and belongs to no epoch
+            self.source.at_epoch(self.order.epoch(min(request.step, last)))
         if self.source.draws:
-            keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
+            keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:
             return Fetched(self.source.fetch(request.ids, keys))
         return self.source.tolerant(self.quarantine, request.ids, keys)
@@ -275,7 +278,7 @@ class MapLoader(Loader):
         self._quarantine = Quarantine(bad_samples) if bad_samples else None
         self._order, self._place = order, place
         self._workers, self._pin_memory = workers, pin_memory
-        self._fetcher = _Fetcher(source, order.seed, self._quarantine)
+        self._fetcher = _Fetcher(source, order, self._quarantine)
         self._per_microbatch = order.num_grains
         told, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
         self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
@@ -307,7 +310,7 @@ class MapLoader(Loader):
     def check_repeats(self, step: int) -> None:
         source, grains = self._fetcher.source, self._order.grains(step)[:2]
         if isinstance(source, SampleSource):
-            keys = [random_key(self._fetcher.seed, "data", step, grain.index) for grain in grains]
+            keys = [random_key(self._fetcher.order.seed, "data", step, grain.index) for grain in grains]
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
 

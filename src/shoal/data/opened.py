@@ -193,6 +193,8 @@ def _without_effect(loader: Any) -> Iterable[str]:
         yield "its generator is not used: the order follows from the job's seed"
     if loader.num_workers and is_stream(loader.dataset):
         yield f"num_workers={loader.num_workers} has no effect: a stream is read in the rank itself"
+        if getattr(loader, "worker_init_fn", None) is not None:
+            yield "its worker_init_fn is not called: there are no worker processes"
     if getattr(loader, "in_order", True) is False:
         yield "in_order=False has no effect: batches come in the order of the steps"
 
@@ -244,8 +246,15 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 
 def opened(job: Job) -> Job:
     """The job with its training data opened, and `shuffle` as it and they say. Raises: DataError, as `open_data`."""
-    found = open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle)
+    found = begun(open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle))
     return replace(job, train_data=found, shuffle=in_new_orders("train_data", found, job.shuffle))
+
+
+def begun(data: Opened) -> Opened:
+    """Training data in their first epoch: samples are looked at before the first step. Raises: DataError."""
+    if isinstance(data.source, MapSource):
+        data.source.at_epoch(0)
+    return data
 
 
 def training_data(job: Job) -> Opened:

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
@@ -43,9 +52,17 @@ class MapSource(ABC):
     def __init__(self, name: str, length: int, data: Any) -> None:
         self.name, self.data = name, data
         self._length = length
+        self.has_epochs = bool(with_epochs(data))
+        self._epoch: int | None = None
 
     def __len__(self) -> int:
         return self._length
+
+    def at_epoch(self, epoch: int) -> None:
+        """Calls the dataset's `set_epoch`, if it has one and was not last called with `epoch`. Raises: DataError."""
+        if self.has_epochs and epoch != self._epoch:
+            tell_epoch(self.name, self.data, epoch)
+            self._epoch = epoch
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
@@ -268,6 +285,23 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
         if 2 * len(odd) < len(samples):
             return odd
     return []
+
+
+def with_epochs(data: Any) -> list[Any]:
+    """The dataset, or those in torch's Subset and ConcatDataset, as far as they have `set_epoch`."""
+    if callable(getattr(data, "set_epoch", None)):
+        return [data]
+    several = data.datasets if isinstance(data, ConcatDataset | ChainDataset) else ()
+    return [one for inner in ([data.dataset] if isinstance(data, Subset) else several) for one in with_epochs(inner)]
+
+
+def tell_epoch(name: str, data: Any, epoch: int) -> None:
+    """Calls `set_epoch` of datasets that have it. Raises: DataError."""
+    for one in with_epochs(data):
+        try:
+            one.set_epoch(epoch)
+        except Exception as error:
+            raise raised(f"{name} at the begin of epoch {epoch}", "set_epoch", error, "mend set_epoch") from error
 
 
 def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, count: int = _FEW) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
-from shoal.data.source import Collate, collate_samples, raised
+from shoal.data.source import Collate, collate_samples, raised, tell_epoch
 from shoal.errors import DataError, JobError
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
@@ -35,6 +35,7 @@ class _Reader:
     def read(self, wanted: int) -> list[Any]:
         """Up to `wanted` further samples. Raises: DataError where the stream does."""
         if self._samples is None:
+            tell_epoch(self._name, self._stream, 0)  # of which a stream has one
             self._samples = iter(self._stream)
         found: list[Any] = []
         try:
@@ -83,6 +84,7 @@ class StreamLoader(Loader):
         self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
         self._pending: list[_Held] | None = None
         self._first: list[_Held] = []  # of the pending step as many grains as are at hand, of whatever rank
+        self.samples: list[Any] | None = None  # all of the pending step, where every rank reads them
         self._state = self._read_state()
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
@@ -110,7 +112,7 @@ class StreamLoader(Loader):
         return self._microbatch(step, self._first[:count]) if self._pending is not None and self._first else None
 
     def commit(self) -> None:
-        self._pending, self._state = None, self._read_state()
+        self._pending, self.samples, self._state = None, None, self._read_state()
 
     def _grains(self, step: int) -> list[Grain]:
         """The grains of a step, as long as the stream lasts."""
@@ -152,7 +154,7 @@ class StreamLoader(Loader):
 
     def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
         first = self._readers[0].count
-        samples = self._read(step, 0, sum(g.size for g in grains))
+        samples = self.samples = self._read(step, 0, sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
         self._first = [
             (g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size])

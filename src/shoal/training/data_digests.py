@@ -77,6 +77,6 @@ def _digests(source: MapSource, most: int) -> Iterator[str]:
             break
         if len(digests) > 1:
             return
-        found += [digest[:16] for digest in digests]
+        found += [digest[:16] for digest in digests if digest is not None]
         done += size
     yield from found

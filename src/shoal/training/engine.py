@@ -54,7 +54,7 @@ from shoal.training.default_grains import with_grains
 from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
-from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts
+from shoal.training.job_optimizer import Parameters, build_optimizer, refuse_on_parts, refuse_served, without_optimizer
 from shoal.training.lazy_modules import whole
 from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
@@ -202,7 +202,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
+    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model, plan))
+    left = without_optimizer([optimizer], parameters.named)
     plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
@@ -243,7 +244,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
         unseeded=unseeded,
-        notes=(*notes, *unseeded, *said, *copied, *_notes(data, mesh, options, shared=shares)),
+        notes=(*notes, *unseeded, *said, *copied, *left, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
     )
 
@@ -279,9 +280,11 @@ def _replica_check(
     return ReplicaCheck(mesh, sharded_model, updater, options.check_replicas, repeats=repeats, one_copy=one_copy)
 
 
-def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, plan: Plan) -> torch.optim.Optimizer:
     optimizer = build_optimizer(job.optimizer, parameters)
     refuse_on_parts(optimizer, sharded_model)
+    if plan.serves:
+        refuse_served(optimizer)
     return optimizer
 
 

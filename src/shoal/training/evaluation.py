@@ -29,6 +29,7 @@ from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
+from shoal.training.preflight import digest_of_samples, refuse_other_samples
 
 T = TypeVar("T")
 # What torch's autograd says of a derivative under no_grad.
@@ -76,6 +77,7 @@ class Evaluator:
         self._differentiates: dict[str, bool] = {}
         self.without_value: dict[str, str] = {}  # the last evaluation's metrics that have none, and why
         self._most = most_samples
+        self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
@@ -87,6 +89,7 @@ class Evaluator:
             return {}, 0
         self.without_value = {}
         gathered = self._mesh.gather_json(self._computed(model))
+        refuse_other_samples(self._name, [part["first"] for part in gathered])
         self._heartbeat.enter("away")
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
         count = sum(len_ for part in gathered for len_ in part["samples"])
@@ -146,7 +149,7 @@ class Evaluator:
         if handle is not None:
             handle.remove()
         self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
-        return {"samples": samples, "sums": sums}
+        return {"samples": samples, "sums": sums, "first": digest_of_samples(self._first)}
 
     def _batches(self, place: DataRank) -> Iterator[tuple[int, Any]]:
         """This rank's chunks as (samples, batch on the device), each with the generators that belong to it."""
@@ -243,7 +246,7 @@ class Evaluator:
         else:
             own, number, first = 0, -1, None
             for number, samples in enumerate(self._read(self.source or ())):
-                first = first or samples
+                first = self._first = first or samples
                 if number % place.num_ranks == place.rank:
                     own += 1
                     seed_everything(random_key(self._job.seed, "evaluation", number))

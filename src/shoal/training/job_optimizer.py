@@ -6,14 +6,16 @@ import ast
 import inspect
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.whole_optimizer import ATTRIBUTES, begin, groups, parts, to_train, with_modes
 from shoal.distributed.failures import user_error
-from shoal.distributed.process_setup import compiler_deferred
+from shoal.distributed.process_setup import compiler_deferred, is_torchs
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.runs.user_frames import place_of, traceback_of
@@ -66,13 +68,15 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
         )
     refuse_optimizer(optimizer)
     known = set(map(id, parameters))
-    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    strangers = sum(id(p) not in known for group in groups(optimizer) for p in group["params"])
     if strangers:
         raise JobError(
             given=f"an optimizer with {strangers} tensors that are not trainable parameters of the model",
             conflict="only the model's own parameters get gradients",
             remedy="build it from the list that the optimizer function is given",
         )
+    to_train(optimizer)
+    begin(optimizer)
     return optimizer
 
 
@@ -134,7 +138,7 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
 def _empty(make: Callable[[Any], Any]) -> Any:
     """An optimizer of nothing: torch's refuse to be made without a parameter, so that one is given and taken."""
     optimizer = make(_Nothing())
-    for group in getattr(optimizer, "param_groups", ()):
+    for group in groups(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
         group["params"].clear()
     return optimizer
 
@@ -150,9 +154,62 @@ class _Nothing(list[nn.Parameter]):
 def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
     """Raises: JobError for an optimizer that is known to need whole parameters, where some are cut."""
     cut = next((name for name, p in sharded_model.parameters() if not sharded_model.part(name, p).is_whole), None)
-    if cut is not None and type(optimizer).__name__ in _ON_MATRICES:
+    kind = next((name for part in parts(optimizer).values() if (name := type(part).__name__) in _ON_MATRICES), None)
+    if cut is not None and kind is not None:
         raise JobError(
-            given=f"optimizer {type(optimizer).__name__}, with {cut} cut over ranks",
+            given=f"optimizer {kind}, with {cut} cut over ranks",
             conflict="it computes with a parameter as a whole, and on a part of it something else",
             remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
+        )
+
+
+def without_optimizer(optimizers: Iterable[Any], named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """A sentence on the trainable parameters that no group of any of the optimizers has, if there are some."""
+    known = {id(p) for optimizer in optimizers for group in groups(optimizer) for p in group["params"]}
+    left = [name for name, p in named if p.requires_grad and id(p) not in known]
+    if not left:
+        return []
+    names = ", ".join(left[:8]) + (f" and {len(left) - 8} others" if len(left) > 8 else "")
+    return [
+        f"no optimizer updates {names}, which require a gradient; if that is meant, requires_grad_(False) spares the "
+        "gradient"
+    ]
+
+
+def refuse_served(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that servers, each with some of the parameters, cannot keep the state of."""
+    within = [type(part).__name__ for where, part in parts(optimizer).items() if where]
+    if within or with_modes(optimizer):
+        what = f"holds {' and '.join(within)}" if within else "has train() and eval()"
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, which {what}, with parameter servers",
+            conflict="each server steps an optimizer of some of the parameters, and gives back their state alone",
+            remedy='write server.mode = "none", or one optimizer with parameter groups',
+        )
+
+
+def refuse_divided(
+    optimizer: torch.optim.Optimizer, model: ShardedModel, updates: Callable[[nn.Parameter], bool]
+) -> None:
+    """Raises: JobError for an optimizer with a state that cannot be divided as the model or the update is.
+
+    `updates`: whether this rank updates a parameter.
+    """
+    if not model.divides_state or is_torchs(optimizer):
+        return
+    kind = type(optimizer).__name__
+    tensors, _ = optimizer_state(optimizer, model.model, copy=False)
+    held = next((path for path in tensors if path.startswith(f"{ATTRIBUTES}/")), None)
+    if held is not None:
+        raise JobError(
+            given=f"optimizer {kind}, which keeps a tensor in {held.partition('/')[2]}, with a model or "
+            "an update that is divided",
+            conflict="a checkpoint cannot tell which part of it belongs to which parameter",
+            remedy="keep it in optimizer.state[parameter], or use the data axis alone",
+        )
+    if with_modes(optimizer) and not all(updates(p) for _, p in model.parameters() if p.requires_grad):
+        raise JobError(
+            given=f'optimizer {kind}, which has train() and eval(), with shard.level = "optimizer"',
+            conflict="each rank would get evaluation weights of the parameters that it updates alone",
+            remedy="use the data axis alone, or another shard.level",
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
 from shoal.job import Progress
@@ -75,9 +76,9 @@ class ScheduledRates:
     """Rates of an optimizer's groups at any step, by a torch scheduler."""
 
     def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
-        self._schedule, self._optimizer = schedule, optimizer
-        self._first = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        self._defaults = {name: _plain(value) for name, value in optimizer.defaults.items()}
+        self._schedule, self._parts = schedule, tuple(parts(optimizer).values())
+        self._first = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in rated(self._parts)]
+        self._defaults = {name: _plain(value) for name, value in getattr(optimizer, "defaults", {}).items()}
         self._made: tuple[_Rehearsed, Any] | None = None
         self._turn = 0
 
@@ -92,7 +93,7 @@ class ScheduledRates:
             raise
         except Exception as error:
             raise user_error("the schedule", error) from error
-        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+        for group, values in zip(rated(self._parts), groups, strict=True):
             for name, value in values.items():
                 if isinstance(group.get(name), Tensor):
                     group[name].fill_(value)

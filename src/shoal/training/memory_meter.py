@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.whole_optimizer import states
 from shoal.numerics.isolation import YieldingHooks
 from shoal.parallel.shard.param_groups import param_groups
 from shoal.plans.accounting.memory import Footprint
@@ -216,12 +217,12 @@ class MemoryMeter:
     def stop(self) -> Footprint:
         """Ends the measurement, after the update."""
         self.abandon()
-        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        held = states(self._optimizer) if self._optimizer is not None else ()
         return Footprint(
             parameters=self._own(storage_bytes(self._parameters())),
             gathered=self._gathered.peak,
             gradients=self._gradients,
-            optimizer=storage_bytes(v for state in states for v in state.values()),
+            optimizer=storage_bytes(v for state in held if isinstance(state, dict) for v in state.values()),
             activations=self._saved.peak,
         )
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.whole_optimizer import groups, parts, rated
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
@@ -32,7 +35,7 @@ from shoal.plans.grains import random_key
 from shoal.training.direct_step import DirectStep
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import captured, fused, maskable, masked
-from shoal.training.job_optimizer import step_error
+from shoal.training.job_optimizer import refuse_divided, step_error
 from shoal.training.lr_schedule import Schedule
 
 # Ordinary steps in a row after which the next one was not as learnt: where a rank updates its part alone, none ever is.
@@ -76,8 +79,12 @@ class Stepper:
     ) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
         self._narrow = captured and job.schedule is not None
-        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+        self._parts = tuple(parts(optimizer).values())
+        rates = rated(self._parts)
+        self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
+        self._rates = [float(group["lr"]) for group in rates]
+        # A wrapper's own groups may have none.
+        if job.schedule is not None and len(rates) < len(groups(optimizer)) and (len(self._parts) == 1 or not rates):
             raise JobError(
                 given=f"a schedule for {type(optimizer).__name__}, which has no lr",
                 conflict="a schedule multiplies the learning rates of the optimizer's groups",
@@ -109,11 +116,19 @@ class Stepper:
 
     def rate(self, progress: Progress) -> float:
         """The first group's learning rate. Raises: UserCodeError."""
-        return self._rates[0] * self.multiplier(progress)
+        return (self._rates[0] if self._rates else 1.0) * self.multiplier(progress)
 
     def set_rates(self, progress: Progress) -> float:
-        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
-        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress)
+        """Sets the groups' learning rates; that of the first. Raises: UserCodeError; JobError for new groups."""
+        groups = self._optimizer.param_groups if self._is_plain else rated(self._parts)
+        if len(groups) != len(self._rates):
+            raise JobError(
+                given=f"{type(self._optimizer).__name__} with {len(groups)} parameter groups, of {len(self._rates)} at "
+                "the start",
+                conflict="a job's schedule and checkpoints are of the groups that its optimizer function makes",
+                remedy="make all groups there; a shoal.Session may add groups in its loop",
+            )
+        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress, groups)
         if not self._narrow:
             return rate
         for group in self._optimizer.param_groups:
@@ -121,16 +136,14 @@ class Stepper:
                 group["lr"] = as_float32(group["lr"])
         return as_float32(rate)
 
-    def _set(self, progress: Progress) -> float:
+    def _set(self, progress: Progress, groups: list[dict[str, Any]]) -> float:
         multiplier = self.multiplier(progress)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if "lr" not in group:
-                continue
+        for group, rate in zip(groups, self._rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
             else:
                 group["lr"] = rate * multiplier
-        return self._rates[0] * multiplier
+        return self._rates[0] * multiplier if self._rates else multiplier
 
     def seed(self, step: int) -> None:
         """Seeds the generators for optimizers that may add noise: the same on all ranks."""
@@ -219,12 +232,14 @@ class Updater:
     ) -> None:
         """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
         self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
-        for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
-            del optimizer.state[parameter]
-        parts = strategy.divide(optimizer)
-        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in parts]
+        for part in parts(optimizer).values():
+            for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
+                del part.state[parameter]  # made with the optimizer
+        divided = strategy.divide(optimizer)
+        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
-        self._parameters += [(part, True) for part in parts.values() if part is not None]
+        self._parameters += [(part, True) for part in divided.values() if part is not None]
+        refuse_divided(optimizer, sharded_model, strategy.updates)
         # Without a function called for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
@@ -317,10 +332,9 @@ class Updater:
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
-        state = self.optimizer.state
-        made = [(name, state[p]) for name, p in self._sharded_model.parameters() if p in state]
-        held = {f"{name}/{key}": v for name, values in made for key, v in values.items() if isinstance(v, Tensor)}
-        self._sharded_model.state({path: local(tensor) for path, tensor in held.items()})
+        refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
+        tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
+        self._sharded_model.state(tensors)
 
 
 def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:

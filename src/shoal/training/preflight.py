@@ -7,7 +7,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.data.loader import Loader
 from shoal.data.opened import training_data
 from shoal.data.quarantine import Quarantine
 from shoal.data.source import MapSource
+from shoal.data.stream import StreamLoader
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
-from shoal.errors import JobError, LaunchError
+from shoal.errors import DataError, JobError, LaunchError
 from shoal.job import Job
 from shoal.launch.host_process import MOST_APART_SECONDS
 from shoal.numerics.flat import raw_bytes, strided_parts
@@ -36,6 +38,11 @@ from shoal.runs.version import __version__
 from shoal.training.default_grains import grains_of, outline
 
 _MOST_LINES = 64
+_SAME_EVERYWHERE = "start every rank with the same files, versions and arguments, on hosts whose clocks agree"
+_WHOLE_DATA = (
+    "give every rank the whole data, which shoal divides: leave out RANK, WORLD_SIZE and get_rank(); start every rank "
+    "with the same files"
+)
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -143,7 +150,9 @@ def _clocks_apart(mesh: Mesh) -> dict[int, float]:
     return {rank: seconds for rank, seconds in apart.items() if abs(seconds) > MOST_APART_SECONDS}
 
 
-def refuse_differences(mesh: Mesh, mine: dict[str, Any], clocks: Mapping[int, float] | None = None) -> None:
+def refuse_differences(
+    mesh: Mesh, mine: dict[str, Any], clocks: Mapping[int, float] | None = None, remedy: str = _SAME_EVERYWHERE
+) -> None:
     """Compares values under the same names on all ranks. Raises: LaunchError, on every rank, with every difference.
 
     `clocks`: the seconds by which ranks' clocks are ahead of rank 0's, of those that differ, the same on all ranks.
@@ -168,7 +177,7 @@ def refuse_differences(mesh: Mesh, mine: dict[str, Any], clocks: Mapping[int, fl
     raise LaunchError(
         given="\n".join(lines[:_MOST_LINES]),
         conflict=f"rank 0 on {told[0]['host']} has {'; '.join(first)}",
-        remedy="start every rank with the same files, versions and arguments, on hosts whose clocks agree",
+        remedy=remedy,
     )
 
 
@@ -197,10 +206,36 @@ def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
     """
     if mesh.world_size == 1 or not isinstance(source, MapSource):
         return
-    refuse_differences(mesh, {"len(train_data)": len(source)})
+    refuse_differences(mesh, {"len(train_data)": len(source)}, remedy=_WHOLE_DATA)
     digest = None if workers else _some(source)
     if None not in mesh.gather_json(digest):
-        refuse_differences(mesh, {"some samples of train_data, their SHA-256": digest})
+        refuse_differences(mesh, {"some samples of train_data, their SHA-256": digest}, remedy=_WHOLE_DATA)
+
+
+def compare_streams(mesh: Mesh, loader: Loader) -> None:
+    """Compares the samples that all ranks have read of a stream for their next step, which they then train on.
+
+    Where a rank could not read them, that is told instead. Collective: all ranks, one JSON gather of a digest where the
+    data are a stream. Raises: DataError, on every rank.
+    """
+    if mesh.world_size > 1 and isinstance(loader, StreamLoader):
+        refuse_other_samples("train_data", mesh.gather_json(digest_of_samples(loader.samples)))
+
+
+def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
+    """Raises: DataError where the ranks' digests of the same samples of a stream differ; None is of one with none."""
+    others = [str(rank) for rank, digest in enumerate(told) if digest != told[0]]
+    if None in told or not others:
+        return
+    error = DataError(
+        given=f"{name}: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",
+        conflict="every rank reads the whole stream and computes its own grains; this one divides itself by rank or "
+        "worker, or draws from a generator of its own",
+        remedy="give the whole stream, the same on every rank: shoal divides it (leave out RANK, WORLD_SIZE, "
+        "get_rank() and split_by_node); draw from torch's, numpy's or Python's global generator, which shoal seeds",
+    )
+    error.everywhere = True
+    raise error
 
 
 def _some(source: MapSource) -> str | None:
@@ -213,16 +248,21 @@ def _some(source: MapSource) -> str | None:
     return digests.pop() if len(digests) == 1 else None
 
 
-def digest_of_samples(batch: Any) -> str:
-    """SHA-256 of the tensors, numbers and texts of a batch."""
+def digest_of_samples(batch: Any) -> str | None:
+    """SHA-256 of the tensors, arrays, numbers and texts of a batch or of samples; None of None."""
+    if batch is None:
+        return None
     digest = hashlib.sha256()
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             for part in strided_parts(leaf.detach()):
                 digest.update(f"{part.dtype} {list(part.shape)}".encode())
                 digest.update(raw_bytes(part.cpu()).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            digest.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
         else:
-            digest.update(repr(leaf).encode() if isinstance(leaf, int | float | str) else type(leaf).__name__.encode())
+            plain = isinstance(leaf, int | float | str | bytes | np.generic)
+            digest.update(repr(leaf).encode() if plain else type(leaf).__name__.encode())
     return digest.hexdigest()
 
 

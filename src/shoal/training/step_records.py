@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.checkpoint.keeper import Keeper
 from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.data.loader import Loader
 from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
@@ -197,8 +198,9 @@ class StepRecords:
     def _measured(self) -> tuple[dict[str, float], int]:
         """Metrics of the model and of averaged weights, if any; and samples. Collective: all ranks."""
         parts = self._parts
-        metrics, count = parts.evaluator.evaluate(parts.model)
-        parts.strategy.rest()
+        with evaluated_weights(parts.updater.optimizer):
+            metrics, count = parts.evaluator.evaluate(parts.model)
+            parts.strategy.rest()
         average = parts.callbacks.average
         if average is not None and count:
             with average.in_place():

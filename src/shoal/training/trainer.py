@@ -16,6 +16,7 @@ from shoal.training.computation import MicrobatchPolicy
 from shoal.training.incidents import NOTICED, RankIncidents
 from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update, may_draw
+from shoal.training.preflight import compare_streams
 from shoal.training.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.step_records import Outcome, StepRecords, Surroundings, TrainingParts
 from shoal.training.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
@@ -96,6 +97,7 @@ class Trainer:
             self._clock.begin(self.state.step + 1)
             if fetched is None:
                 fetched = self._runner.fetch(self.state.step)
+                compare_streams(self._mesh, parts.loader)
                 self._clock.mark("other")
             agreement = self._agree(fetched, agreement)
             saves = agreement.checkpoint or agreement.stop or self._ended_by is not None

@@ -319,7 +319,6 @@ class _Judges:
         """Evaluation on one process with the parallel run's final values."""
         if not self._traced.eval_samples or not self._job.evaluation_sets:
             return
-        self._plain.set_state(last)
         functions = {"loss": self._job.loss, **self._job.metrics}
         most = self._traced.most_eval_samples
         evaluator = EvaluationSets(
@@ -330,10 +329,11 @@ class _Judges:
         )
         threads = torch.get_num_threads()
         try:
-            torch.set_num_threads(1)
-            expected, count = evaluator.evaluate(self._plain.model)
-            torch.set_num_threads(cores())
-            again, _ = evaluator.evaluate(self._plain.model)
+            with self._plain.evaluated(last):
+                torch.set_num_threads(1)
+                expected, count = evaluator.evaluate(self._plain.model)
+                torch.set_num_threads(cores())
+                again, _ = evaluator.evaluate(self._plain.model)
         finally:
             torch.set_num_threads(threads)
         step = self._traced.num_steps - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
+from shoal.checkpoint.whole_optimizer import evaluated_weights, parts, rated, with_modes
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -84,7 +85,7 @@ class Reference:
         self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
-        self._rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in rated(parts(self._optimizer).values())]
         schedule = job.schedule
         self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
         self.model.train()
@@ -149,7 +150,6 @@ class Reference:
         size = sum(p.numel() for p in self._parameters) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             part = self._compute(computer, microbatch, rank, trace)
-            left = self._left
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
@@ -163,10 +163,10 @@ class Reference:
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
                 for name, buffer in self._changing():
-                    own = self._left[name]
-                    if name in changed or not identical(own, start[name]):
+                    left = self._left[name]
+                    if name in changed or not identical(left, start[name]):
                         changed.add(name)
-                    buffers[name] += wide(own) * microbatch.num_samples
+                    buffers[name] += wide(left) * microbatch.num_samples
                     self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
@@ -284,10 +284,10 @@ class Reference:
             self._scheduled.set(progress)
             return
         multiplier = float(self._job.schedule(progress)) if self._job.schedule is not None else 1.0
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group.get("lr"), Tensor):
+        for group, rate in zip(rated(parts(self._optimizer).values()), self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
-            elif "lr" in group:
+            else:
                 group["lr"] = rate * multiplier
 
     def _capture(self, trace: StepTrace) -> None:
@@ -316,6 +316,17 @@ class Reference:
         kind = self._precision.parameters
         held = {**state.phase("buffers"), **state.parameters}
         load_model(self.model, {k: converted(v, kind) for k, v in held.items()})
+
+    @contextlib.contextmanager
+    def evaluated(self, state: StepTrace) -> Iterator[None]:
+        """A context in which the model has what is evaluated after a step that has left this state."""
+        if not with_modes(self._optimizer):
+            self.set_state(state)
+            yield
+            return
+        self._load(state)
+        with evaluated_weights(self._optimizer):
+            yield
 
     def close(self) -> None:
         """Takes the hooks off."""

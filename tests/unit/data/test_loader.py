@@ -167,3 +167,36 @@ def test_rows_that_a_job_writes_to_are_new_in_the_next_step_read(num_ranks: int,
     write(data)
     for found in microbatches(own, 1):
         assert torch.equal(found.batch[:, 0], -torch.from_numpy(np.concatenate(found.ids)).float())
+
+
+class OfEpochs(torch.utils.data.Dataset[Any]):
+    """Samples that have the epoch in them."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 6
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch > 2:
+            raise IndexError(epoch)
+        self.epoch = epoch
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([i, self.epoch])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: torch.utils.data.Subset(d, range(6))])
+def test_a_dataset_is_told_the_epoch_of_each_sample(workers: int, wrap: Any) -> None:
+    """In each worker, also of samples that are read ahead, a second time, or first after a resume in mid-epoch."""
+    one = loader(wrap(OfEpochs()), order(6, 4, 2, Epochs(3)), workers=workers)
+    for step in (3, 4, 5, 1, 2):
+        one.seek(step, 2)
+        ahead = one.step(step)
+        first = next(ahead.microbatches)
+        following = next(one.step(step + 1).microbatches)  # one after the last step has the last epoch
+        assert first.batch[:, 1].tolist() == [step // 2] * len(first.batch)
+        assert set(following.batch[:, 1].tolist()) == {min(2, (step + 1) // 2)}
+        assert {e for part in first.split() for e in part.batch[:, 1].tolist()} == {step // 2}
+    one.close()

@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.distributed.mesh import alone
 from shoal.errors import JobError, UserCodeError
-from shoal.training.job_optimizer import Parameters, build_optimizer, step_error
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.job_optimizer import (
+    Parameters,
+    build_optimizer,
+    refuse_divided,
+    refuse_served,
+    step_error,
+    without_optimizer,
+)
 
 
 def model() -> nn.Module:
@@ -108,3 +117,46 @@ def test_a_rank_of_frozen_stages_has_an_optimizer_of_nothing() -> None:
     assert [group["params"] for group in grouped.param_groups] == [[]]
     with pytest.raises(JobError, match="nothing to train"):
         Parameters(made)
+
+
+class Within(torch.optim.Optimizer):
+    """An optimizer that holds another, and a tensor of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner, self.slow = torch.optim.SGD(parameters, lr=0.5), torch.zeros(2)
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Free(torch.optim.SGD):
+    """An optimizer with evaluation weights."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    parameters, mesh = Parameters(made := model()), alone(torch.device("cpu"))
+    divided = ShardedModel(mesh, made, divides_state=True)
+    with pytest.raises(JobError, match="optimizer Within, which keeps a tensor in slow"):
+        refuse_divided(build_optimizer(Within, parameters), divided, lambda p: True)
+    free = build_optimizer(lambda p: Free(p, lr=0.1), parameters)
+    refuse_divided(free, divided, lambda p: True)
+    with pytest.raises(JobError, match=r"optimizer Free, which has train\(\) and eval\(\)"):
+        refuse_divided(free, divided, lambda p: p.ndim > 1)
+    for optimizer in (build_optimizer(Within, parameters), free):
+        refuse_divided(optimizer, ShardedModel(mesh, made), lambda p: False)
+        with pytest.raises(JobError, match="with parameter servers"):
+            refuse_served(optimizer)
+    refuse_served(build_optimizer(lambda p: torch.optim.SGD(p, lr=0.1), parameters))
+
+
+def test_parameters_of_no_group_are_named() -> None:
+    parameters = Parameters(model())
+    some = build_optimizer(lambda p: torch.optim.SGD([q for q in p if q.ndim > 1], lr=0.1), parameters)
+    (said,) = without_optimizer([some], parameters.named)
+    assert said.startswith("no optimizer updates 0.bias, 2.bias, which require a gradient")
+    assert without_optimizer([build_optimizer(Within, parameters)], parameters.named) == []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.distributed.mesh import alone
-from shoal.errors import LossError, UserCodeError
+from shoal.errors import JobError, LossError, UserCodeError
 from shoal.job import Job, Progress, warmup_cosine
 from shoal.numerics.grain_randomness import all_generators
 from shoal.numerics.precision import LossScale
@@ -19,7 +19,8 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import fused
 from shoal.training.job_optimizer import Parameters, build_optimizer
-from shoal.training.optimizer_step import Update, Updater
+from shoal.training.lr_schedule import Schedule
+from shoal.training.optimizer_step import Stepper, Update, Updater
 
 START = Progress(0, 10, 0)
 
@@ -342,3 +343,37 @@ def test_nothing_is_multiplied_by_one() -> None:
     assert [p.grad._version for p in parameters if p.grad is not None] == versions
     step(updater(parameters), weight=2.0)
     assert [p.grad._version for p in parameters if p.grad is not None] != versions
+
+
+class Two(torch.optim.Optimizer):
+    """Two optimizers in one, whose own group has no rate."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parts = [torch.optim.SGD(parameters[:1], lr=0.2), torch.optim.Adam(parameters[1:], lr=0.02)]
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def test_a_schedule_reaches_the_optimizers_within() -> None:
+    def halves(progress: Progress) -> float:
+        return 0.5
+
+    steplr = Schedule(torch.optim.lr_scheduler.ConstantLR, factor=0.5)
+    for schedule in (halves, steplr):
+        optimizer = build_optimizer(Two, Parameters(nn.Linear(2, 2)))
+        stepper = Stepper(optimizer, job(schedule=schedule))
+        assert stepper.set_rates(Progress(1, 10, 1)) == 0.1
+        assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.1, 0.01]  # type: ignore[attr-defined]
+
+
+def test_a_group_that_is_added_in_a_job_is_refused() -> None:
+    parameters = Parameters(nn.Linear(2, 2))
+    optimizer = build_optimizer(lambda p: torch.optim.SGD(p[:1], lr=0.2), parameters)
+    stepper = Stepper(optimizer, job())
+    stepper.set_rates(Progress(0, 10, 0))
+    optimizer.add_param_group({"params": parameters[1:]})
+    with pytest.raises(JobError, match="SGD with 2 parameter groups, of 1 at the start"):
+        stepper.set_rates(Progress(1, 10, 1))

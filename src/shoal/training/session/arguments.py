@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
 from shoal.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
-from shoal.training.job_optimizer import refuse_optimizer
+from shoal.training.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 
@@ -221,7 +222,10 @@ class Prepared:
             )
         models = [thing for thing in taken if isinstance(thing, nn.Module)]
         self.models += models
-        self.optimizers += [thing for thing in taken if isinstance(thing, Optimizer)]
+        for optimizer in [thing for thing in taken if isinstance(thing, Optimizer)]:
+            to_train(optimizer)
+            begin(optimizer)
+            self.optimizers.append(optimizer)
         self.schedulers += [thing for thing in taken if isinstance(thing, LRScheduler)]
         return taken, models
 
@@ -264,7 +268,7 @@ class Prepared:
         homes: dict[int, Optimizer] = {}
         for optimizer in self.optimizers:
             kind = type(optimizer).__name__
-            own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            own: list[Tensor] = [p for group in groups(optimizer) for p in group["params"]]
             strangers = [p for p in own if id(p) not in known]
             if strangers:
                 raise _refused(
@@ -283,6 +287,12 @@ class Prepared:
                     "give what is shared an optimizer of its own, and update both in one pass: "
                     "step.batches(shared_optimizer, optimizer)",
                 )
+
+    def without_optimizer(self) -> list[str]:
+        """Sentences on parameters that no optimizer has, of models that some optimizer has others of."""
+        known = {id(p) for optimizer in self.optimizers for group in groups(optimizer) for p in group["params"]}
+        trained = [model for model in self.models if any(id(p) in known for p in model.parameters())]
+        return [text for model in trained for text in without_optimizer(self.optimizers, model.named_parameters())]
 
     def index(self, optimizer: Any) -> int:
         """Which of the optimizers it is. Raises: JobError."""

@@ -20,6 +20,7 @@ from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCo
 from shoal.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
+from shoal.training.preflight import compare_streams
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
@@ -145,6 +146,8 @@ class Loop:
             data = self._loader.step(self.state.step)
         except Exception as caught:
             error = as_shoal_error(caught)
+        if not self._known and not self._turns:  # before this loop's first update
+            compare_streams(self._mesh, self._loader)
         meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
         if any(word.error for word in meeting.words):
             self._raise_together(error)

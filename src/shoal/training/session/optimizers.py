@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.checkpoint.whole_optimizer import groups as groups_of
+from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import seed_everything
@@ -122,7 +124,7 @@ def multiplied(optimizer: Optimizer, multiplier: float) -> Iterator[None]:
     if multiplier == 1.0:
         yield
         return
-    groups = [group for group in optimizer.param_groups if "lr" in group]
+    groups = rated(parts(optimizer).values())
     before = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     for group, rate in zip(groups, before, strict=True):
         _set(group, rate * multiplier)
@@ -144,8 +146,8 @@ class Groups:
     """Copy of the optimizers' groups, to be put back."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self._held = [[(group, _copied(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._optimizers = [part for optimizer in optimizers for part in parts(optimizer).values()]
+        self._held = [[(group, _copied(group)) for group in part.param_groups] for part in self._optimizers]
 
     def put_back(self) -> None:
         """Makes them what they were; of groups added since there is nothing."""
@@ -183,7 +185,7 @@ def group_values(optimizers: Sequence[Optimizer]) -> list[dict[str, str]]:
     """Values of the groups besides their parameters, as text that is the same on all ranks."""
     found = []
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
+        for group in groups_of(optimizer):
             rest = {key: _told(value) for key, value in group.items() if key != "params"}
             trained = sum(p.numel() for p in group["params"] if p.requires_grad)
             found.append({**rest, "trainable elements": str(trained)})

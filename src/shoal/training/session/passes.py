@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.state import model_tensors
+from shoal.checkpoint.whole_optimizer import groups
 from shoal.data.loader import Microbatch
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
@@ -149,7 +150,8 @@ class UpdateWays:
 
 
 def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    return tuple(id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
+    trained = [id(p) for o in optimizers for group in groups(o) for p in group["params"] if p.requires_grad]
+    return tuple(dict.fromkeys(trained))
 
 
 class BatchPasses:

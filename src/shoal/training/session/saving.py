@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,34 @@ def resumed(training: Training) -> Resumed:
     return Resumed()
 
 
+class Trainable:
+    """Parameters that a loop trains: those that require a gradient, as of the last `mark`."""
+
+    def __init__(self, model: ShardedModel, *, warns: bool) -> None:
+        self._model, self._warns = model, warns
+        self.mark()
+
+    def mark(self) -> None:
+        """Notes them."""
+        self._noted = [name for name, p in self._model.parameters() if p.requires_grad]
+
+    def state(self) -> list[str]:
+        """Their names."""
+        return self._noted
+
+    def restore(self, saved: Sequence[str]) -> None:
+        """Sets `requires_grad` of all parameters, and warns of those that the script has otherwise."""
+        wanted = set(saved)
+        changed = [(name, p) for name, p in self._model.parameters() if p.requires_grad != (name in wanted)]
+        for name, parameter in changed:
+            parameter.requires_grad_(name in wanted)
+        if changed and self._warns:
+            names = ", ".join(name for name, _ in changed[:4]) + (", ..." if len(changed) > 4 else "")
+            text = f"requires_grad of {names} is as in the checkpoint; to change it, set it in the loop"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        self.mark()
+
+
 class Saving:
     """Checkpoints of the state after a finished step, whatever its successor has changed of groups already."""
 
@@ -61,7 +90,8 @@ class Saving:
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
-        trained = Trained(sharded_model, every, loader, strategy, self._schedulers)
+        self._trainable = Trainable(sharded_model, warns=self._rank == 0)
+        trained = Trained(sharded_model, every, loader, strategy, self._schedulers, self._trainable)
         self.keeps = store is not None
         try:
             if store is not None:
@@ -105,6 +135,7 @@ class Saving:
         """Notes groups and schedulers, before a step's own changes of them."""
         if self.keeps:
             self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
+            self._trainable.mark()
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due, as in Keeper."""
@@ -124,7 +155,9 @@ class Saving:
         """The last checkpoint; of groups and schedulers as they are, or as they were marked. Collective: all ranks."""
         if not self.keeps or state.step == 0:
             return
-        if not live:
+        if live:
+            self._trainable.mark()
+        else:
             self._put_back()
         with contextlib.suppress(StorageError):  # the writer has warned; what comes after the loop is the user's
             self._keeper.save(state, wait=True)

@@ -13,8 +13,9 @@ from typing import Any, TypeVar, Unpack, overload
 import torch
 from torch import nn
 
+from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.data.loader import Loader
-from shoal.data.opened import in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
+from shoal.data.opened import begun, in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
 from shoal.data.order import Order
 from shoal.data.source import Opened
 from shoal.distributed.agreement import decided_by_rank_0, together
@@ -35,7 +36,7 @@ from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judg
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
 from shoal.training.lazy_modules import lazy_names
-from shoal.training.preflight import refuse_differences
+from shoal.training.preflight import compare_data, refuse_differences
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
@@ -234,8 +235,11 @@ class Session:
                 remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
             )
         self._prepared.check()
+        if self.mesh.rank == 0:
+            warn_of(self._prepared.without_optimizer())
         asked = self.training.collate, self.training.global_batch, self.training.shuffle
-        data = together(self.mesh, lambda: open_data("dataset", dataset, *asked))
+        data = together(self.mesh, lambda: begun(open_data("dataset", dataset, *asked)))
+        compare_data(self.mesh, data.source, max(data.workers or 0, self.plan.data.workers))
         before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
         if self._judged is None:
             self._job = replace(self._job, grains=before.grains)
@@ -277,7 +281,10 @@ class Session:
         if self.mesh.rank == 0:
             warn_of(data.notes)
         evaluator = Evaluator(self._job, self.mesh, self._precision, data, metrics)
-        return evaluator.evaluate(models[0] if model is None else model)
+        with contextlib.ExitStack() as weights:
+            for optimizer in self._prepared.optimizers:
+                weights.enter_context(evaluated_weights(optimizer))
+            return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
         """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""

@@ -1,0 +1,390 @@
+"""Optimizer as a whole: itself, the optimizers that it holds, their groups, and attributes that its steps change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.distributed.failures import user_error
+from shoal.distributed.process_setup import is_torchs
+from shoal.errors import UserCodeError
+
+# A leaf of a document that stands for a tensor, from its path; and the tensor of such a leaf.
+Leaf = Callable[[str, Tensor], dict[str, Any]]
+Read = Callable[[dict[str, Any], torch.device | None], Tensor]
+
+# A checkpoint's group of the parameters as they are evaluated, where an optimizer trains with others.
+EVALUATED = "evaluated"
+# The beginning of the paths of tensors that belong to no parameter.
+ATTRIBUTES = "attributes"
+_BASELINE = "_shoal_baseline"
+# Attributes of torch's base class; a scheduler marks the optimizer with the last.
+_TORCHS = (
+    "state",
+    "param_groups",
+    "defaults",
+    "_zero_grad_profile_name",
+    "_warned_capturable_if_run_uncaptured",
+    "_opt_called",
+    _BASELINE,
+)
+_SAME, _NAMED, _ITEMS, _PAIRS, _OBJECT = "$same", "$parameter", "$items", "$pairs", "$object"
+_GENERATOR, _DRAWS, _ARRAY = "$generator", "$draws", "$array"
+_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque, "set": set}
+_CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
+
+
+def parts(optimizer: Any) -> dict[str, Any]:
+    """The optimizer under "", and each optimizer that it holds under its place, as "parts[0]"; each once."""
+    found: dict[str, Any] = {"": optimizer}
+    if not is_torchs(optimizer):
+        _find(optimizer, "", found, {id(optimizer)})
+    return found
+
+
+def _find(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
+    for place, child in _children(value, path):
+        if id(child) in seen or isinstance(child, Tensor | str | int | float | None):
+            continue
+        seen.add(id(child))
+        if isinstance(child, Optimizer):
+            found[place] = child
+        _find(child, place, found, seen)
+
+
+def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", child) for key, child in value.items() if not isinstance(key, Tensor))
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"{path}[{number}]", child) for number, child in enumerate(value))
+    elif isinstance(value, Optimizer) or not isinstance(value, _CODE):
+        yield from ((f"{path}.{name}".removeprefix("."), child) for name, child in _attributes(value).items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are its own."""
+    found = getattr(value, "__dict__", {})
+    if not hasattr(value, "param_groups"):
+        return dict(found)
+    return {k: v for k, v in found.items() if k not in _TORCHS and not k.startswith("_optimizer_")}
+
+
+def groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups of the optimizer and of those that it holds, each once."""
+    if is_torchs(optimizer):
+        return list(optimizer.param_groups)
+    every = [group for part in parts(optimizer).values() for group in part.param_groups]
+    return list({id(group): group for group in every}.values())
+
+
+def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
+    """The groups that have a learning rate, of optimizers as in `parts`."""
+    every = {id(group): group for part in held for group in part.param_groups}
+    return [group for group in every.values() if "lr" in group]
+
+
+def states(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """The state of each parameter, in the optimizer and in those that it holds."""
+    for part in parts(optimizer).values():
+        yield from part.state.values()
+
+
+# ----------------------------------------------------------------------------------------------------------- attributes
+def begin(optimizer: Any) -> None:
+    """Notes the attributes of an optimizer before its first step: those that differ later are part of its state.
+
+    Others are not: a rank number that an optimizer keeps is not to come from a checkpoint of another layout. The note
+    is an attribute of the optimizer, since all who ask for its state have the optimizer alone.
+    """
+    if is_torchs(optimizer):
+        return
+    aside = containers(optimizer)
+    for part in parts(optimizer).values():
+        baseline = {name: _Encoder({}, aside).plain(value) for name, value in _attributes(part).items()}
+        setattr(part, _BASELINE, baseline)
+
+
+def containers(optimizer: Any) -> set[int]:
+    """Identities of what has the states and groups of the optimizer and of those that it holds."""
+    own = ("state", "param_groups")  # not where these are properties, which may make a new object each time
+    held = [vars(part) for part in parts(optimizer).values()]
+    return {id(attributes[name]) for attributes in held for name in own if name in attributes}
+
+
+def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, aside: set[int]) -> dict[str, Any]:
+    """JSON value of each attribute of `part` that its steps have changed, or that has tensors.
+
+    `names` of the model's tensors, by identity; `aside`: as `containers`, which attributes may refer to.
+    Raises: UserCodeError for an object that only a step has made.
+    """
+    baseline: dict[str, str] = getattr(part, _BASELINE, {})
+    found: dict[str, Any] = {}
+    for name, value in _attributes(part).items() if hasattr(part, _BASELINE) else ():
+        encoder = _Encoder(names, aside)
+        plain = encoder.plain(value)
+        if not encoder.has_state or (baseline.get(name) == plain and not encoder.has_tensors):
+            continue
+        if encoder.has_objects and name not in baseline:
+            raise UserCodeError(
+                given=f"the attribute {name} of optimizer {type(part).__name__}, of type {type(value).__name__}",
+                conflict="a step has made it, and a resumed run has nothing to put its state into",
+                remedy="make it in the optimizer's __init__, or keep tensors and numbers in attributes",
+            )
+        found[name] = _Encoder(names, aside, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
+    return found
+
+
+def restore_attributes(
+    part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read, aside: set[int]
+) -> None:
+    """Sets attributes from `attributes`; those that it has not get the values of before the first step."""
+    baseline = getattr(part, _BASELINE, None)
+    if baseline is None:
+        return
+    for name, value in _attributes(part).items():
+        encoder = _Encoder({id(t): name for name, t in parameters.items()}, aside)
+        plain = encoder.plain(value)
+        if name in saved or not encoder.has_state or (encoder.has_tensors and name in baseline):
+            continue
+        if name not in baseline:
+            delattr(part, name)
+        elif plain != baseline[name]:
+            setattr(part, name, restored(json.loads(baseline[name]), value, parameters, read))
+    for name, document in saved.items():
+        setattr(part, name, restored(document, getattr(part, name, None), parameters, read))
+
+
+class _Encoder:
+    """Conversion of an attribute to a JSON value: numbers, texts, tensors and generators, in containers and objects."""
+
+    def __init__(self, names: Mapping[int, str], aside: set[int], leaf: Leaf | None = None) -> None:
+        self._names, self._leaf = names, leaf
+        self._seen = set(aside)
+        self.has_state = self.has_tensors = self.has_objects = self.has_others = False
+
+    def plain(self, value: Any) -> str:
+        """The JSON text without tensors, to compare."""
+        return json.dumps(self.encode(value, ""))
+
+    def encode(self, value: Any, path: str) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            self.has_state = True
+            return value
+        if id(value) in self._names:
+            return {_NAMED: self._names[id(value)]}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return {_ARRAY: self._tensor(torch.from_numpy(value), path)}
+        if isinstance(value, torch.Generator):
+            return {_GENERATOR: self._tensor(value.get_state(), path)}
+        if id(value) in self._seen or isinstance(value, _CODE):
+            return self._same()
+        self._seen.add(id(value))
+        if isinstance(value, np.random.Generator | random.Random):
+            self.has_state = True
+            own = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+            return {_DRAWS: self.encode(own, path)}
+        if isinstance(value, Mapping):
+            items = enumerate(value.items())
+            pairs = [[self.encode(k, path), self.encode(v, f"{path}/{number}")] for number, (k, v) in items]
+            return {_PAIRS: pairs} if {_SAME: True} not in [k for k, _ in pairs] else self._same()
+        kind = next((kind for kind, of in _KINDS.items() if isinstance(value, of)), None)  # type: ignore[arg-type]
+        if kind is not None:
+            return {_ITEMS: [self.encode(v, f"{path}/{number}") for number, v in enumerate(value)], "kind": kind}
+        own = _attributes(value)
+        if not own:
+            return self._same()
+        self.has_objects = True
+        return {_OBJECT: {name: self.encode(v, f"{path}/{name}") for name, v in own.items()}}
+
+    def _same(self) -> dict[str, Any]:
+        self.has_others = True
+        return {_SAME: True}
+
+    def _tensor(self, tensor: Tensor, path: str) -> dict[str, Any]:
+        self.has_state = self.has_tensors = True
+        return self._leaf(path, tensor.detach()) if self._leaf is not None else {}
+
+
+def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read) -> Any:
+    """The value of a document from `_Encoder`; what of `live` is not part of a state stays."""
+
+    def again(document: Any, own: Any) -> Any:
+        return restored(document, own, parameters, read)
+
+    match saved:
+        case {"$same": _}:
+            return live
+        case {"$parameter": name}:
+            return parameters[name]
+        case {"$generator": leaf}:
+            generator = live if isinstance(live, torch.Generator) else torch.Generator()
+            generator.set_state(read(leaf, torch.device("cpu")))
+            return generator
+        case {"$array": leaf}:
+            return read(leaf, torch.device("cpu")).numpy()
+        case {"$draws": document}:
+            if isinstance(live, random.Random):
+                live.setstate(again(document, None))
+            else:
+                live.bit_generator.state = again(document, None)
+            return live
+        case {"$pairs": pairs}:
+            keys = [again(k, None) for k, _ in pairs]
+            own = live if isinstance(live, Mapping) else {}
+            values = {k: again(v, own.get(k)) for k, (_, v) in zip(keys, pairs, strict=True)}
+            if isinstance(live, MutableMapping):
+                live.clear()
+                live.update(values)
+                return live
+            return values
+        case {"$items": items, "kind": kind}:
+            before = list(live) if isinstance(live, _KINDS[kind]) else []  # type: ignore[arg-type]
+            found = [again(item, before[n] if n < len(before) else None) for n, item in enumerate(items)]
+            if isinstance(live, list):
+                live[:] = found
+                return live
+            if isinstance(live, deque):
+                return deque(found, live.maxlen)
+            return type(live)(*found) if hasattr(live, "_fields") else _KINDS[kind](found)
+        case {"$object": own}:
+            for name, document in own.items():
+                setattr(live, name, again(document, getattr(live, name, None)))
+            return live
+        case dict():
+            tensor = read(saved, live.device if isinstance(live, Tensor) else None)
+            if isinstance(live, Tensor) and (live.shape, live.dtype) == (tensor.shape, tensor.dtype):
+                with torch.no_grad():
+                    live.copy_(tensor)
+                return live
+            return tensor
+    return saved
+
+
+# --------------------------------------------------------------------------------------------------- train() and eval()
+def with_modes(optimizer: Any) -> list[Any]:
+    """The outermost of the optimizer and those that it holds which have `train` and `eval`, as schedule-free ones."""
+    found: dict[str, Any] = {}
+    for where, part in parts(optimizer).items():
+        known = any(not outer or where.startswith((f"{outer}.", f"{outer}[")) for outer in found)
+        if not known and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
+            found[where] = part
+    return list(found.values())
+
+
+def to_train(optimizer: Any) -> None:
+    """Calls `train` of optimizers that have it, which must come before a step. Raises: UserCodeError."""
+    for part in with_modes(optimizer):
+        _call(part, "train")
+
+
+def _call(part: Any, mode: str) -> None:
+    try:
+        getattr(part, mode)()
+    except Exception as error:
+        raise user_error(f"{mode} of optimizer {type(part).__name__}", error) from error
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: Any) -> Iterator[list[Tensor]]:
+    """A context in which parameters have the values that the optimizer's `eval` gives; these parameters, or none.
+
+    What `eval` and `train` do is rounded: afterwards parameters, states, groups and attributes are those of before, bit
+    for bit. Memory: once more the parameters and the states. Raises: UserCodeError.
+    """
+    modes = with_modes(optimizer)
+    if not modes:
+        yield []
+        return
+    parameters = [p for group in groups(optimizer) for p in group["params"]]
+    values = [v for state in states(optimizer) if isinstance(state, Mapping) for v in state.values()]
+    with torch.no_grad():
+        kept = [(t, t.detach().clone()) for t in [*parameters, *values] if isinstance(t, Tensor)]
+    plain = [(group, dict(group)) for group in groups(optimizer)]
+    plain += [(vars(part), _plain_attributes(part)) for part in parts(optimizer).values()]
+    for part in modes:
+        _call(part, "eval")
+    try:
+        yield parameters
+    finally:
+        for part in modes:
+            _call(part, "train")
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+        for mapping, before in plain:
+            mapping.update(before)
+
+
+def _plain_attributes(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in _attributes(part).items() if isinstance(value, bool | int | float | str)}
+
+
+# ------------------------------------------------------------------------------------------------ a state_dict's extras
+def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: Iterable[Tensor]) -> dict[str, Any]:
+    """Further entries of an optimizer's own `state_dict`, as JSON: those in no attribute, group or parameter's state.
+
+    `known`: tensors that the document has already.
+    """
+    if not _own_state_dict(part):
+        return {}
+    places, found = {_place(t) for t in known}, {}
+    for key, value in _state_dict(part).items():
+        if key in ("state", "param_groups") or key in _attributes(part) or _has(value, places):
+            continue
+        encoder = _Encoder(names, set())
+        encoder.plain(value)
+        if encoder.has_state and not encoder.has_others:
+            found[str(key)] = _Encoder(names, set(), leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
+    return found
+
+
+def load_extras(part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read) -> None:
+    """Gives `extras` to the optimizer's own `load_state_dict`. Raises: UserCodeError where it raised."""
+    if saved and _own_state_dict(part):
+        values = {key: restored(document, None, parameters, read) for key, document in saved.items()}
+        try:
+            part.load_state_dict({**_state_dict(part), **values})
+        except Exception as error:
+            raise user_error(f"load_state_dict of optimizer {type(part).__name__}", error) from error
+
+
+def _own_state_dict(part: Any) -> bool:
+    kind = type(part)
+    return isinstance(part, Optimizer) and not (
+        kind.state_dict is Optimizer.state_dict or kind.load_state_dict is Optimizer.load_state_dict
+    )
+
+
+def _state_dict(part: Any) -> Mapping[Any, Any]:
+    try:
+        found = part.state_dict()
+    except Exception as error:
+        raise user_error(f"state_dict of optimizer {type(part).__name__}", error) from error
+    return found if isinstance(found, Mapping) else {}
+
+
+def _has(value: Any, places: set[Any]) -> bool:
+    """Whether a value has a tensor of these places, or is the state dict of an optimizer."""
+    if isinstance(value, Tensor):
+        return _place(value) in places
+    if isinstance(value, Mapping):
+        return {"state", "param_groups"} <= value.keys() or any(_has(v, places) for v in value.values())
+    return isinstance(value, list | tuple) and any(_has(v, places) for v in value)
+
+
+def _place(tensor: Tensor) -> Any:
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape)
