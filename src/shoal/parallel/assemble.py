@@ -22,6 +22,7 @@ from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
@@ -65,9 +66,11 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
     axes = _Axes(made, plan, mesh, precision, model)
+    axes.division.hooks = hooks = ParameterHooks(model)
     sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
     if plan.layout.tensor > 1:
         axes.tensor(values.whole)
+    refuse_hooks(hooks, axes.division.parts, plan)
     if sequences is not None:
         axes.context(sequences)
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None

@@ -25,6 +25,7 @@ from shoal.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.wrappers import unwrapped
 from shoal.plans.grains import FEW_GRAINS, default_grains
 
 _FLOAT_BYTES = 4
@@ -78,7 +79,7 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 def outline(job: Job) -> nn.Module | None:
     """The job's model without values; None where its constructor computes with them, and only building it tells."""
     try:
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), _Undrawn(), unwrapped():
             model = job.model()
     except Exception:
         return None
@@ -111,7 +112,8 @@ def _normalises_batches(module: nn.Module) -> bool:
 def deferred_outline(job: Job) -> nn.Module | None:
     """The outline of a model whose constructor computes with values, as far as that can be put off."""
     try:
-        return deferred(job.model, job.seed)[0]
+        with unwrapped():
+            return deferred(job.model, job.seed)[0]
     except Exception:
         return None
 

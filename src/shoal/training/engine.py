@@ -41,7 +41,9 @@ from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.adapters import adapted
+from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
 from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan, warn_of
@@ -262,7 +264,7 @@ def _with_copies(
         return plan, sharded_model, []
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
     lacking = need_here()
-    need = lacking or copy_need(model, optimizer, job.callbacks)
+    need = lacking or copy_need(model, optimizer, job.callbacks, sharded_model.hooks.names)
     # A plan may be of another machine's making.
     if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
         together(mesh, lambda: need.refuse() if need is not None else None)
@@ -276,7 +278,7 @@ def _with_copies(
     # Of a small model nobody asks, but whose plan says it.
     is_untold = why is None or (told[0][1] and options.may_copy)
     notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]
-    return plan.with_copies, ShardedModel(mesh, model), notes
+    return plan.with_copies, ShardedModel(mesh, model, hooks=sharded_model.hooks), notes
 
 
 def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
@@ -332,10 +334,12 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
         return held
     mesh = mapped(plan, mesh)
     model = together(mesh, lambda: build_model(job, precision))
+    hooks = ParameterHooks(model)
+    together(mesh, lambda: refuse_hooks(hooks, {}, plan))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return ShardedModel(mesh, model, divides_state=plan.divides_state), None
+    return ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks), None
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
@@ -365,7 +369,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 def make_model(job: Job) -> nn.Module:
     """Module of the job's `model`, constructed on one thread: the same bits. Raises: UserCodeError, JobError."""
     try:
-        with one_thread():
+        with one_thread(), unwrapped():
             model = adapted(job.model())
     except ShoalError:
         raise
@@ -377,6 +381,7 @@ def make_model(job: Job) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
+    refuse_wrapped(model)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +42,16 @@ class CopyNeed:
             )
 
 
-def copy_need(model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback]) -> CopyNeed | None:
-    """The first need of a job to have a copy on each rank; None where one copy will do."""
+def copy_need(
+    model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], hooked: Sequence[str] = ()
+) -> CopyNeed | None:
+    """The first need of a job to have a copy on each rank; None where one copy will do.
+
+    `hooked`: the parameters that have hooks.
+    """
+    if hooked:
+        why = "a hook sees a whole gradient, of which each rank has a part where the ranks share one copy"
+        return CopyNeed(f"a hook on the parameter {hooked[0]}", why)
     if not is_torchs(optimizer) or is_hooked(optimizer):
         hooked = "an optimizer with hooks" if is_torchs(optimizer) else f"optimizer {type(optimizer).__name__}"
         why = (

@@ -28,6 +28,7 @@ from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
 from shoal.parallel.backward import run_backward
+from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
@@ -77,6 +78,7 @@ class Reference:
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks = num_ranks
         self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
+        self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
         self._rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
@@ -194,8 +196,10 @@ class Reference:
         found.contributions = {r: _scaled(own, scale) for r, own in found.contributions.items()}
         found.parts = {key: _scaled(own, scale) for key, own in found.parts.items()}
         found.magnitudes = {name: value * abs(scale) for name, value in found.magnitudes.items()}
-        trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
         trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
+        if trace.weight:
+            mean = self._hooked(mean, trace.step)
+        trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
         if not trace.weight:
             trace.skipped = "weightless"
         elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):
@@ -210,6 +214,15 @@ class Reference:
                     if value is not None:
                         buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
         self._capture(trace)
+
+    def _hooked(self, mean: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The mean gradient as the hooks on parameters leave it."""
+        hooked = {name: p for name, p in self._parameters.named if name in self._hooks.names and name in mean}
+        for name, parameter in hooked.items():
+            parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
+        self._hooks.call(hooked, random_key(self._job.seed, "hooks", step))
+        found = {name: p.grad.to(mean[name]) for name, p in hooked.items() if p.grad is not None}
+        return {name: found.get(name, g) for name, g in mean.items() if name not in hooked or name in found}
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
         job = self._job

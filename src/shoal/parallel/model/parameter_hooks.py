@@ -1,0 +1,132 @@
+"""Hooks on parameters, which are called once a step with the mean gradient of the global batch.
+
+Autograd would call them with the gradient of each microbatch of each rank. A hook that is not linear (clipping,
+normalisation, noise) then gives other sums, and a parameter that is cut over ranks loses its hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.distributed.failures import user_error
+from shoal.errors import JobError, ShoalError
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.isolation import generators_kept
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.plans.plan import Plan
+
+# Hooks by the id that their handles know: a handle removes its hook from this very dict.
+_Calls = Mapping[int, Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """Hooks of one parameter: on its gradient, and after that is accumulated."""
+
+    on_gradient: _Calls
+    on_parameter: _Calls
+
+
+class ParameterHooks:
+    """Hooks that a model's constructor has registered on parameters, by the names of these."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """Takes the hooks off the parameters of `model`."""
+        self._by_name: dict[str, _Hooks] = {}
+        for name, parameter in model.named_parameters() if model is not None else ():
+            found = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+            if found.on_gradient or found.on_parameter:
+                self._by_name[name] = found
+                parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters with hooks."""
+        return list(self._by_name)
+
+    def give_back(self, model: nn.Module) -> None:
+        """Registers the hooks on the parameters again."""
+        for name, hooks in self._by_name.items():
+            parameter = model.get_parameter(name)
+            for call in hooks.on_gradient.values():
+                parameter.register_hook(call)
+            for call in hooks.on_parameter.values():
+                parameter.register_post_accumulate_grad_hook(call)
+
+    @torch.no_grad()
+    def call(self, parameters: Mapping[str, nn.Parameter], key: int) -> None:
+        """Calls the hooks of parameters that have a gradient, under the seed `key`; their `.grad` is what hooks leave.
+
+        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter. Collective: where
+        a parameter is cut over ranks, the gathers of its gradient and value.
+        """
+        with generators_kept():
+            seed_everything(key)
+            for name, hooks in self._by_name.items():
+                parameter = parameters.get(name)
+                if parameter is None or parameter.grad is None:
+                    continue
+                try:
+                    _called(name, hooks, parameter)
+                except ShoalError:
+                    raise
+                except Exception as error:
+                    raise user_error(f"a hook on the parameter {name}", error) from error
+
+
+def _called(name: str, hooks: _Hooks, parameter: nn.Parameter) -> None:
+    whole: Any = parameter
+    if hasattr(parameter, "full_tensor"):  # a DTensor, of which a hook sees the whole
+        whole = nn.Parameter(parameter.full_tensor())
+        whole.grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
+    before, version = whole.detach().clone() if whole is not parameter else None, whole._version
+    for call in list(hooks.on_gradient.values()):
+        replaced = call(whole.grad)
+        if replaced is not None:
+            whole.grad.copy_(replaced)
+    for call in list(hooks.on_parameter.values()):
+        if whole.grad is not None:
+            call(whole)
+    if whole._version != version or (before is not None and not torch.equal(before, whole)):
+        raise JobError(
+            given=f"a hook on the parameter {name} that changes the parameter itself",
+            conflict="the job's optimizer updates the parameters, once a step, and a checkpoint has its state alone",
+            remedy="let the hook change parameter.grad, and the optimizer of the job update the parameter",
+        )
+    if whole is not parameter:
+        _put(parameter, whole.grad)
+
+
+def _put(parameter: Any, gradient: Tensor | None) -> None:
+    """Sets the gradient of a DTensor parameter to this rank's rows of a whole one."""
+    if gradient is None:
+        parameter.grad = None
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    held = parameter.grad
+    shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+    held.to_local().copy_(gradient[offset[0] : offset[0] + shape[0]])
+
+
+def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:
+    """Raises: JobError for a parameter whose hooks a plan cannot call; `parts`: those cut over the tensor axis."""
+    for name in hooks.names:
+        if plan.serves:
+            how, why = f'server.mode = "{plan.server.mode}"', "the servers have the summed gradients and call no hook"
+        elif plan.shards_model and plan.shard.offload:
+            how, why = "shard.offload = true", "a hook sees the whole gradient, and the ranks gather none on the host"
+        elif name in parts and not parts[name].is_whole:
+            how, why = "tensor > 1", "the tensor axis cuts this parameter, and a hook sees the whole gradient"
+        else:
+            continue
+        raise JobError(
+            given=f"a hook on the parameter {name}, with {how}",
+            conflict=why,
+            remedy="divide by the data, shard or pipeline axis without these, or leave the hook out",
+        )
