@@ -183,6 +183,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
+    together(mesh, lambda: _take_hooks(sharded_model, plan))  # the optimizer's function may have registered some
     plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
@@ -250,6 +251,11 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) ->
     optimizer = build_optimizer(job.optimizer, parameters)
     refuse_on_parts(optimizer, sharded_model)
     return optimizer
+
+
+def _take_hooks(sharded_model: ShardedModel, plan: Plan) -> None:
+    sharded_model.hooks.take(sharded_model.model)
+    refuse_hooks(sharded_model.hooks, sharded_model.division.parts, plan)
 
 
 def _with_copies(
@@ -335,7 +341,6 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
     mesh = mapped(plan, mesh)
     model = together(mesh, lambda: build_model(job, precision))
     hooks = ParameterHooks(model)
-    together(mesh, lambda: refuse_hooks(hooks, {}, plan))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])

@@ -6,7 +6,8 @@ normalisation, noise) then gives other sums, and a parameter that is cut over ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.plan import Plan
 
 # Hooks by the id that their handles know: a handle removes its hook from this very dict.
-_Calls = Mapping[int, Callable[[Any], Any]]
+_Calls = dict[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,23 @@ class _Hooks:
 
 
 class ParameterHooks:
-    """Hooks that a model's constructor has registered on parameters, by the names of these."""
+    """Hooks that the job's code has registered on parameters of a model before the first step, by their names."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """Takes the hooks off the parameters of `model`."""
-        self._by_name: dict[str, _Hooks] = {}
-        for name, parameter in model.named_parameters() if model is not None else ():
+        self._by_name: dict[str, list[_Hooks]] = {}
+        if model is not None:
+            self.take(model)
+
+    def take(self, model: nn.Module) -> None:
+        """Takes the hooks that there are now off the parameters."""
+        for name, parameter in model.named_parameters():
             found = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+            if found.on_gradient:
+                parameter._backward_hooks = None
+            if found.on_parameter:  # torch goes on calling what was there before a None
+                parameter._post_accumulate_grad_hooks = OrderedDict()
             if found.on_gradient or found.on_parameter:
-                self._by_name[name] = found
-                parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+                self._by_name.setdefault(name, []).append(found)
 
     @property
     def names(self) -> list[str]:
@@ -50,13 +58,12 @@ class ParameterHooks:
         return list(self._by_name)
 
     def give_back(self, model: nn.Module) -> None:
-        """Registers the hooks on the parameters again."""
-        for name, hooks in self._by_name.items():
+        """Puts the hooks back, so that autograd calls them again."""
+        for name, taken in self._by_name.items():
             parameter = model.get_parameter(name)
-            for call in hooks.on_gradient.values():
-                parameter.register_hook(call)
-            for call in hooks.on_parameter.values():
-                parameter.register_post_accumulate_grad_hook(call)
+            for hooks in taken:
+                parameter._backward_hooks = hooks.on_gradient or parameter._backward_hooks
+                parameter._post_accumulate_grad_hooks = hooks.on_parameter or parameter._post_accumulate_grad_hooks
 
     @torch.no_grad()
     def call(self, parameters: Mapping[str, nn.Parameter], key: int) -> None:
@@ -67,29 +74,29 @@ class ParameterHooks:
         """
         with generators_kept():
             seed_everything(key)
-            for name, hooks in self._by_name.items():
+            for name, taken in self._by_name.items():
                 parameter = parameters.get(name)
                 if parameter is None or parameter.grad is None:
                     continue
                 try:
-                    _called(name, hooks, parameter)
+                    _called(name, taken, parameter)
                 except ShoalError:
                     raise
                 except Exception as error:
                     raise user_error(f"a hook on the parameter {name}", error) from error
 
 
-def _called(name: str, hooks: _Hooks, parameter: nn.Parameter) -> None:
+def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
     whole: Any = parameter
     if hasattr(parameter, "full_tensor"):  # a DTensor, of which a hook sees the whole
         whole = nn.Parameter(parameter.full_tensor())
         whole.grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
     before, version = whole.detach().clone() if whole is not parameter else None, whole._version
-    for call in list(hooks.on_gradient.values()):
+    for call in [call for hooks in taken for call in hooks.on_gradient.values()]:
         replaced = call(whole.grad)
         if replaced is not None:
             whole.grad.copy_(replaced)
-    for call in list(hooks.on_parameter.values()):
+    for call in [call for hooks in taken for call in hooks.on_parameter.values()]:
         if whole.grad is not None:
             call(whole)
     if whole._version != version or (before is not None and not torch.equal(before, whole)):

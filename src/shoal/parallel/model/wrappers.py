@@ -1,4 +1,4 @@
-"""Refusal of models that another trainer has wrapped, or that sum over ranks themselves, by type anywhere in a model."""
+"""Refusal of models that another trainer has wrapped, or that sum over ranks themselves, by type."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def unwrapped() -> Iterator[None]:
 
 
 def _refusing(name: str) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise _wrapped(f"model() that wraps a module in {name}", name)
 
-    return __init__
+    return refuse
