@@ -60,6 +60,8 @@ def copy_need(
         )
         return CopyNeed(hooked, why, ", or use a class of torch.optim without hooks")
     for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            return CopyNeed(f"the complex parameter {name}", "the ranks share real numbers")
         if is_held_elsewhere(parameter):
             why = "its memory is moved to where all ranks have it, and what else refers to it would stay behind"
             return CopyNeed(f"parameter {name}, which is a view or has one", why, ", or give it memory of its own")

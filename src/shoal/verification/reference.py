@@ -25,8 +25,9 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
+from shoal.numerics.flat import real_numel
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
-from shoal.numerics.precision import Precision, converted, wide
+from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
@@ -140,7 +141,7 @@ class Reference:
         buffers = {name: torch.zeros_like(wide(b)) for name, b in start.items()}
         changed: set[str] = set()
         samples = 0
-        size = sum(p.numel() for p in self._parameters) * 4
+        size = sum(map(real_numel, self._parameters)) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             part = self._compute(computer, microbatch, rank, trace)
             for name, parameter in self._parameters.named:
@@ -153,7 +154,7 @@ class Reference:
                 own[name] = own[name] + gradient if name in own else gradient.clone()
                 if way.fused and size * (len(found.parts) + 1) <= _MOST_PARTS_BYTES:
                     found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
-                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
+                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
                     if name in changed or not identical(buffer, start[name]):
@@ -199,7 +200,7 @@ class Reference:
         trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
         if trace.weight:
             mean = self._hooked(mean, trace.step)
-        trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
+        trace.norm = math.sqrt(math.fsum(float(numbers(g).square().sum()) for g in mean.values()))
         if not trace.weight:
             trace.skipped = "weightless"
         elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):

@@ -107,6 +107,7 @@ class UnitCalls:
 
 
 def unequal(what: str) -> JobError:
+    """The error of ranks that call units in unequal ways."""
     return JobError(
         given=f"a model or loss that calls {what} in one microbatch",
         conflict="where gradients or parameters are cut over the shard axis, the ranks gather a part of the model "
