@@ -175,6 +175,7 @@ class LossComputer:
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
     has the whole model. `compiles`: forwards with gradients are compiled. `one_copy`: ranks share the parameters.
+    `gathers`: nothing but the shard axis divides the model, so that each rank gathers whole parameters.
     """
 
     def __init__(
@@ -190,9 +191,10 @@ class LossComputer:
         exact: bool = False,
         compiles: bool = False,
         one_copy: bool = False,
+        gathers: bool = False,
     ) -> None:
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
-        self.exact, self.compiles, self.one_copy = exact, compiles, one_copy
+        self.exact, self.compiles, self.one_copy, self.gathers = exact, compiles, one_copy, gathers
         self.look_seconds = 0.0  # of all looks so far
         self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)

@@ -198,6 +198,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     compiles, one_copy = plan.execution.compile != "none", plan.shares_memory
     how = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles, "one_copy": one_copy}
+    how["gathers"] = plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     shares, kept = plan.shares_memory, callbacks or None
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)

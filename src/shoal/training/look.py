@@ -210,7 +210,9 @@ class Look:
             run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
         shared = computer.one_copy or computer.divided
-        found = [*written, *kept.written_parameters()]
+        found = {*written, *kept.written_parameters()}
+        if computer.gathers and found <= trained:
+            found = set()  # ranks that gather each other's parts keep what all of them write alike
         if self._together(bool(found and shared)):
             layout = (
                 "memory.shared = true" if computer.one_copy else "a layout that divides the model or its parameters"

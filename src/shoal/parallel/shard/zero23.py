@@ -145,7 +145,7 @@ class _KeptTensors:
                         tensor.register_hook(cast(FSDPModule, unit)._get_fsdp_state()._pre_backward)
 
 
-# Forwards after which all parameters of a unit are compared: those of the probe, and of the first steps.
+# Training forwards after which all parameters of a unit are compared, besides all forwards without gradients.
 _COMPARED_FORWARDS = 8
 
 
@@ -160,13 +160,17 @@ class _WrittenParameters:
         self._hooked, self._num_forwards = hooked, 0
         self._written: set[int] = set()  # by place in the unit
 
-    @torch.no_grad()
     def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
-        self._num_forwards += 1
+        self._num_forwards += torch.is_grad_enabled()
+        compares = self._num_forwards <= _COMPARED_FORWARDS or not torch.is_grad_enabled()
+        with torch.no_grad():
+            self._keep(unit, compares=compares)
+
+    def _keep(self, unit: nn.Module, *, compares: bool) -> None:
         held = [one for group in param_groups(unit) for one in group.fsdp_params]
         for number, one in enumerate(held):
             is_written = number in self._written or one._module_info.module in self._hooked
-            if not is_written and self._num_forwards > _COMPARED_FORWARDS:
+            if not (is_written or compares):
                 continue
             own = local(one.sharded_param)
             now = cut_of(one.sharded_param, TensorSlice.whole(one.sharded_param.shape)).take(one._unsharded_param)
