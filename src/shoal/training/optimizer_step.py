@@ -223,6 +223,13 @@ class Updater:
             del optimizer.state[parameter]
         parts = strategy.divide(optimizer)
         whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in parts]
+        complex_one = next((name for name, p in whole if p.is_complex()), None)
+        if complex_one is not None and job.clip_value is not None:
+            raise JobError(
+                given=f"clip_value={job.clip_value:g} with the complex parameter {complex_one}",
+                conflict="complex numbers have no order, by which torch could clip them",
+                remedy="use clip_norm",
+            )
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
         self._parameters += [(part, True) for part in parts.values() if part is not None]
         # Without a function called for each parameter in every step.
