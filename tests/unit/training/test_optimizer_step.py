@@ -354,7 +354,7 @@ def test_values_of_a_complex_parameter_are_not_clipped() -> None:
 
 
 def test_hooks_see_the_mean_gradient_before_it_is_clipped() -> None:
-    made, parameters = with_gradients(4.0)
+    _, parameters = with_gradients(4.0)
     seen: list[Tensor] = []
     hooks = ParameterHooks()
     stepped = updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=1e-3), hooks)
