@@ -207,8 +207,10 @@ class Reference:
             trace.skipped = "nonfinite"
         else:
             share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
-            most = job.clip_value if job.clip_value is not None else math.inf
-            self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
+            clipped = {name: gradient * share for name, gradient in mean.items()}
+            if job.clip_value is not None:
+                clipped = {name: g.clamp(-job.clip_value, job.clip_value) for name, g in clipped.items()}
+            self._apply(trace, clipped)
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
                     value = self._buffer_means.get(name)
