@@ -271,7 +271,7 @@ def _with_copies(
         return plan, sharded_model, []
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
     lacking = need_here()
-    need = lacking or copy_need(model, optimizer, job.callbacks, sharded_model.hooks.names)
+    need = lacking or copy_need(model, optimizer, job.callbacks, [*sharded_model.hooks.by_name])
     # A plan may be of another machine's making.
     if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
         together(mesh, lambda: need.refuse() if need is not None else None)

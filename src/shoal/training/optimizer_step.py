@@ -257,7 +257,7 @@ class Updater:
         self._strategy.own_gradients()
         gradients, counted = self._gradients()
         rest = scale
-        if self._hooks.names:  # they see what one process with the whole batch has: the mean
+        if self._hooks.by_name:  # they see what one process with the whole batch has: the mean
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             key = random_key(self._job.seed, "hooks", progress.step)
@@ -286,7 +286,7 @@ class Updater:
     @property
     def queues(self) -> bool:
         """Whether `queue` may come next on this rank, of the parameters that have gradients now."""
-        return self._judged and self.stepper.queues and not self._hooks.names
+        return self._judged and self.stepper.queues and not self._hooks.by_name
 
     def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
         """As `step`, on the device and without a wait for it.

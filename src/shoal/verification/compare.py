@@ -316,7 +316,8 @@ class _Comparison:
         for name, value in found.items():
             if name in self._order:
                 continue
-            yield self._state(name, value) if value.is_floating_point() else self._equal("update", name, value)
+            is_whole = not (value.is_floating_point() or value.is_complex())
+            yield self._equal("update", name, value) if is_whole else self._state(name, value)
         for name in sorted(self._base.phase("update").keys() - found.keys()):
             yield self._say("update", name, "is missing")
         yield from self._replicas("update")
@@ -343,7 +344,8 @@ class _Comparison:
             found = way.trace.tensors.get(key)
             return None if found is None else numbers(found) - old
 
-        unit = torch.finfo(value.dtype).eps / 2.0 / UNIT if value.is_floating_point() else 1.0
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        unit = 1.0 if is_whole else torch.finfo(value.dtype).eps / 2.0 / UNIT
         size = float(change.norm())
         inherited = size * self._relative.get(name, 0.0)
         return self._updated(name, change, of, (float(old.norm()) * unit + size, size), inherited)

@@ -220,7 +220,7 @@ class Reference:
 
     def _hooked(self, mean: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """The mean gradient as the hooks on parameters leave it."""
-        hooked = {name: p for name, p in self._parameters.named if name in self._hooks.names and name in mean}
+        hooked = {name: p for name, p in self._parameters.named if name in self._hooks.by_name and name in mean}
         for name, parameter in hooked.items():
             parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
         self._hooks.call(hooked, random_key(self._job.seed, "hooks", step))

@@ -34,10 +34,13 @@ class _Hooks:
 
 
 class ParameterHooks:
-    """Hooks that the job's code has registered on parameters of a model before the first step, by their names."""
+    """Hooks that the job's code has registered on parameters of a model before the first step.
+
+    `by_name`: those of each parameter that has some, in the order in which they were taken.
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._by_name: dict[str, list[_Hooks]] = {}
+        self.by_name: dict[str, list[_Hooks]] = {}
         if model is not None:
             self.take(model)
 
@@ -50,16 +53,11 @@ class ParameterHooks:
             if found.on_parameter:  # torch goes on calling what was there before a None
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             if found.on_gradient or found.on_parameter:
-                self._by_name.setdefault(name, []).append(found)
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters with hooks."""
-        return list(self._by_name)
+                self.by_name.setdefault(name, []).append(found)
 
     def give_back(self, model: nn.Module) -> None:
         """Puts the hooks back, so that autograd calls them again."""
-        for name, taken in self._by_name.items():
+        for name, taken in self.by_name.items():
             parameter = model.get_parameter(name)
             for hooks in taken:
                 parameter._backward_hooks = hooks.on_gradient or parameter._backward_hooks
@@ -74,7 +72,7 @@ class ParameterHooks:
         """
         with generators_kept():
             seed_everything(key)
-            for name, taken in self._by_name.items():
+            for name, taken in self.by_name.items():
                 parameter = parameters.get(name)
                 if parameter is None or parameter.grad is None:
                     continue
@@ -123,7 +121,7 @@ def _put(parameter: Any, gradient: Tensor | None) -> None:
 
 def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:
     """Raises: JobError for a parameter whose hooks a plan cannot call; `parts`: those cut over the tensor axis."""
-    for name in hooks.names:
+    for name in hooks.by_name:
         if plan.serves:
             how, why = f'server.mode = "{plan.server.mode}"', "the servers have the summed gradients and call no hook"
         elif plan.shards_model and plan.shard.offload:
