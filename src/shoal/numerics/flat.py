@@ -13,9 +13,11 @@ def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
     Of a complex tensor a real vector has both parts of each element: its piece has the shape of `as_real`.
     """
-    count = Tensor.numel if flat.is_complex() else real_numel
-    pieces = flat.split([count(tensor) for tensor in like])
-    shapes = [(*t.shape, 2) if t.is_complex() and not flat.is_complex() else t.shape for t in like]
+    if flat.is_complex() or not any(map(Tensor.is_complex, like)):
+        pieces = flat.split([tensor.numel() for tensor in like])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+    pieces = flat.split([real_numel(tensor) for tensor in like])
+    shapes = [(*tensor.shape, 2) if tensor.is_complex() else tensor.shape for tensor in like]
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
