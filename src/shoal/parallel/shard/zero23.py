@@ -167,7 +167,8 @@ class _WrittenParameters:
             self._keep(unit, compares=compares)
 
     def _keep(self, unit: nn.Module, *, compares: bool) -> None:
-        held = [one for group in param_groups(unit) for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+        groups = [group for group in param_groups(unit) if group.is_unsharded]  # a pipeline gathers by itself
+        held = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
         for number, one in enumerate(held):
             is_written = number in self._written or one._module_info.module in self._hooked
             if not (is_written or compares):
