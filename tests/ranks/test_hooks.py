@@ -45,7 +45,7 @@ def under(name: str, layout: str, folder: Path) -> Ended:
         ),
         *(("masked", layout) for layout in ("data", "zero 2", "zero 3")),
         *(("kept", layout) for layout in ("data", "zero 2", "zero 3")),
-        ("growing", "zero 3"),
+        ("rolled", "zero 3"),
     ],
     usual=[
         "hooked-grain by grain",
@@ -53,7 +53,7 @@ def under(name: str, layout: str, folder: Path) -> Ended:
         "hooked-pipeline",
         "masked-zero 3",
         "kept-zero 3",
-        "growing-zero 3",
+        "rolled-zero 3",
     ],
 )
 def test_has_the_weights_of_a_plain_loop(name: str, layout: str, tmp_path: Path) -> None:
