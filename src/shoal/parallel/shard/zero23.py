@@ -68,8 +68,9 @@ def shard(
     hooked = {module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks}
     for unit in found:
         unit.register_forward_hook(_no_views)
-        unit.register_forward_hook(_KeptTensors(unit, others))
-        unit.register_forward_hook(_WrittenParameters(hooked))
+        if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and computes first without values
+            unit.register_forward_hook(_KeptTensors(unit, others))
+            unit.register_forward_hook(_WrittenParameters(hooked))
         fully_shard(
             unit,
             mesh=_device_mesh(mesh),
@@ -167,8 +168,7 @@ class _WrittenParameters:
             self._keep(unit, compares=compares)
 
     def _keep(self, unit: nn.Module, *, compares: bool) -> None:
-        groups = [group for group in param_groups(unit) if group.is_unsharded]  # a pipeline gathers by itself
-        held = [one for group in groups for one in group.fsdp_params if hasattr(one, "_unsharded_param")]
+        held = [one for group in param_groups(unit) for one in group.fsdp_params]
         for number, one in enumerate(held):
             is_written = number in self._written or one._module_info.module in self._hooked
             if not (is_written or compares):
