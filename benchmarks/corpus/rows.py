@@ -24,7 +24,6 @@ _LAYERDROP = (
 # What is known of a row and a cell besides that it is verified, or refused where a layout divides the model.
 KNOWN = {
     "wav2vec2_conformer_growing": {ANY: "refused on purpose: its buffer of positions is too short for these samples"},
-    "complex_parameter": {ANY: "refused on purpose; as pairs of real numbers it is verified (complex_filter)"},
     "deberta": dict.fromkeys(
         ("fast bf16", "exact bf16"), "Transformers' own: its mask's number overflows under autocast"
     ),

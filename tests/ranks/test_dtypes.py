@@ -88,6 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "float64": {"model": in_float64, "loss": wide, "metrics": {}},
     "mixed": {"model": Mixed},
     "rotary": {"model": Rotary},
+    "complex": {"model": Complex},
 }
 
 
@@ -104,8 +105,9 @@ def verify(name: str, layout: str) -> shoal.Verdict:
         *(("float64", layout) for layout in ("data", "exact", "zero 1", "zero 3", "server")),
         *(("mixed", layout) for layout in ("data", "exact")),
         *(("rotary", layout) for layout in ("data", "exact", "narrow")),
+        *(("complex", layout) for layout in ("data", "exact", "zero 1")),
     ],
-    usual=["float64-data", "float64-exact", "mixed-data", "rotary-data", "rotary-narrow"],
+    usual=["float64-data", "float64-exact", "mixed-data", "rotary-data", "rotary-narrow", "complex-exact"],
 )
 def test_is_verified(name: str, layout: str) -> None:
     verdict = verify(name, layout)
@@ -121,7 +123,7 @@ def with_pairs() -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "sections", "said"),
     [
-        ({"model": Complex}, LAYOUTS["data"], "the complex parameter weight"),
+        ({"model": Complex}, LAYOUTS["zero 3"], "the complex parameter weight, with shard.level"),
         (MODELS["mixed"], LAYOUTS["zero 3"], "parameters in float32 and float64"),
         (MODELS["float64"], {"precision": {"compute": "bfloat16"}}, "autocast leaves float64 as it is"),
         ({"model": with_pairs}, {}, "table in complex128"),

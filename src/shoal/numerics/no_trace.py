@@ -107,7 +107,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         }
         self._caches: list[Any] = []
         self._places += _reachable(modules.values(), {**functions, **own}, self._caches)
-        self._parameters = {} if model is None else dict(model.named_parameters())
+        self._parameters = {} if model is None else {name: _own(p) for name, p in model.named_parameters()}
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
             for prefix, module in modules.items()
@@ -238,6 +238,12 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory of its own on this rank."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """This rank's memory of a parameter that is cut over ranks as a DTensor; any other parameter itself."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local().detach()
 
 
 def _mark(parameter: Tensor) -> int:

@@ -117,7 +117,7 @@ def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 def widest(kind: torch.dtype, tensors: Iterable[Tensor]) -> torch.dtype:
     """The dtype in which gradients of these are summed, where a plan says `kind`: float64 where one of them is."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else kind
+    return torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else kind
 
 
 def channels_last(value: Any) -> Any:

@@ -16,12 +16,14 @@ from shoal.distributed.collectives.fixed_tree import SharedTreeSum, TreeSum
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
+from shoal.numerics.flat import real_numel
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
@@ -64,10 +66,13 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     precision.apply(model)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
+    _refuse_complex(model, plan)
     axes = _Axes(made, plan, mesh, precision, model)
+    axes.division.hooks = hooks = ParameterHooks(model)
     sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
     if plan.layout.tensor > 1:
         axes.tensor(values.whole)
+    refuse_hooks(hooks, axes.division.parts, plan)
     if sequences is not None:
         axes.context(sequences)
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
@@ -82,6 +87,21 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
+
+
+def _refuse_complex(model: nn.Module, plan: Plan) -> None:
+    """Raises: JobError for a complex parameter where a plan cuts parameters or keeps them on servers."""
+    how = 'server.mode = "' + plan.server.mode + '"' if plan.serves else ""
+    how = f"shard.level = {plan.shard.level!r}" if plan.shards_model else how
+    how = next((f"{axis} = {n}" for axis in ("tensor", "context") if (n := getattr(plan.layout, axis)) > 1), how)
+    name = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
+    if how and name is not None:
+        raise JobError(
+            given=f"the complex parameter {name}, with {how}",
+            conflict="this layout cuts, gathers and sends real numbers",
+            remedy='use the data or pipeline axis, or shard.level = "optimizer"; or keep the parameter as '
+            "torch.nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex of it in the forward",
+        )
 
 
 def mapped(plan: Plan, mesh: Mesh) -> Mesh:
@@ -218,6 +238,7 @@ def assemble(
 ) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
     mesh = sharded_model.mesh
+    _refuse_complex(sharded_model.model, plan)
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
     if plan.collectives.compression != "none" and reduce == torch.float64:
         raise JobError(
@@ -258,4 +279,4 @@ def assemble(
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     device = parameters[0].device if parameters else None
-    return torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
+    return torch.empty(sum(map(real_numel, parameters)), dtype=dtype, device=device)

@@ -205,7 +205,8 @@ class LossComputer:
     """Loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
-    has the whole model. `compiles`: forwards with gradients are compiled.
+    has the whole model. `compiles`: forwards with gradients are compiled. `gathers`: nothing but the shard axis divides
+    the model, so that each rank gathers whole parameters.
     """
 
     def __init__(
@@ -220,9 +221,10 @@ class LossComputer:
         divided: bool = False,
         exact: bool = False,
         compiles: bool = False,
+        gathers: bool = False,
     ) -> None:
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
-        self.exact, self.compiles = exact, compiles
+        self.exact, self.compiles, self.gathers = exact, compiles, gathers
         self.look_seconds = 0.0  # of all looks so far
         self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)

@@ -25,6 +25,7 @@ from shoal.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.wrappers import unwrapped
 from shoal.plans.grains import FEW_GRAINS, default_grains
 from shoal.training.lazy_modules import lazy_names, whole
 
@@ -79,7 +80,7 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 def outline(job: Job) -> nn.Module | None:
     """The job's model without values; None where its constructor computes with them, and only building it tells."""
     try:
-        with torch.device("meta"), _Undrawn():
+        with torch.device("meta"), _Undrawn(), unwrapped():
             model = job.model()
         if lazy_names(model):  # whose shapes a forward with values gives
             with generators_kept():
@@ -115,7 +116,8 @@ def _normalises_batches(module: nn.Module) -> bool:
 def deferred_outline(job: Job) -> nn.Module | None:
     """The outline of a model whose constructor computes with values, as far as that can be put off."""
     try:
-        model = deferred(job.model, job.seed)[0]
+        with unwrapped():
+            model = deferred(job.model, job.seed)[0]
     except Exception:
         return None
     return None if lazy_names(model) else model

@@ -41,7 +41,9 @@ from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.adapters import adapted
+from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
 from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan, warn_of
@@ -203,6 +205,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model, plan))
+    together(mesh, lambda: _take_hooks(sharded_model, plan))  # the optimizer's function may have registered some
     left = without_optimizer([optimizer], parameters.named)
     plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
@@ -218,6 +221,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     compiles = plan.execution.compile != "none"
     how = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles}
+    how["gathers"] = plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     shares, kept = plan.shares_memory, callbacks or None
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)
@@ -288,6 +292,11 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, pl
     return optimizer
 
 
+def _take_hooks(sharded_model: ShardedModel, plan: Plan) -> None:
+    sharded_model.hooks.take(sharded_model.model)
+    refuse_hooks(sharded_model.hooks, sharded_model.division.parts, plan)
+
+
 def _with_copies(
     plan: CompletePlan, sharded_model: ShardedModel, made: tuple[Job, torch.optim.Optimizer], options: Options
 ) -> tuple[CompletePlan, ShardedModel, list[str]]:
@@ -300,7 +309,7 @@ def _with_copies(
         return plan, sharded_model, []
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
     lacking = need_here()
-    need = lacking or copy_need(model, optimizer, job.callbacks)
+    need = lacking or copy_need(model, optimizer, job.callbacks, [*sharded_model.hooks.by_name])
     # A plan may be of another machine's making.
     if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
         together(mesh, lambda: need.refuse() if need is not None else None)
@@ -314,7 +323,7 @@ def _with_copies(
     # Of a small model nobody asks, but whose plan says it.
     is_untold = why is None or (told[0][1] and options.may_copy)
     notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]
-    return plan.with_copies, ShardedModel(mesh, model), notes
+    return plan.with_copies, ShardedModel(mesh, model, hooks=sharded_model.hooks), notes
 
 
 def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
@@ -378,10 +387,12 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
     make = functools.partial(build_model, job, precision)
     checks = options.checks_seed and mesh.rank == 0
     model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
+    hooks = ParameterHooks(model)
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return _ModelOfRank(ShardedModel(mesh, model, divides_state=plan.divides_state), notes=tuple(notes))
+    whole_model = ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks)
+    return _ModelOfRank(whole_model, notes=tuple(notes))
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
@@ -411,7 +422,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 def make_model(job: Job) -> nn.Module:
     """Module of the job's `model`, constructed on one thread: the same bits. Raises: UserCodeError, JobError."""
     try:
-        with one_thread():
+        with one_thread(), unwrapped():
             model = adapted(job.model())
     except ShoalError:
         raise
@@ -423,6 +434,7 @@ def make_model(job: Job) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
+    refuse_wrapped(model)
     with one_thread():
         return whole(model, job)
 

@@ -30,14 +30,6 @@ class Parameters(list[nn.Parameter]):
     def __init__(self, model: nn.Module) -> None:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
         super().__init__(p for _, p in self._named)
-        narrow = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
-        if narrow is not None:
-            raise JobError(
-                given=f"the complex parameter {narrow}",
-                conflict="gradients are summed, and optimizers step, in real numbers; its imaginary part would be lost",
-                remedy="keep it as torch.nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex of it in "
-                "the forward; buffers may be complex",
-            )
         if not any(p.requires_grad for p in model.parameters()):
             raise JobError(
                 given=f"a {type(model).__name__} without trainable parameters",

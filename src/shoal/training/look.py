@@ -298,7 +298,9 @@ class Look:
             self._refuse_written(written, kept.changed_parameters(), trained)
             run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
-        found = [*written, *kept.written_parameters()]
+        found = {*written, *kept.written_parameters()}
+        if computer.gathers and found <= trained:
+            found = set()  # ranks that gather each other's parts keep what all of them write alike
         if self._together(bool(found and computer.divided)):
             raise JobError(
                 given=f"a forward that writes parameter {min(found, default='of another rank')}, with a layout that "

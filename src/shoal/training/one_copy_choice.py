@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +42,16 @@ class CopyNeed:
             )
 
 
-def copy_need(model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback]) -> CopyNeed | None:
-    """The first need of a job to have a copy on each rank; None where one copy will do."""
+def copy_need(
+    model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], hooked: Sequence[str] = ()
+) -> CopyNeed | None:
+    """The first need of a job to have a copy on each rank; None where one copy will do.
+
+    `hooked`: the parameters that have hooks.
+    """
+    if hooked:
+        why = "a hook sees a whole gradient, of which each rank has a part where the ranks share one copy"
+        return CopyNeed(f"a hook on the parameter {hooked[0]}", why)
     if not is_torchs(optimizer) or is_hooked(optimizer):
         hooked = "an optimizer with hooks" if is_torchs(optimizer) else f"optimizer {type(optimizer).__name__}"
         why = (
@@ -52,6 +60,8 @@ def copy_need(model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Ite
         )
         return CopyNeed(hooked, why, ", or use a class of torch.optim without hooks")
     for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            return CopyNeed(f"the complex parameter {name}", "the ranks share real numbers")
         if is_held_elsewhere(parameter):
             why = "its memory is moved to where all ranks have it, and what else refers to it would stay behind"
             return CopyNeed(f"parameter {name}, which is a view or has one", why, ", or give it memory of its own")

@@ -232,11 +232,19 @@ class Updater:
     ) -> None:
         """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
         self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
+        self._hooks = sharded_model.hooks
         for part in parts(optimizer).values():
             for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
                 del part.state[parameter]  # made with the optimizer
         divided = strategy.divide(optimizer)
         whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
+        complex_one = next((name for name, p in whole if p.is_complex()), None)
+        if complex_one is not None and job.clip_value is not None:
+            raise JobError(
+                given=f"clip_value={job.clip_value:g} with the complex parameter {complex_one}",
+                conflict="complex numbers have no order, by which torch could clip them",
+                remedy="use clip_norm",
+            )
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
         self._parameters += [(part, True) for part in divided.values() if part is not None]
         refuse_divided(optimizer, sharded_model, strategy.updates)
@@ -264,14 +272,21 @@ class Updater:
             self._observer.reduced(loss, weight, scale)
         self._strategy.own_gradients()
         gradients, counted = self._gradients()
+        rest = scale
+        if self._hooks.by_name:  # they see what one process with the whole batch has: the mean
+            if gradients:
+                torch._foreach_mul_(gradients, scale)
+            key = random_key(self._job.seed, "hooks", progress.step)
+            self._hooks.call(dict(self._sharded_model.parameters()), key)
+            (gradients, counted), rest, norm = self._gradients(), 1.0, None
         own = global_norm(counted) if norm is None else settled(counted, norm)
-        norm = self._strategy.norm(own) * abs(scale)
+        norm = self._strategy.norm(own) * abs(rest)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None:
             return Update(norm, rate, skipped)
-        scale *= clipping(self._job.clip_norm, norm)
-        if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
-            torch._foreach_mul_(gradients, scale)
+        rest *= clipping(self._job.clip_norm, norm)
+        if gradients and rest != 1.0:  # one, where every sample of a batch of 2^n weighs one
+            torch._foreach_mul_(gradients, rest)
         if self._job.clip_value is not None:
             clip_values(gradients, self._job.clip_value)
         if self._looks:
@@ -287,7 +302,7 @@ class Updater:
     @property
     def queues(self) -> bool:
         """Whether `queue` may come next on this rank, of the parameters that have gradients now."""
-        return self._judged and self.stepper.queues
+        return self._judged and self.stepper.queues and not self._hooks.by_name
 
     def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
         """As `step`, on the device and without a wait for it.

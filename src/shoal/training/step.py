@@ -412,7 +412,7 @@ class StepRunner:
             parts.clock.mark("backward")
             try:
                 parts.strategy.backward(microbatch, scaled, sums, last)
-            except NotFusibleError:
+            except (NotFusibleError, ShoalError):
                 raise
             except Exception as error:
                 if is_out_of_memory(error) or is_lost_peer(error):

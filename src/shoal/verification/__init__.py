@@ -17,6 +17,7 @@ from shoal.distributed.process_setup import versions
 from shoal.errors import JobError, ShoalError
 from shoal.job import Job
 from shoal.launch.environment import Environment
+from shoal.numerics.precision import numbers
 from shoal.plans.conflicts import idle
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete, warn_of
@@ -141,7 +142,7 @@ def _judge(folder: Path, ways: list[str], world_size: int) -> Verdict:
         if step == 0:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         for way in computed:
-            way.magnitudes = {n: float(t.double().norm()) for n, t in way.trace.phase("reduction").items()}
+            way.magnitudes = {n: float(numbers(t).norm()) for n, t in way.trace.phase("reduction").items()}
         references = References(computed, None, complete=True)
         order = list(parallel.parameters)
         verdict.checks += compare(parallel, before, references, order, {})

@@ -153,7 +153,7 @@ class _Comparison:
             return math.inf, 0.0
         if true is not None and bool((runs[0].isfinite() & ~true.isfinite()).any()):
             true = None  # float64 does not compute it
-        error = min(distance(value.double(), r) for r in runs)
+        error = min(distance(numbers(value), r) for r in runs)
         spread = max(distance(r, runs[0]) for r in runs)
         away = [distance(r, true) if true is not None else self._r.layers * float(r.norm()) for r in runs]
         moves = MULTIPLE * spread + PRECISION_SHARE * max(away)
@@ -259,7 +259,7 @@ class _Comparison:
             magnitude = self._r.ways[0].magnitudes.get(name, 0.0)
             error, tolerance = self._judge(f"{phase}/{name}", found[name], of, magnitude)
             if rank is None:
-                size = float(self._base.tensors[f"reduction/{name}"].double().norm())
+                size = float(numbers(self._base.tensors[f"reduction/{name}"]).norm())
                 self._relative[name] = tolerance / size if size else 0.0
                 self._norm_tolerance = math.hypot(self._norm_tolerance, tolerance)
             yield self._check(phase, name, error, tolerance, rank)
@@ -302,8 +302,8 @@ class _Comparison:
             if value is None:
                 continue
             key = f"clipping/{name}"
-            error, tolerance = self._judge(key, value, _tensor(key), float(value.double().norm()))
-            size = float(self._base.tensors[key].double().norm()) if key in self._base.tensors else 0.0
+            error, tolerance = self._judge(key, value, _tensor(key), float(numbers(value).norm()))
+            size = float(numbers(self._base.tensors[key]).norm()) if key in self._base.tensors else 0.0
             yield self._check("clipping", name, error, tolerance + size * (relative + self._relative.get(name, 0.0)))
         yield from self._replicas("clipping")
 
@@ -316,7 +316,8 @@ class _Comparison:
         for name, value in found.items():
             if name in self._order:
                 continue
-            yield self._state(name, value) if value.is_floating_point() else self._equal("update", name, value)
+            is_whole = not (value.is_floating_point() or value.is_complex())
+            yield self._equal("update", name, value) if is_whole else self._state(name, value)
         for name in sorted(self._base.phase("update").keys() - found.keys()):
             yield self._say("update", name, "is missing")
         yield from self._replicas("update")
@@ -330,20 +331,21 @@ class _Comparison:
     def _state(self, name: str, value: Tensor) -> Check:
         key = f"update/{name}"
         old = self._before.tensors.get(key)
-        size = float(value.double().norm()) + (0.0 if old is None else float(old.double().norm()))
+        size = float(numbers(value).norm()) + (0.0 if old is None else float(numbers(old).norm()))
         inherited = 2.0 * size * self._relative.get(name.rpartition("/")[0], 0.0)
         return self._updated(name, value, _tensor(key), (size, size), inherited)
 
     def _changed(self, name: str, value: Tensor) -> Check:
         key = f"update/{name}"
-        old = self._before.tensors[key].double()
-        change = value.double() - old
+        old = numbers(self._before.tensors[key])
+        change = numbers(value) - old
 
         def of(way: Computed) -> Tensor | None:
             found = way.trace.tensors.get(key)
-            return None if found is None else found.double() - old
+            return None if found is None else numbers(found) - old
 
-        unit = torch.finfo(value.dtype).eps / 2.0 / UNIT if value.is_floating_point() else 1.0
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        unit = 1.0 if is_whole else torch.finfo(value.dtype).eps / 2.0 / UNIT
         size = float(change.norm())
         inherited = size * self._relative.get(name, 0.0)
         return self._updated(name, change, of, (float(old.norm()) * unit + size, size), inherited)

@@ -29,9 +29,11 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.errors import ShoalError
 from shoal.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
+from shoal.numerics.flat import real_numel
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
-from shoal.numerics.precision import Precision, converted, wide
+from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
+from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
@@ -83,6 +85,7 @@ class Reference:
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks = num_ranks
         self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
+        self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
         self._rates = [float(group["lr"]) for group in rated(parts(self._optimizer).values())]
@@ -147,7 +150,7 @@ class Reference:
         buffers = {name: torch.zeros_like(wide(b)) for name, b in start.items()}
         changed: set[str] = set()
         samples = 0
-        size = sum(p.numel() for p in self._parameters) * 4
+        size = sum(map(real_numel, self._parameters)) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
             part = self._compute(computer, microbatch, rank, trace)
             for name, parameter in self._parameters.named:
@@ -160,7 +163,7 @@ class Reference:
                 own[name] = own[name] + gradient if name in own else gradient.clone()
                 if way.fused and size * (len(found.parts) + 1) <= _MOST_PARTS_BYTES:
                     found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
-                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
+                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(numbers(gradient).norm())
             with torch.no_grad():
                 for name, buffer in self._changing():
                     left = self._left[name]
@@ -249,16 +252,20 @@ class Reference:
         found.contributions = {r: _scaled(own, scale) for r, own in found.contributions.items()}
         found.parts = {key: _scaled(own, scale) for key, own in found.parts.items()}
         found.magnitudes = {name: value * abs(scale) for name, value in found.magnitudes.items()}
-        trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
         trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
+        if trace.weight:
+            mean = self._hooked(mean, trace.step)
+        trace.norm = math.sqrt(math.fsum(float(numbers(g).square().sum()) for g in mean.values()))
         if not trace.weight:
             trace.skipped = "weightless"
         elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):
             trace.skipped = "nonfinite"
         else:
             share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
-            most = job.clip_value if job.clip_value is not None else math.inf
-            self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
+            clipped = {name: gradient * share for name, gradient in mean.items()}
+            if job.clip_value is not None:
+                clipped = {name: g.clamp(-job.clip_value, job.clip_value) for name, g in clipped.items()}
+            self._apply(trace, clipped)
             with torch.no_grad():
                 for name, buffer in self._changing():
                     value = self._buffer_values.get(name)
@@ -266,6 +273,15 @@ class Reference:
                         whole = not (buffer.is_floating_point() or buffer.is_complex()) and value.is_floating_point()
                         buffer.copy_(value.round() if whole else value)
         self._capture(trace)
+
+    def _hooked(self, mean: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        """The mean gradient as the hooks on parameters leave it."""
+        hooked = {name: p for name, p in self._parameters.named if name in self._hooks.by_name and name in mean}
+        for name, parameter in hooked.items():
+            parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
+        self._hooks.call(hooked, random_key(self._job.seed, "hooks", step))
+        found = {name: p.grad.to(mean[name]) for name, p in hooked.items() if p.grad is not None}
+        return {name: found.get(name, g) for name, g in mean.items() if name not in hooked or name in found}
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
         job = self._job

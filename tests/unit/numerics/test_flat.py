@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.numerics.flat import is_strided, strided_parts
+from shoal.numerics.flat import as_real, in_dtype, is_strided, real_numel, strided_parts, views_of
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.trace.traces import fingerprint
@@ -56,3 +56,18 @@ def test_they_are_inputs_of_a_model_in_another_dtype(layout: str) -> None:
     precision = Precision.of(PrecisionSection(parameters="bfloat16", compute="bfloat16"), torch.device("cpu"), True)
     (moved,) = precision.inputs([LAYOUTS[layout](X)])
     assert moved.dtype == (torch.quint8 if layout == "quantized" else torch.bfloat16)
+
+
+def test_complex_tensors_are_pairs_wherever_they_lie() -> None:
+    tensors = [torch.ones(3), torch.tensor([[1.0 + 2.0j, -3.0j]]), torch.tensor(2.0 - 1.0j).conj()]
+    flat = torch.zeros(sum(map(real_numel, tensors)))
+    for view, tensor in zip(views_of(flat, tensors), tensors, strict=True):
+        view.copy_(as_real(tensor))
+    assert flat.tolist() == [1, 1, 1, 1, 2, 0, -3, 2, 1]
+    for view, tensor in zip(views_of(flat, tensors), tensors, strict=True):
+        assert torch.equal(in_dtype(view, tensor), tensor)
+
+
+def test_a_complex_vector_has_complex_pieces() -> None:
+    (piece,) = views_of(torch.zeros(2, dtype=torch.complex64), [torch.zeros(2, 1, dtype=torch.complex64)])
+    assert piece.shape == (2, 1)

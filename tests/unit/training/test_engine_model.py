@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -58,6 +58,12 @@ def test_a_model_may_choose_threads() -> None:
     torch.set_num_threads(1)
     build_model(job(lambda: (torch.set_num_threads(2), factorised())[1]), Precision.of(shoal.Plan().precision, CPU))
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, nn.DataParallel])
+def test_a_model_that_wraps_itself_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(JobError, match=wrap.__name__):  # type: ignore[attr-defined]
+        make_model(job(lambda: nn.Sequential(wrap(nn.Linear(2, 2)))))
 
 
 def with_table() -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, LossError, UserCodeError
@@ -15,6 +15,7 @@ from shoal.job import Job, Progress, warmup_cosine
 from shoal.numerics.grain_randomness import all_generators
 from shoal.numerics.precision import LossScale
 from shoal.parallel.data.replicated import DataParallel
+from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.forward_backward import Observer
 from shoal.training.fused_step import fused
@@ -40,8 +41,10 @@ def job(**options: Any) -> Job:
     return Job(model=model, loss=print, optimizer=print, train_data=[0], global_batch=1, **options)
 
 
-def updater_of(optimizer: torch.optim.Optimizer, parameters: Parameters, of: Job) -> Updater:
-    model = ShardedModel(alone(torch.device("cpu")), nn.ParameterList(parameters))
+def updater_of(
+    optimizer: torch.optim.Optimizer, parameters: Parameters, of: Job, hooks: ParameterHooks | None = None
+) -> Updater:
+    model = ShardedModel(alone(torch.device("cpu")), nn.ParameterList(parameters), hooks=hooks)
     strategy = DataParallel(model, parameters, torch.float32, lambda span: None)
     return Updater(optimizer, of, Observer(), strategy, model)
 
@@ -377,3 +380,30 @@ def test_a_group_that_is_added_in_a_job_is_refused() -> None:
     optimizer.add_param_group({"params": parameters[1:]})
     with pytest.raises(JobError, match="SGD with 2 parameter groups, of 1 at the start"):
         stepper.set_rates(Progress(1, 10, 1))
+
+
+def test_values_of_a_complex_parameter_are_not_clipped() -> None:
+    parameters = Parameters(nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
+    with pytest.raises(JobError, match="clip_value=1 with the complex parameter 0"):
+        updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_value=1.0))
+
+
+def test_hooks_see_the_mean_gradient_before_it_is_clipped() -> None:
+    _, parameters = with_gradients(4.0)
+    seen: list[Tensor] = []
+    hooks = ParameterHooks()
+    stepped = updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=1e-3), hooks)
+    parameters[0].register_hook(lambda gradient: seen.append(gradient.clone()))
+    hooks.take(nn.ParameterList(parameters))
+    step(stepped, weight=4.0)
+    _, mean = with_gradients(1.0)
+    torch.testing.assert_close(seen, [mean[0].grad])
+
+
+def test_a_hook_is_not_called_where_nothing_has_a_weight() -> None:
+    _, parameters = with_gradients(1.0)
+    seen: list[Tensor] = []
+    parameters[0].register_hook(seen.append)
+    hooks = ParameterHooks(nn.ParameterList(parameters))
+    step(updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(), hooks), weight=0.0)
+    assert seen == []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
 from shoal.numerics import device_reads
-from shoal.numerics.flat import views_of
+from shoal.numerics.flat import as_real, in_dtype, real_numel, views_of
 from shoal.parallel.base import Flags
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 
@@ -93,20 +93,20 @@ class GradientBuckets:
 
     def _fill_buckets(self) -> None:
         device = self._parameters[0].device
-        sizes = [p.numel() * self._dtype.itemsize for p in self._parameters]
+        sizes = [real_numel(p) * self._dtype.itemsize for p in self._parameters]
         groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
-            length = sum(self._parameters[i].numel() for i in group)
+            length = sum(real_numel(self._parameters[i]) for i in group)
             self._buckets.append(_Bucket(self._allocate(length + extra, device), list(group)))
             self._lay_out(self._buckets[-1])
             if self._compression is not None:
-                self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
+                self._compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
 
     def _lay_out(self, bucket: _Bucket) -> None:
         """Makes the gradients of its members views of the bucket, one after the other from its beginning."""
         own = [self._parameters[i] for i in bucket.members]
-        length = sum(p.numel() for p in own)
+        length = sum(map(real_numel, own))
         bucket.summed = bucket.flat
         if self._collective is not None and bucket.flat.is_cpu:
             bucket.summed = self._collective.sum_of(bucket.flat)
@@ -129,7 +129,7 @@ class GradientBuckets:
             return
         self._num_extras = num_extras
         bucket = self._buckets[-1]
-        length = sum(self._parameters[i].numel() for i in bucket.members)
+        length = sum(real_numel(self._parameters[i]) for i in bucket.members)
         before = bucket.flat
         bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
         bucket.flat[:length] = before[:length]
@@ -191,9 +191,10 @@ class GradientBuckets:
             self._launch_complete()
 
     def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
-        """A narrow parameter's gradient, added up in the reduce dtype rather than in its own."""
+        """A narrow or complex parameter's gradient, added up in the reduce dtype rather than in its own."""
         if parameter.grad is not None:
-            view.add_(parameter.grad) if self._fired[index] else view.copy_(parameter.grad)
+            gradient = as_real(parameter.grad)
+            view.add_(gradient) if self._fired[index] else view.copy_(gradient)
             parameter.grad = None
 
     def _launch_complete(self) -> None:
@@ -277,8 +278,7 @@ class GradientBuckets:
                     parameter.grad = torch.zeros_like(parameter) if is_used else None
             return
         for i, parameter in enumerate(self._parameters):
-            view = self._sums[i]
-            parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
+            parameter.grad = in_dtype(self._sums[i], parameter) if used[i] else None
 
     def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
         status = self._summed(flags, used, extras).float().cpu()

@@ -17,7 +17,7 @@ from shoal.distributed.collectives.base import Collective, Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
 from shoal.numerics import device_reads
-from shoal.numerics.flat import views_of
+from shoal.numerics.flat import as_real, in_dtype, views_of
 from shoal.numerics.gradient_norm import norm_tensor
 from shoal.parallel.backward import run_backward
 from shoal.parallel.base import (
@@ -209,7 +209,7 @@ class ExactDataParallel(Strategy):
                 view.zero_()
                 continue
             into.append(view)
-            gradients.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            gradients.append(as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
             if not self._known[i]:
                 self._used[i], self._known[i] = 1.0, True
         if into:
@@ -236,7 +236,7 @@ class ExactDataParallel(Strategy):
         if not flags.errors and not flags.redo:
             views = views_of(self._tree.total(holders, self._mesh.rank), self._parameters)
             for parameter, view, is_used in zip(self._parameters, views, status[2:].tolist(), strict=True):
-                parameter.grad = view.to(parameter.dtype) if is_used else None
+                parameter.grad = in_dtype(view, parameter) if is_used else None
         return StepSums(sums.numpy(), flags)
 
     def gradient_buffers(self) -> list[Tensor]:

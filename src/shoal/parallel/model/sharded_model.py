@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
 from shoal.numerics.flat import raw_bytes
+from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
@@ -63,7 +64,7 @@ class ModelDivision:
     whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
     so many samples send over a tensor axis, if there is a formula. `staged`: the stages of a pipeline, `sliced`: the
     blocks of a context axis. `cut`: what a rank would have of a parameter of that shape, if it held any. `notes` say
-    how and why, a line each.
+    how and why, a line each. `hooks`: those of the undivided model's parameters.
     """
 
     parts: dict[str, TensorSlice] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class ModelDivision:
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
     sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
+    hooks: ParameterHooks = field(default_factory=ParameterHooks)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Notes that gradients are also partial over `axis`."""
@@ -97,11 +99,16 @@ class ShardedModel:
         *,
         by_rank: Sequence[Mapping[str, Any]] = (),
         divides_state: bool = False,
+        hooks: ParameterHooks | None = None,
     ) -> None:
-        """Of a model without a division every rank holds everything; else `by_rank` has each rank's parts, as JSON."""
+        """Of a model without a division every rank holds everything; else `by_rank` has each rank's parts, as JSON.
+
+        `hooks`: those taken off the parameters, where there is no division that has them.
+        """
         self.mesh, self.model = mesh, model
         self.divided = division is not None
         self.division = division or ModelDivision()
+        self.hooks = hooks or self.division.hooks
         self.divides_state = divides_state or self.divided
         self.dtypes = {p.dtype for p in model.parameters()}
         self._by_rank = by_rank

@@ -7,28 +7,34 @@ beside it the cut gradients are summed over that axis too (hybrid sharding).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError
 from shoal.numerics import device_reads
 from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
+from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
 from shoal.parallel.data.replicated import all_sums, queued_sums
-from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.sharded_model import ShardedModel, cut_of, local
 from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.parallel.shard import torch_release
 from shoal.parallel.shard.param_groups import param_groups
+from shoal.parallel.shard.unit_calls import UnitCalls, unequal
 from shoal.plans.plan import Plan
 
 # Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
@@ -58,8 +64,13 @@ def shard(
     kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
     _refuse_mixed(found, kept, plan)
+    others = set(found)
+    hooked = {module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks}
     for unit in found:
         unit.register_forward_hook(_no_views)
+        if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and computes first without values
+            unit.register_forward_hook(_KeptTensors(unit, others))
+            unit.register_forward_hook(_WrittenParameters(hooked))
         fully_shard(
             unit,
             mesh=_device_mesh(mesh),
@@ -101,6 +112,83 @@ def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
     return replace_leaves(output, Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t)
+
+
+# Attributes that each module has, and in which nobody keeps a tensor of a forward.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_MOST_ITEMS = 256
+
+
+class _KeptTensors:
+    """Forward hook that has a unit's parameters gathered for gradients of tensors that its modules keep as attributes.
+
+    An auxiliary loss, say. fully_shard gathers them for gradients of the unit's outputs alone.
+    """
+
+    def __init__(self, unit: nn.Module, units: set[nn.Module]) -> None:
+        """`units`: all of them; what is in a unit within this one is that one's."""
+        inner = [
+            other for module in unit.modules() if module is not unit and module in units for other in module.modules()
+        ]
+        elsewhere = set(inner)
+        self._modules = [module for module in unit.modules() if module not in elsewhere]
+
+    def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        given = set(map(id, tree_leaves(args)))
+        for module in self._modules:
+            for name, value in module.__dict__.items():
+                if name in _OF_EVERY_MODULE:
+                    continue
+                for tensor in _tensors_in(value):
+                    if tensor.grad_fn is not None and id(tensor) not in given:
+                        tensor.register_hook(cast(FSDPModule, unit)._get_fsdp_state()._pre_backward)
+
+
+# Training forwards after which all parameters of a unit are compared, besides all forwards without gradients.
+_COMPARED_FORWARDS = 8
+
+
+class _WrittenParameters:
+    """Forward hook that keeps what a forward, or a hook on one, has written to the unit's gathered parameters.
+
+    A mask on `weight.data`, say: the gathered values are freed, and the optimizer steps the parts of the ranks.
+    """
+
+    def __init__(self, hooked: Container[nn.Module]) -> None:
+        """`hooked`: modules with forward hooks of the job's, of which each forward may write."""
+        self._hooked, self._num_forwards = hooked, 0
+        self._written: set[int] = set()  # by place in the unit
+
+    def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
+        self._num_forwards += torch.is_grad_enabled()
+        compares = self._num_forwards <= _COMPARED_FORWARDS or not torch.is_grad_enabled()
+        with torch.no_grad():
+            self._keep(unit, compares=compares)
+
+    def _keep(self, unit: nn.Module, *, compares: bool) -> None:
+        held = [one for group in param_groups(unit) for one in group.fsdp_params]
+        for number, one in enumerate(held):
+            is_written = number in self._written or one._module_info.module in self._hooked
+            if not (is_written or compares):
+                continue
+            own = local(one.sharded_param)
+            now = cut_of(one.sharded_param, TensorSlice.whole(one.sharded_param.shape)).take(one._unsharded_param)
+            if is_written or not torch.equal(own, now.to(own.device)):
+                self._written.add(number)
+                own.copy_(now)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | deque | Mapping) and len(value) <= _MOST_ITEMS:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for item in vars(value).values():
+            yield from _tensors_in(item)
 
 
 def _give_homes(unit: FSDPModule) -> None:
@@ -246,6 +334,9 @@ class FullySharded(AccumulatingStrategy):
         self._usual, self._is_usual = torch.zeros(0), list[bool]()
         self._watched = [p for p in self._parameters if not _is_cut(p.shape)]
         self._handles: dict[int, RemovableHandle] = {}
+        # A pipeline calls what its schedule says.
+        counts = self._mesh.num_data_ranks > 1 and self._mesh.layout.pipeline == 1
+        self._calls = UnitCalls(model.model, self._units, self._mesh) if counts else None
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
         self.rest()
@@ -253,20 +344,40 @@ class FullySharded(AccumulatingStrategy):
             parameter.grad = None
         self._used.zero_()
         self._sums = None
+        if self._calls is not None:
+            self._calls.order = 0
         self._scatter(False)
 
     def rest(self) -> None:
         """Gives back what a forward without a backward has gathered, and would stay as it was then."""
+        if self._calls is not None:
+            self._calls.end()
         for unit in self._units:
             unit.reshard()
 
     def add(self, sums: Tensor) -> None:
         super().add(sums)
+        if self._calls is not None:
+            self._calls.end()
         if len(self._handles) < len(self._cut):
             self._watch()
 
     def arm(self) -> None:
         self._scatter(True)
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        try:
+            super().backward(microbatch, total, sums, last)
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise JobError(
+                given="a loss that uses a tensor from within a block, which is no output of the block",
+                conflict='with shard.level = "parameters" a block\'s parameters are freed after its forward, and '
+                "gathered again for gradients of its outputs and of tensors that its modules have as attributes",
+                remedy="return the tensor from the block, or keep it as an attribute of the block (self.aux = ...); or "
+                'use shard.level = "gradients"',
+            ) from error
 
     def _scatter(self, now: bool) -> None:
         """Whether backwards scatter gradients. Collective, where they do: the data and shard axes, one a unit."""
@@ -291,14 +402,19 @@ class FullySharded(AccumulatingStrategy):
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The gradients are summed already. Collective: all ranks, one all-reduce."""
         found = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
-        used = found.sums[num_sums:] > 0
+        used = found.sums[num_sums:-2] > 0
+        order, squares = found.sums[-2:].tolist()
+        if found.flags == NO_FAILURES and order * order != squares * self._mesh.world_size:
+            raise unequal("other parts of the model than on another rank, or in another order,")
         self._usual, self._is_usual = device_reads.sent(torch.from_numpy(used), self._mesh.device), used.tolist()
         self._drop()
         return StepSums(found.sums[:num_sums], found.flags)
 
     def _sums_and_used(self, num_sums: int) -> Tensor:
         device = self._mesh.device
-        own = self._own_sums(num_sums), self._used
+        order = float(self._calls.order) if self._calls is not None else 0.0
+        orders = torch.tensor([order, order * order], dtype=torch.float64)  # all the same, or the sums tell
+        own = self._own_sums(num_sums), self._used, orders
         return torch.cat([device_reads.sent(numbers, device) for numbers in own])
 
     def _drop(self) -> None:
@@ -315,10 +431,13 @@ class FullySharded(AccumulatingStrategy):
         failures = torch.tensor([flags.errors, flags.redo, self._num_odd()], dtype=torch.float64)
         own = self._sums_and_used(num_sums), device_reads.sent(failures, self._mesh.device)
         numbers, failures = queued_sums(*own)
-        failures[-1] += ((numbers[num_sums:] > 0) != self._usual).sum()
+        failures[-1] += ((numbers[num_sums:-2] > 0) != self._usual).sum()
+        failures[-1] += numbers[-2].square() != numbers[-1] * self._mesh.world_size
         self._drop()
         return QueuedSums(numbers[:num_sums], failures, None)
 
     def close(self) -> None:
         for handle in self._handles.values():
             handle.remove()
+        if self._calls is not None:
+            self._calls.close()

@@ -17,6 +17,7 @@ from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
 from shoal.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
+from shoal.parallel.model.wrappers import refuse_wrapped
 from shoal.training.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
@@ -57,13 +58,6 @@ _METHODS = {
     "setup": "session.prepare(model, optimizer)",
     "unwrap_model": "nothing: prepare gives back the model itself",
     "wait_for_everyone": "nothing: ranks meet at each step",
-}
-# Wrappers of models by the names of their classes: importing them to ask would load what nobody uses.
-_WRAPPERS = {
-    "DistributedDataParallel": "a Session sums the gradients itself",
-    "DataParallel": "a Session divides the batches over processes itself",
-    "FullyShardedDataParallel": "a Session is given a model that is whole",
-    "FSDPModule": "a Session is given a model that is whole",
 }
 # Packages whose objects wrap what is theirs to prepare.
 _TRAINERS = ("accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "ignite", "composer")
@@ -313,10 +307,8 @@ def refuse(thing: Any) -> None:
     if package in _TRAINERS:
         conflict = f"{package} has wrapped it, and would sum gradients or step a second time"
         raise _refused(f"a {name} of {package}", conflict, "give the object itself, as it was before that")
-    wrapped = next((base for base in _WRAPPERS if base in bases), None)
-    if wrapped is not None:
-        instead = "the module within" if wrapped.startswith("F") else "the module within: model.module"
-        raise _refused(f"a model in {wrapped}", _WRAPPERS[wrapped], f"give {instead}")
+    if isinstance(thing, nn.Module):
+        refuse_wrapped(thing, "session.prepare()")
     if "OptimizedModule" in bases:
         raise _refused(
             "a model that torch.compile has wrapped",

@@ -23,6 +23,7 @@ from shoal.numerics.buffer_rules import without_rule
 from shoal.numerics.precision import LossScale, Precision
 from shoal.parallel.assemble import assemble
 from shoal.parallel.base import Flags, StepSums, Strategy
+from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
 from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
@@ -161,7 +162,8 @@ class BatchPasses:
         """Collective: all ranks. Raises: JobError, PlanError."""
         self._base, self._prepared = base, prepared
         self._root = prepared.root()
-        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=base.plan.layout.shard > 1)
+        divides, hooks = base.plan.layout.shard > 1, ParameterHooks(self._root)
+        self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=divides, hooks=hooks)
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer)
@@ -326,5 +328,6 @@ class BatchPasses:
     def close(self) -> None:
         """Takes hooks off the model."""
         self.ways.close()
+        self.sharded_model.hooks.give_back(self._root)
         if isinstance(self._observer, TraceRecorder):
             self._observer.close()

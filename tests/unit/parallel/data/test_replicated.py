@@ -1,11 +1,12 @@
 """One process: both ways of summing give the gradient of the whole batch and the same account of its samples."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.opened import open_data
@@ -50,10 +51,28 @@ def computed(model: nn.Module, how: Strategy, step: int, per: int, flags: Flags 
     return how.finish(flags, NUM_SUMS + 2, [1.0])
 
 
+class Turned(nn.Module):
+    """A complex parameter after a real one of an odd number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.turn = (
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.polar(torch.ones(3, 1), torch.ones(3, 1))),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = ((inputs * self.scale).to(torch.complex64) @ self.turn).abs()
+        return found
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 1), Turned], ids=["real", "complex"])
 @pytest.mark.parametrize(("exact", "per"), [(True, 1), (False, 1), (False, 3), (False, 4)])
 @pytest.mark.parametrize("step", [0, 1])
-def test_sums_and_gradients_are_those_of_the_whole_batch(exact: bool, per: int, step: int) -> None:
-    model = nn.Linear(3, 1)
+def test_sums_and_gradients_are_those_of_the_whole_batch(
+    exact: bool, per: int, step: int, make: Callable[[], nn.Module]
+) -> None:
+    model = make()
     how = strategy(model, exact)
     sums = computed(model, how, step, per)
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "None": (lambda: (line(), None), "there is nothing to prepare"),
     "nothing": (tuple, "give the model and the optimizer"),
     "a model twice": (twice, "the same Linear twice"),
-    "a wrapped model": (data_parallel, "give the module within: model.module"),
+    "a wrapped model": (data_parallel, "give the bare module"),
     "a compiled model": (lambda: torch.compile(line(), backend="eager"), "give the model itself"),
     "a GradScaler": (lambda: torch.amp.GradScaler("cpu"), 'shoal.Session(precision="fp16")'),
     "an object of another trainer": (of_accelerate, "give the object itself, as it was before that"),

@@ -1,0 +1,137 @@
+"""Hooks on parameters, which are called once a step with the mean gradient of the global batch.
+
+Autograd would call them with the gradient of each microbatch of each rank. A hook that is not linear (clipping,
+normalisation, noise) then gives other sums, and a parameter that is cut over ranks loses its hooks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.distributed.failures import user_error
+from shoal.errors import JobError, ShoalError
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.isolation import generators_kept
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.plans.plan import Plan
+
+# Hooks by the id that their handles know: a handle removes its hook from this very dict.
+_Calls = dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """Hooks of one parameter: on its gradient, and after that is accumulated."""
+
+    on_gradient: _Calls
+    on_parameter: _Calls
+
+
+class ParameterHooks:
+    """Hooks that the job's code has registered on parameters of a model before the first step.
+
+    `by_name`: those of each parameter that has some, in the order in which they were taken.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.by_name: dict[str, list[_Hooks]] = {}
+        if model is not None:
+            self.take(model)
+
+    def take(self, model: nn.Module) -> None:
+        """Takes the hooks that there are now off the parameters."""
+        for name, parameter in model.named_parameters():
+            found = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+            if found.on_gradient:
+                parameter._backward_hooks = None
+            if found.on_parameter:  # torch goes on calling what was there before a None
+                parameter._post_accumulate_grad_hooks = OrderedDict()
+            if found.on_gradient or found.on_parameter:
+                self.by_name.setdefault(name, []).append(found)
+
+    def give_back(self, model: nn.Module) -> None:
+        """Puts the hooks back, so that autograd calls them again."""
+        for name, taken in self.by_name.items():
+            parameter = model.get_parameter(name)
+            for hooks in taken:
+                parameter._backward_hooks = hooks.on_gradient or parameter._backward_hooks
+                parameter._post_accumulate_grad_hooks = hooks.on_parameter or parameter._post_accumulate_grad_hooks
+
+    @torch.no_grad()
+    def call(self, parameters: Mapping[str, nn.Parameter], key: int) -> None:
+        """Calls the hooks of parameters that have a gradient, under the seed `key`; their `.grad` is what hooks leave.
+
+        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter. Collective: where
+        a parameter is cut over ranks, the gathers of its gradient and value.
+        """
+        with generators_kept():
+            seed_everything(key)
+            for name, taken in self.by_name.items():
+                parameter = parameters.get(name)
+                if parameter is None or parameter.grad is None:
+                    continue
+                try:
+                    _called(name, taken, parameter)
+                except ShoalError:
+                    raise
+                except Exception as error:
+                    raise user_error(f"a hook on the parameter {name}", error) from error
+
+
+def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
+    whole: Any = parameter
+    if hasattr(parameter, "full_tensor"):  # a DTensor, of which a hook sees the whole
+        whole = nn.Parameter(parameter.full_tensor())
+        whole.grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
+    before, version = whole.detach().clone() if whole is not parameter else None, whole._version
+    for call in [call for hooks in taken for call in hooks.on_gradient.values()]:
+        replaced = call(whole.grad)
+        if replaced is not None:
+            whole.grad.copy_(replaced)
+    for call in [call for hooks in taken for call in hooks.on_parameter.values()]:
+        if whole.grad is not None:
+            call(whole)
+    if whole._version != version or (before is not None and not torch.equal(before, whole)):
+        raise JobError(
+            given=f"a hook on the parameter {name} that changes the parameter itself",
+            conflict="the job's optimizer updates the parameters, once a step, and a checkpoint has its state alone",
+            remedy="let the hook change parameter.grad, and the optimizer of the job update the parameter",
+        )
+    if whole is not parameter:
+        _put(parameter, whole.grad)
+
+
+def _put(parameter: Any, gradient: Tensor | None) -> None:
+    """Sets the gradient of a DTensor parameter to this rank's rows of a whole one."""
+    if gradient is None:
+        parameter.grad = None
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    held = parameter.grad
+    shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
+    held.to_local().copy_(gradient[offset[0] : offset[0] + shape[0]])
+
+
+def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:
+    """Raises: JobError for a parameter whose hooks a plan cannot call; `parts`: those cut over the tensor axis."""
+    for name in hooks.by_name:
+        if plan.serves:
+            how, why = f'server.mode = "{plan.server.mode}"', "the servers have the summed gradients and call no hook"
+        elif plan.shards_model and plan.shard.offload:
+            how, why = "shard.offload = true", "a hook sees the whole gradient, and the ranks gather none on the host"
+        elif name in parts and not parts[name].is_whole:
+            how, why = "tensor > 1", "the tensor axis cuts this parameter, and a hook sees the whole gradient"
+        else:
+            continue
+        raise JobError(
+            given=f"a hook on the parameter {name}, with {how}",
+            conflict=why,
+            remedy="divide by the data, shard or pipeline axis without these, or leave the hook out",
+        )
