@@ -29,6 +29,7 @@ from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
 from shoal.numerics.flat import is_strided, raw_bytes
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.no_trace import NoTrace
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
 Collate = Callable[[list[Any]], Any]
@@ -63,6 +64,11 @@ class MapSource(ABC):
         if self.has_epochs and epoch != self._epoch:
             tell_epoch(self.name, self.data, epoch)
             self._epoch = epoch
+
+    def looked_at(self, ids: Ids, quarantine: Quarantine | None = None) -> Any:
+        """Return the batch of some samples for a look. The dataset and the generators are afterwards as they were."""
+        with NoTrace(None, {"train_data": self.data}):
+            return self.fetch([ids], [0]) if quarantine is None else self.tolerant(quarantine, [ids], [0]).batch
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
         """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
@@ -310,8 +316,7 @@ def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, c
     Raises: DataError for a stream that cannot go back.
     """
     if isinstance(source, MapSource):
-        ids = [np.arange(min(count, len(source)))]
-        return source.tolerant(Quarantine(bad_samples), ids, [0]).batch if bad_samples else source.fetch(ids, [0])
+        return source.looked_at(np.arange(min(count, len(source))), Quarantine(bad_samples) if bad_samples else None)
     state = source.state_dict() if hasattr(source, "state_dict") else None
     samples = iter(source)
     if samples is source:

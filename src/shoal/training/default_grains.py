@@ -172,7 +172,7 @@ def _samples(data: Opened) -> tuple[Any, int] | None:
     with generators_kept(), contextlib.suppress(Exception):
         if isinstance(source, MapSource):
             count = min(len(source), _LOOKED_AT)
-            return source.fetch([np.arange(count) * len(source) // count], [0]), count
+            return source.looked_at(np.arange(count) * len(source) // count), count
         return small_batch(source, data.collate), 2
     return None
 

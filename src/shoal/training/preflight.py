@@ -106,8 +106,7 @@ def one_grain(job: Job) -> Any:
     source = training_data(job).source
     if not isinstance(source, MapSource):
         return None
-    ids = np.arange(min(len(source), job.grain_size))
-    return source.tolerant(Quarantine(len(source)), [ids], [0]).batch
+    return source.looked_at(np.arange(min(len(source), job.grain_size)), Quarantine(len(source)))
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
@@ -242,7 +241,7 @@ def _some(source: MapSource) -> str | None:
     """Digest of a few samples; None where they cannot be read, which is told later, or differ from time to time."""
     ids = np.unique(np.linspace(0, len(source) - 1, 3).astype(np.int64))
     try:
-        digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
+        digests = {digest_of_samples(source.looked_at(ids)) for _ in range(2)}
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None

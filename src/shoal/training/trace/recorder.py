@@ -101,6 +101,7 @@ class OwnGradients:
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.listens = True  # not while a loss differentiates: torch calls the hooks of parameters for it too
         self._before: dict[str, Tensor | None] = {}  # of the parameters with hooks of the job: what `.grad` lacks
         self._handles = []
         for name, parameter in parameters:
@@ -120,6 +121,8 @@ class OwnGradients:
 
     def _hook(self, name: str, parameter: nn.Parameter, changes: bool) -> Any:
         def hook(gradient: Tensor) -> None:
+            if not self.listens:
+                return
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 if changes:
                     if parameter.grad is None:
@@ -180,13 +183,14 @@ class TraceRecorder(Observer):
         self._own.clear()
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
-        self._microbatch = microbatch
+        self._microbatch, self._own.listens = microbatch, False
         self._forward.begin(microbatch, batch)
 
     def forwarded(self) -> None:
         self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        self._own.listens = True
         self._forward.end()
         taken = self._microbatch
         if not self._sharded_model.mesh.counts_loss:

@@ -70,7 +70,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a compiled model": (lambda: torch.compile(line(), backend="eager"), "give the model itself"),
     "a GradScaler": (lambda: torch.amp.GradScaler("cpu"), 'shoal.Session(precision="fp16")'),
     "an object of another trainer": (of_accelerate, "give the object itself, as it was before that"),
-    "LBFGS": (lambda: (m := line(), torch.optim.LBFGS(m.parameters())), "needs a closure that evaluates the loss again"),
+    "LBFGS": (
+        lambda: (m := line(), torch.optim.LBFGS(m.parameters())),
+        "needs a closure that evaluates the loss again",
+    ),
     "a class": (lambda: nn.Linear, "a class Linear"),
     "a function": (lambda: line, "it is no model, optimizer or scheduler of torch"),
     "no model": (lambda: sgd(line()), "session.steps() before session.prepare()"),

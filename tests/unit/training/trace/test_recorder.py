@@ -14,3 +14,14 @@ def test_complex_gradients_keep_their_imaginary_part() -> None:
     own.close()
     assert own.sums["weight"].dtype == torch.complex64
     torch.testing.assert_close(own.sums["weight"], 4 * weight.detach())
+
+
+def test_gradients_within_a_loss_are_not_those_of_its_backward() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    own = OwnGradients([("weight", weight)])
+    own.listens = False
+    (inner,) = torch.autograd.grad(weight.pow(2).sum(), weight, create_graph=True)
+    own.listens = True
+    inner.sum().backward()
+    assert own.sums["weight"].tolist() == [2.0, 2.0, 2.0]
+    own.close()
