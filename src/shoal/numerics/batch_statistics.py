@@ -228,7 +228,10 @@ class StepBuffers:
         return id(value), value._version
 
     def _is_written(self, name: str) -> bool:
-        return self._version(name) != self._versions.get(name)
+        if self._version(name) != self._versions.get(name):
+            return True
+        before = self._saved.get(name)  # a write through `.data` counts no version
+        return before is not None and not _same(self._now(name), before)
 
     def changed(self) -> set[str]:
         """The buffers that a forward wrote or replaced since `begin`."""
