@@ -25,9 +25,9 @@ def job(kind: str = "shapes"):
     def loss(model, batch):
         if torch.is_grad_enabled():
             seen.append(None)
-            if kind == "shapes":
+            if kind == "shapes" and len(seen) > 3:
                 dist.all_reduce(torch.zeros(4000 if dist.get_rank() == 1 else 2))
-            elif dist.get_rank() == 1 and len(seen) > 3:
+            elif kind == "missing" and dist.get_rank() == 1 and len(seen) > 3:
                 dist.barrier()
         return made.loss(model, batch)
 

@@ -16,7 +16,8 @@ def warm_up() -> None:
     with shoal.Session(global_batch=16) as session:
         model = torch.nn.Linear(4, 2)
         model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in session.steps((torch.randn(16, 4), torch.zeros(16, dtype=torch.int64))):
+        rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))  # the same on every rank
+        for step in session.steps((rows, torch.zeros(16, dtype=torch.int64))):
             for inputs, labels in step:
                 step.backward(*shoal.cross_entropy(model(inputs), labels))
 

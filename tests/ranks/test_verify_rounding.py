@@ -63,13 +63,11 @@ class Centered(nn.Module):
 
     def __init__(self, off: float = 0.0) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.zeros(8))
-        if off:
-            self.shift.register_hook(lambda gradient: gradient + off)
+        self.shift, self.off = nn.Parameter(torch.zeros(8)), off
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.round() + self.shift
-        return y - y.mean(0)
+        return y - y.mean(0) + self.shift * self.off / 8
 
 
 class Recomputed(nn.Module):

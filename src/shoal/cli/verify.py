@@ -65,6 +65,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     options = Options(may_copy=request.may_copy, chooses_format=request.chooses_format)
 
     def make() -> Job:
+        seed_loading()
         return with_judged_grains(judged, load(request.job).job)
 
     trace_forked(make, plan, folder, num_steps, num_threads, options=options)

@@ -160,6 +160,7 @@ class Options:
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
     `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
+    `compares_replicas`: replicas are compared after the first steps and the last, as where no verification does it.
     `listener` is told of the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
     find initial values that do not follow from the job's seed, but for those that were not `drawn_at_import`.
     """
@@ -183,6 +184,7 @@ class Options:
     drawn_at_import: bool = True
     bad_samples: int = 0
     check_replicas: int | None = None
+    compares_replicas: bool = True
     mtbf_seconds: float | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
@@ -280,7 +282,8 @@ def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Itera
 def _replica_check(
     mesh: Mesh, sharded_model: ShardedModel, updater: Updater, plan: Plan, options: Options
 ) -> ReplicaCheck:
-    repeats, one_copy = plan.execution.exact or mesh.device.type == "cpu", plan.shares_memory
+    repeats = plan.execution.exact or mesh.device.type == "cpu"
+    one_copy = plan.shares_memory or not options.compares_replicas
     return ReplicaCheck(mesh, sharded_model, updater, options.check_replicas, repeats=repeats, one_copy=one_copy)
 
 

@@ -156,7 +156,8 @@ class StepRunner:
         if fetched.step + 1 in LATER_STEPS:
             grains = self._loader.first_grains(fetched.step)
             look = functools.partial(self._look.state, grains) if grains is not None else (lambda: None)
-            collectively(self._parts.mesh, self._parts.sharded_model.divided, look)
+            with self._own_collectives_refused():
+                collectively(self._parts.mesh, self._parts.sharded_model.divided, look)
         return fetched
 
     def _probe(self, fetched: FetchedStep) -> FetchedStep:
@@ -178,15 +179,17 @@ class StepRunner:
             if not too_large:
                 return fetched
 
+    def _own_collectives_refused(self) -> contextlib.AbstractContextManager[None]:
+        several = self._parts.mesh.world_size > 1
+        return own_collectives_refused("the model or loss") if several else contextlib.nullcontext()
+
     def _propose(self, first: Microbatch | None) -> ProbeResult:
         if first is None:
             return ProbeResult(self._parts.computer.computation)
-        several = self._parts.mesh.world_size > 1
-        refused = own_collectives_refused("the model or loss") if several else contextlib.nullcontext()
         try:
             if self._parts.computer.exact:
                 self._loader.check_repeats(first.step)
-            with refused:
+            with self._own_collectives_refused():
                 return self._look.policy(first, self._loader.first_grains(first.step) or first, self._parts.buffers)
         except Exception as error:
             if not is_out_of_memory(error) or self._parts.sharded_model.divided:

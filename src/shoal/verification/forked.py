@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shoal.distributed.failures import as_shoal_error, to_json
-from shoal.distributed.process_setup import prepare_process, seed_loading
+from shoal.distributed.process_setup import prepare_process
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.job import Job
@@ -51,7 +51,6 @@ def trace_forked(
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
-        seed_loading()
         trace_rank(make(), ranks, environment, into, num_steps, options=options)
 
     with contextlib.ExitStack() as groups:

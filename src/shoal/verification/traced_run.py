@@ -116,7 +116,7 @@ def trace_rank(
             recorder = TraceRecorder(folder, mesh.rank)
         drawn = has_drawn_since_loading()
         options = replace(options, telemetry=False, eval_samples=samples, observer=recorder)
-        options = replace(options, checks_seed=True, drawn_at_import=drawn)
+        options = replace(options, checks_seed=True, drawn_at_import=drawn, compares_replicas=False)
         engine = build(job, plan, mesh, options)
         notes += engine.unseeded
         opened.callback(engine.close)

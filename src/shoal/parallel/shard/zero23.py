@@ -147,7 +147,7 @@ class _KeptTensors:
 
 
 # Training forwards after which all parameters of a unit are compared, besides all forwards without gradients.
-_COMPARED_FORWARDS = 8
+_COMPARED_FORWARDS = 3
 
 
 class _WrittenParameters:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shoal.plans.accounting.all_reduce import compressed, compression_buffers, data_parallel
 from shoal.plans.accounting.collectives import (
+    NUM_ORDERS,
     Array,
     Gradients,
     Sharding,
@@ -62,7 +63,7 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
         return None
     layout, gradients, sharding = plan.degrees, described.gradients, described.sharding
     if sharding is not None:
-        summed = [*fully_sharded(sharding), sums(gradients, described.num_cut), norm()]
+        summed = [*fully_sharded(sharding), sums(gradients, described.num_cut + NUM_ORDERS), norm()]
     elif plan.collectives.all_reduce == "hierarchical" and layout.world_size > 1:
         return None  # it depends on who is on which host
     else:
