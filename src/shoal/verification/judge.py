@@ -297,10 +297,10 @@ class _Judges:
         exact = None
         if self._double is not None:
             try:
-                exact = Computed(self._double.update(before, parallel))
+                exact = Computed(self._double.update(before, parallel, self._computation))
             except Exception as error:
                 self._no_double(error)
-        return References([Computed(self._plain.update(before, parallel))], exact, complete=True)
+        return References([Computed(self._plain.update(before, parallel, self._computation))], exact, complete=True)
 
     def _layers(self) -> float:
         """How far some layers are from float64, where the whole model does not fit in it."""

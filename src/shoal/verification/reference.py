@@ -29,6 +29,7 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.errors import ShoalError
 from shoal.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
+from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import real_numel
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, numbers, wide
@@ -93,6 +94,7 @@ class Reference:
         self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
         self.model.train()
         self._forward = ForwardRecorder(self.model)
+        self._forward_writes = False  # whether a forward has written a parameter
 
     def step(
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
@@ -113,9 +115,21 @@ class Reference:
         self._finish(found)
         return found
 
-    def update(self, before: StepTrace, parallel: StepTrace) -> StepTrace:
-        """The state that the optimizer makes of the state `before` by the parallel run's own clipped gradients."""
+    def update(self, before: StepTrace, parallel: StepTrace, computation: MicrobatchPolicy) -> StepTrace:
+        """The state that the optimizer makes of the state `before` by the parallel run's own clipped gradients.
+
+        Parameters that a forward writes (clamped ones, a teacher) are written first, by a forward of one grain.
+        """
         self._load(before)
+        if self._forward_writes:
+            computer = LossComputer(self._job, self.model, self._precision, computation)
+            _, grain = self.microbatches(parallel.step, ReferenceVariant("one grain"), 1)[0]
+            start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+            with computer.scope(grain):
+                computer.loss(self._precision.inputs(grain.batch))
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    self._put_back(name, buffer, start[name])
         found = StepTrace(parallel.step)
         self._apply(found, parallel.phase("clipping"))
         self._capture(found)
@@ -152,7 +166,10 @@ class Reference:
         samples = 0
         size = sum(map(real_numel, self._parameters)) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
+            marks = {name: bits_checksum([p]) for name, p in self.model.named_parameters()} if not trace.parts else {}
             part = self._compute(computer, microbatch, rank, trace)
+            if any(marks[name] != bits_checksum([p]) for name, p in self.model.named_parameters() if name in marks):
+                self._forward_writes = True
             for name, parameter in self._parameters.named:
                 if parameter.grad is None:
                     continue
