@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.data.source import MapSource, Source, TensorSource
-from shoal.errors import LaunchError
-from shoal.launch.in_child import in_child
-from shoal.numerics.isolation import generators_kept
+from shoal.launch.in_child import look_in_child
+from shoal.numerics.no_trace import NoTrace
 from shoal.training.engine import Engine
 from shoal.training.preflight import digest_of_samples
 
@@ -22,6 +20,7 @@ from shoal.training.preflight import digest_of_samples
 _PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
 _SECONDS = 0.2
 _CHILD_SECONDS = 10.0
+_MOST_OBJECTS, _MOST_ITEMS = 1000, 64
 _GOLDEN = 0.6180339887498949
 
 
@@ -37,8 +36,7 @@ def data_digests(engine: Engine, saved: Mapping[str, Sequence[str]]) -> dict[str
     sources = {"train_data": (data.source, workers)}
     sources |= {f"eval_data {name}".strip(): (own, 0) for name, own in engine.evaluator.sources.items()}
     most = {name: len(saved.get(name) or _PARTS) for name in sources}
-    with generators_kept():
-        found = {name: _read(own, own_workers, most[name]) for name, (own, own_workers) in sources.items()}
+    found = {name: _read(own, own_workers, most[name]) for name, (own, own_workers) in sources.items()}
     return {name: digests for name, digests in found.items() if digests}
 
 
@@ -46,20 +44,33 @@ def _read(source: Source, workers: int | None, most: int) -> list[str]:
     if not isinstance(source, MapSource) or (workers is None and not isinstance(source, TensorSource)):
         return []
     if not workers or isinstance(source, TensorSource):
-        return list(_digests(source, most))
+        # A dataset, or a transform of its samples, may count or draw from a generator of its own.
+        with NoTrace(None, {str(number): found for number, found in enumerate(_objects(source.data, set()))}):
+            return list(_digests(source, most))
 
-    def work() -> dict[str, Any]:
+    def work() -> dict[str, list[str]]:
         torch.set_num_threads(1)  # OpenMP's threads are not in a copy
         return {"digests": list(_digests(source, most))}
 
-    try:  # files that worker processes open must not be open here when these start
-        digests: list[str] = in_child(work, _CHILD_SECONDS)["digests"]
-    except LaunchError:
-        return []
-    except SystemExit:  # a request to stop, which has ended the child: it is the run's to heed
-        os.kill(os.getpid(), signal.SIGTERM)
-        return []
-    return digests
+    # Files that worker processes open must not be open here when these start.
+    found = look_in_child(work, _CHILD_SECONDS)
+    return found["digests"] if found is not None else []
+
+
+def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The object and those in its attributes, also within short lists and mappings; not the samples of a list."""
+    if id(value) in seen or len(seen) > _MOST_OBJECTS or isinstance(value, type | ModuleType | FunctionType):
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple | Mapping) and len(value) <= _MOST_ITEMS:
+        inner = value.values() if isinstance(value, Mapping) else value
+    elif isinstance(value, MethodType):
+        inner = (value.__self__,)
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+        yield value
+    for child in list(inner):
+        yield from _objects(child, seen)
 
 
 def _digests(source: MapSource, most: int) -> Iterator[str]:
