@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.data.source import MapSource, Source, TensorSource
 from shoal.launch.in_child import look_in_child
-from shoal.numerics.no_trace import NoTrace
 from shoal.training.engine import Engine
 from shoal.training.preflight import digest_of_samples
 
@@ -20,7 +17,6 @@ from shoal.training.preflight import digest_of_samples
 _PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
 _SECONDS = 0.2
 _CHILD_SECONDS = 10.0
-_MOST_OBJECTS, _MOST_ITEMS = 1000, 64
 _GOLDEN = 0.6180339887498949
 
 
@@ -44,8 +40,7 @@ def _read(source: Source, workers: int | None, most: int) -> list[str]:
     if not isinstance(source, MapSource) or (workers is None and not isinstance(source, TensorSource)):
         return []
     if not workers or isinstance(source, TensorSource):
-        # A dataset, or a transform of its samples, may count or draw from a generator of its own.
-        with NoTrace(None, {str(number): found for number, found in enumerate(_objects(source.data, set()))}):
+        with source.looks():
             return list(_digests(source, most))
 
     def work() -> dict[str, list[str]]:
@@ -55,22 +50,6 @@ def _read(source: Source, workers: int | None, most: int) -> list[str]:
     # Files that worker processes open must not be open here when these start.
     found = look_in_child(work, _CHILD_SECONDS)
     return found["digests"] if found is not None else []
-
-
-def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The object and those in its attributes, also within short lists and mappings; not the samples of a list."""
-    if id(value) in seen or len(seen) > _MOST_OBJECTS or isinstance(value, type | ModuleType | FunctionType):
-        return
-    seen.add(id(value))
-    if isinstance(value, list | tuple | Mapping) and len(value) <= _MOST_ITEMS:
-        inner = value.values() if isinstance(value, Mapping) else value
-    elif isinstance(value, MethodType):
-        inner = (value.__self__,)
-    else:
-        inner = getattr(value, "__dict__", {}).values()
-        yield value
-    for child in list(inner):
-        yield from _objects(child, seen)
 
 
 def _digests(source: MapSource, most: int) -> Iterator[str]:
@@ -83,7 +62,7 @@ def _digests(source: MapSource, most: int) -> Iterator[str]:
         # All of a small set; of a large one some that are spread over it, however many there are.
         ids = places if len(source) <= sum(_PARTS) else (places * _GOLDEN % 1.0 * len(source)).astype(np.int64)
         try:
-            digests = {digest_of_samples(source.looked_at(ids)) for _ in range(2)}
+            digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
         except Exception:  # which a step tells
             break
         if len(digests) > 1:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from shoal.data.source import MapSource, source_of
 from shoal.training import data_digests
 from shoal.training.data_digests import _PARTS, _read
+from shoal.training.preflight import _some
 
 
 class Numbers(Dataset[Any]):
@@ -98,3 +99,8 @@ def test_data_that_cannot_be_read_are_the_steps_to_tell() -> None:
             raise OSError("gone")
 
     assert digests(Broken(500)) == digests(Broken(500), 1) == []
+
+
+def test_ranks_agree_that_data_vary() -> None:
+    assert _some(source_of("train_data", Numbers(500, own=True), None)) is None
+    assert _some(source_of("train_data", Numbers(500), None)) is not None
