@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import enum
 import json
 import random
-from collections import deque
+import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,7 +43,16 @@ _TORCHS = (
 )
 _SAME, _NAMED, _ITEMS, _PAIRS, _OBJECT = "$same", "$parameter", "$items", "$pairs", "$object"
 _GENERATOR, _DRAWS, _ARRAY = "$generator", "$draws", "$array"
-_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque, "set": set}
+_ENUM, _LITERAL = "$enum", "$literal"
+_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "deque": deque,
+    "set": set,
+    "frozenset": frozenset,
+}
+# Objects of these modules belong to the process: a logger leads to all loggers and their files.
+_OF_PROCESS = ("logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "io")
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
 
 
@@ -73,9 +85,14 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object that are its own."""
+    module = type(value).__module__.partition(".")[0]
+    if module in _OF_PROCESS:
+        return {}
     found = getattr(value, "__dict__", {})
     if not hasattr(value, "param_groups"):
-        return dict(found)
+        bases = type(value).__mro__ if module not in sys.stdlib_module_names else ()
+        slots = [name for base in bases for name, of in vars(base).items() if isinstance(of, MemberDescriptorType)]
+        return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **found}
     return {k: v for k, v in found.items() if k not in _TORCHS and not k.startswith("_optimizer_")}
 
 
@@ -134,7 +151,7 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
         plain = encoder.plain(value)
         if not encoder.has_state or (baseline.get(name) == plain and not encoder.has_tensors):
             continue
-        if encoder.has_objects and name not in baseline:
+        if encoder.has_objects and baseline.get(name, "null") == "null":
             raise UserCodeError(
                 given=f"the attribute {name} of optimizer {type(part).__name__}, of type {type(value).__name__}",
                 conflict="a step has made it, and a resumed run has nothing to put its state into",
@@ -165,7 +182,10 @@ def restore_attributes(
 
 
 class _Encoder:
-    """Conversion of an attribute to a JSON value: numbers, texts, tensors and generators, in containers and objects."""
+    """Conversion of an attribute to a JSON value: numbers, texts, tensors and generators, in containers and objects.
+
+    `has_objects`: the value has some that `restored` cannot make, and that the live attribute must have.
+    """
 
     def __init__(self, names: Mapping[int, str], aside: set[int], leaf: Leaf | None = None) -> None:
         self._names, self._leaf = names, leaf
@@ -179,30 +199,41 @@ class _Encoder:
     def encode(self, value: Any, path: str) -> Any:
         if isinstance(value, np.generic):
             value = value.item()
+        if isinstance(value, enum.Enum):
+            self.has_objects = True
+            return {_ENUM: self.encode(value.value, path)}
         if value is None or isinstance(value, bool | int | float | str):
             self.has_state = True
             return value
+        if isinstance(value, bytes | complex):
+            self.has_state = True
+            return {_LITERAL: repr(value)}
         if id(value) in self._names:
             return {_NAMED: self._names[id(value)]}
         if isinstance(value, Tensor):
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
-            return {_ARRAY: self._tensor(torch.from_numpy(value), path)}
+            try:
+                return {_ARRAY: self._tensor(torch.from_numpy(value.copy()), path)}
+            except TypeError:  # of texts or objects
+                return self._same()
         if isinstance(value, torch.Generator):
             return {_GENERATOR: self._tensor(value.get_state(), path)}
         if id(value) in self._seen or isinstance(value, _CODE):
             return self._same()
         self._seen.add(id(value))
-        if isinstance(value, np.random.Generator | random.Random):
-            self.has_state = True
-            own = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+        if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+            self.has_state = self.has_objects = True
+            own = value.getstate() if isinstance(value, random.Random) else _bits(value).state
             return {_DRAWS: self.encode(own, path)}
         if isinstance(value, Mapping):
+            self.has_objects |= isinstance(value, defaultdict)
             items = enumerate(value.items())
             pairs = [[self.encode(k, path), self.encode(v, f"{path}/{number}")] for number, (k, v) in items]
             return {_PAIRS: pairs} if {_SAME: True} not in [k for k, _ in pairs] else self._same()
         kind = next((kind for kind, of in _KINDS.items() if isinstance(value, of)), None)  # type: ignore[arg-type]
         if kind is not None:
+            self.has_objects |= getattr(value, "maxlen", None) is not None
             return {_ITEMS: [self.encode(v, f"{path}/{number}") for number, v in enumerate(value)], "kind": kind}
         own = _attributes(value)
         if not own:
@@ -219,6 +250,11 @@ class _Encoder:
         return self._leaf(path, tensor.detach()) if self._leaf is not None else {}
 
 
+def _bits(value: Any) -> Any:
+    """The bit generator of one of NumPy's generators."""
+    return value._bit_generator if isinstance(value, np.random.RandomState) else value.bit_generator
+
+
 def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read) -> Any:
     """The value of a document from `_Encoder`; what of `live` is not part of a state stays."""
 
@@ -228,6 +264,16 @@ def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
     match saved:
         case {"$same": _}:
             return live
+        case {"$literal": text}:
+            return ast.literal_eval(text)
+        case {"$enum": _} | {"$object": _} | {"$draws": _} if live is None:
+            raise UserCodeError(
+                given="an optimizer with an object in its attributes that only the checkpoint has",
+                conflict="a resumed run has nothing to put the object's state into",
+                remedy="make as many objects in the optimizer's __init__, or keep tensors and numbers in attributes",
+            )
+        case {"$enum": document}:
+            return type(live)(again(document, None))
         case {"$parameter": name}:
             return parameters[name]
         case {"$generator": leaf}:
@@ -240,7 +286,7 @@ def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
             if isinstance(live, random.Random):
                 live.setstate(again(document, None))
             else:
-                live.bit_generator.state = again(document, None)
+                _bits(live).state = again(document, None)
             return live
         case {"$pairs": pairs}:
             keys = [again(k, None) for k, _ in pairs]
@@ -262,7 +308,7 @@ def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
             return type(live)(*found) if hasattr(live, "_fields") else _KINDS[kind](found)
         case {"$object": own}:
             for name, document in own.items():
-                setattr(live, name, again(document, getattr(live, name, None)))
+                object.__setattr__(live, name, again(document, getattr(live, name, None)))  # it may be frozen
             return live
         case dict():
             tensor = read(saved, live.device if isinstance(live, Tensor) else None)

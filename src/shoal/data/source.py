@@ -6,8 +6,9 @@ import itertools
 import random
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2
+_MOST_OBJECTS, _MOST_ITEMS = 1000, 64
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # What the functions of torch, numpy and Python that put samples together raise of no samples.
 _OF_NONE = (IndexError, ValueError, RuntimeError)
@@ -43,6 +45,22 @@ SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.work
 
 class NoSamples:
     """Batch of samples that a collate function has all left out: neither model nor loss is called for it."""
+
+
+def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The object and those in its attributes, also within short lists and mappings; not the samples of a list."""
+    if id(value) in seen or len(seen) > _MOST_OBJECTS or isinstance(value, type | ModuleType | FunctionType):
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple | Mapping) and len(value) <= _MOST_ITEMS:
+        inner = value.values() if isinstance(value, Mapping) else value
+    elif isinstance(value, MethodType):
+        inner = (value.__self__,)
+    else:
+        inner = getattr(value, "__dict__", {}).values()
+        yield value
+    for child in list(inner):
+        yield from _objects(child, seen)
 
 
 class MapSource(ABC):
@@ -65,9 +83,13 @@ class MapSource(ABC):
             tell_epoch(self.name, self.data, epoch)
             self._epoch = epoch
 
+    def looks(self) -> NoTrace:
+        """Return a context for reads that leave the dataset, objects within it and the generators as they were."""
+        return NoTrace(None, {f"train_data {number}": one for number, one in enumerate(_objects(self.data, set()))})
+
     def looked_at(self, ids: Ids, quarantine: Quarantine | None = None) -> Any:
         """Return the batch of some samples for a look. The dataset and the generators are afterwards as they were."""
-        with NoTrace(None, {"train_data": self.data}):
+        with self.looks():
             return self.fetch([ids], [0]) if quarantine is None else self.tolerant(quarantine, [ids], [0]).batch
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.data.source import MapSource, Source, TensorSource
-from shoal.errors import LaunchError
-from shoal.launch.in_child import in_child
-from shoal.numerics.isolation import generators_kept
+from shoal.launch.in_child import look_in_child
 from shoal.training.engine import Engine
 from shoal.training.preflight import digest_of_samples
 
@@ -37,8 +32,7 @@ def data_digests(engine: Engine, saved: Mapping[str, Sequence[str]]) -> dict[str
     sources = {"train_data": (data.source, workers)}
     sources |= {f"eval_data {name}".strip(): (own, 0) for name, own in engine.evaluator.sources.items()}
     most = {name: len(saved.get(name) or _PARTS) for name in sources}
-    with generators_kept():
-        found = {name: _read(own, own_workers, most[name]) for name, (own, own_workers) in sources.items()}
+    found = {name: _read(own, own_workers, most[name]) for name, (own, own_workers) in sources.items()}
     return {name: digests for name, digests in found.items() if digests}
 
 
@@ -46,20 +40,16 @@ def _read(source: Source, workers: int | None, most: int) -> list[str]:
     if not isinstance(source, MapSource) or (workers is None and not isinstance(source, TensorSource)):
         return []
     if not workers or isinstance(source, TensorSource):
-        return list(_digests(source, most))
+        with source.looks():
+            return list(_digests(source, most))
 
-    def work() -> dict[str, Any]:
+    def work() -> dict[str, list[str]]:
         torch.set_num_threads(1)  # OpenMP's threads are not in a copy
         return {"digests": list(_digests(source, most))}
 
-    try:  # files that worker processes open must not be open here when these start
-        digests: list[str] = in_child(work, _CHILD_SECONDS)["digests"]
-    except LaunchError:
-        return []
-    except SystemExit:  # a request to stop, which has ended the child: it is the run's to heed
-        os.kill(os.getpid(), signal.SIGTERM)
-        return []
-    return digests
+    # Files that worker processes open must not be open here when these start.
+    found = look_in_child(work, _CHILD_SECONDS)
+    return found["digests"] if found is not None else []
 
 
 def _digests(source: MapSource, most: int) -> Iterator[str]:
@@ -72,7 +62,7 @@ def _digests(source: MapSource, most: int) -> Iterator[str]:
         # All of a small set; of a large one some that are spread over it, however many there are.
         ids = places if len(source) <= sum(_PARTS) else (places * _GOLDEN % 1.0 * len(source)).astype(np.int64)
         try:
-            digests = {digest_of_samples(source.looked_at(ids)) for _ in range(2)}
+            digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
         except Exception:  # which a step tells
             break
         if len(digests) > 1:

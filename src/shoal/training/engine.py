@@ -387,9 +387,10 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
         clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
         return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
-    make = functools.partial(build_model, job, precision)
+    make = functools.partial(_seeded_model, job)
     checks = options.checks_seed and mesh.rank == 0
     model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
+    model = together(mesh, lambda: precision.apply(model.to(precision.device)))
     hooks = ParameterHooks(model)
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
@@ -418,8 +419,12 @@ def _refuse_dtypes(sharded_model: ShardedModel) -> None:
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
     """The job's model with the seed's initial values, on the device in the plan's dtype. Raises: as its parts."""
+    return precision.apply(_seeded_model(job).to(precision.device))
+
+
+def _seeded_model(job: Job) -> nn.Module:
     seed_everything(random_key(job.seed, "initial values"))
-    return precision.apply(make_model(job).to(precision.device))
+    return make_model(job)
 
 
 def make_model(job: Job) -> nn.Module:

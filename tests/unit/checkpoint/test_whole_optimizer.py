@@ -1,10 +1,13 @@
 """Optimizers that hold others, or keep more than torch's: all of it comes back, to the bit."""
 
+import enum
 import itertools
+import logging
 import random
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +207,68 @@ def test_evaluated_weights_leave_no_bit() -> None:
     plain = SGD(model.parameters(), lr=0.1)
     with evaluated_weights(plain) as found:
         assert found == []
+
+
+class Phase(enum.Enum):
+    WARMUP = "warmup"
+    MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    count: int = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: int = 0
+
+
+class Curious(SGD):
+    """Attributes of kinds that have no `__dict__` to write to, and some that are no state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.phase, self.frozen, self.slotted, self.made = Phase.WARMUP, Frozen(), Slotted(), None
+        self.seen, self.root, self.key = frozenset[int](), 0j, b""
+        self.numpy, self.reversed = np.random.RandomState(0), np.arange(4.0)[::-1]
+        self.names, self.log = np.array(["a", "b"]), logging.getLogger("a test's optimizer")
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.phase, self.frozen = Phase.MAIN, replace(self.frozen, count=self.frozen.count + 1)
+        self.slotted.count += 1
+        self.seen, self.root, self.key = self.seen | {self.slotted.count}, self.root + 1j, self.key + b"x"
+        self.reversed = self.reversed + self.numpy.rand()
+        self.log.isEnabledFor(logging.DEBUG)  # which the logger remembers
+
+    @property
+    def values(self) -> list[Any]:
+        return [self.phase, self.frozen, self.slotted, self.seen, self.root, self.key, *self.reversed]
+
+
+def test_enums_frozen_and_slotted_objects_and_arrays() -> None:
+    whole, half = (nn.Linear(2, 2) for _ in range(2))
+    before, after = Curious(whole.parameters()), Curious(half.parameters())
+    begin(before)
+    begin(after)
+    for _ in range(2):
+        before.step()
+    tensors, document = optimizer_state(before, whole)
+    assert not {"log", "names", "made"} & document["attributes"].keys()
+    load_optimizer(after, half, tensors, document)
+    assert after.values == before.values
+    assert after.phase is Phase.MAIN
+    assert Phase.WARMUP.value == "warmup"
+    before.step()
+    after.step()
+    assert after.values == before.values
+
+
+@pytest.mark.parametrize("value", [Frozen(1), random.Random(), deque([1], maxlen=2), defaultdict(int, a=1)])
+def test_objects_that_a_step_puts_into_an_empty_attribute_are_refused(value: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Curious(model.parameters())
+    begin(optimizer)
+    optimizer.made = value
+    with pytest.raises(UserCodeError, match="the attribute made of optimizer Curious"):
+        optimizer_state(optimizer, model)

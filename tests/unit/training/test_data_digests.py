@@ -10,7 +10,9 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.data.source import MapSource, source_of
+from shoal.training import data_digests
 from shoal.training.data_digests import _PARTS, _read
+from shoal.training.preflight import _some
 
 
 class Numbers(Dataset[Any]):
@@ -25,6 +27,11 @@ class Numbers(Dataset[Any]):
         self.reads += 1
         noise = self.rng.normal() if self.rng is not None else float(torch.rand(()))  # of grains, or of its own
         return torch.tensor([i, noise]), -1 if i in self.other else i % 4
+
+
+@pytest.fixture(autouse=True)
+def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_digests, "_SECONDS", 60.0)  # however busy the machine is
 
 
 def digests(data: Any, workers: int | None = 0, most: int = len(_PARTS)) -> list[str]:
@@ -43,7 +50,32 @@ def test_samples_are_drawn_over_the_whole_set(length: int) -> None:
 def test_readers_in_processes_and_here_agree(workers: int) -> None:
     data = Numbers(500)
     assert digests(data, workers) == digests(Numbers(500))
-    assert (data.reads == 0) == bool(workers)  # files that a worker opens stay closed here
+    assert data.reads == 0  # files that a worker opens stay closed here
+
+
+class Rotated:
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __call__(self, x: float) -> torch.Tensor:
+        return torch.tensor(x + self.rng.normal())
+
+
+class Transformed(Dataset[Any]):
+    def __init__(self) -> None:
+        self.transforms = [Rotated()]
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, i: int) -> Any:
+        return self.transforms[0](i)
+
+
+def test_generators_of_a_dataset_stay_as_they_are() -> None:
+    data = Transformed()
+    assert digests(data) == []
+    assert float(data[0]) == np.float32(np.random.default_rng(3).normal())
 
 
 def test_tensors_and_parts() -> None:
@@ -67,3 +99,8 @@ def test_data_that_cannot_be_read_are_the_steps_to_tell() -> None:
             raise OSError("gone")
 
     assert digests(Broken(500)) == digests(Broken(500), 1) == []
+
+
+def test_ranks_agree_that_data_vary() -> None:
+    assert _some(source_of("train_data", Numbers(500, own=True), None)) is None
+    assert _some(source_of("train_data", Numbers(500), None)) is not None

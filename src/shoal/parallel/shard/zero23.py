@@ -116,7 +116,7 @@ def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
 
 # Attributes that each module has, and in which nobody keeps a tensor of a forward.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
-_MOST_ITEMS = 256
+_MOST_ITEMS, _MOST_DEPTH = 256, 4
 
 
 class _KeptTensors:
@@ -180,15 +180,17 @@ class _WrittenParameters:
                 own.copy_(now)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple | set | deque | Mapping) and len(value) <= _MOST_ITEMS:
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for item in vars(value).values():
-            yield from _tensors_in(item)
+        return
+    found: Iterable[Any] = ()
+    if isinstance(value, list | tuple | set | deque | Mapping) and len(value) <= _MOST_ITEMS:
+        found = value.values() if isinstance(value, Mapping) else value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
+        found = [getattr(value, part.name, None) for part in dataclasses.fields(value)]
+    for item in found if depth else ():  # it may refer to itself
+        yield from _tensors_in(item, depth - 1)
 
 
 def _give_homes(unit: FSDPModule) -> None:

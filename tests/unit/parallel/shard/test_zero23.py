@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from tests.usual import needs_zero23
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError
 from shoal.numerics.precision import Precision
-from shoal.parallel.shard.zero23 import UNIT_BYTES, shard, units
+from shoal.parallel.shard.zero23 import UNIT_BYTES, _tensors_in, shard, units
 from shoal.plans.plan import Plan
 
 
@@ -75,3 +77,19 @@ def test_sparse_gradients_are_refused_by_the_name_of_their_module() -> None:
     plan = Plan().with_sections(layout={"shard": 2}, shard={"level": "parameters"})
     with pytest.raises(JobError, match=r"0: EmbeddingBag\(sparse=True\).*sparse=False"):
         shard(model, plan, alone(cpu), Precision.of(plan.precision, cpu))
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a block may have as an attribute: it has no `__dict__`, and may refer to itself."""
+
+    width: int = 4
+    aux: list[Tensor] = field(default_factory=list)
+    parent: Kept | None = None
+
+
+def test_tensors_in_dataclasses_with_slots_and_in_cycles() -> None:
+    kept = Kept(aux=[torch.ones(2)])
+    kept.parent = kept
+    assert {id(tensor) for tensor in _tensors_in({"kept": kept})} == {id(kept.aux[0])}
+    assert list(_tensors_in(Kept)) == []
