@@ -102,6 +102,7 @@ class KeptDict:
                 yield str(key), _kind(self._home[key])
 
     def same(self, begun: set[int]) -> bool:
+        """Whether keys and values are those of then; the objects in `begun` are not compared again."""
         now = {key for key in self._home if key not in self._skip}
         return now == self._kept.keys() and all(k.same(self._home[key], begun) for key, k in self._kept.items())
 
