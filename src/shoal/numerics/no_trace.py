@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.checksum import bits_checksum
-from shoal.numerics.python_state import ATOMS, OF_TORCH, Keeper, KeptDict, is_plain, reachable, same_bits
+from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, ValueKeeper, is_plain, reachable, same_bits
 
 # Parameters of a model that uses torch.compile are copied up to this size, and not put back beyond it.
 _MOST_COPIED_BYTES = 256 << 20
@@ -34,7 +34,10 @@ _SAMPLED_WORDS = 1 << 16
 
 @dataclass(frozen=True)
 class StateChange:
-    """A change of Python state: its dotted name, as Job(allow_state=...) takes it, and number, tensor or container."""
+    """A change of Python state: its dotted name, as Job(allow_state=...) takes it, and its kind.
+
+    `kind`: number, tensor, container or generator. What a generator has yielded cannot be put back.
+    """
 
     name: str
     kind: str
@@ -93,7 +96,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     def __enter__(self) -> NoTrace:
         self._generators = _generators()
         self._filled = [cache.cache_info().currsize for cache in self._caches]
-        keeper = Keeper({id(home) for _, home, _ in self._places})
+        keeper = ValueKeeper({id(home) for _, home, _ in self._places})
         self._kept = [(name, home, KeptDict(home, skip, keeper, each=True)) for name, home, skip in self._places]
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}

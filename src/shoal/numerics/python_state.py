@@ -1,6 +1,6 @@
 """Python state: the content of attributes, variables and containers that a program's code can reach.
 
-`reachable` finds the namespaces that a job's functions can write. A `Keeper` keeps their content by value, as far as it
+`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` keeps their content by value, as far as it
 is small; a `KeptDict` tells what differs since, and puts it back.
 """
 
@@ -78,7 +78,7 @@ class KeptDict:
     """Content of a namespace or dict at one time, with what its values refer to."""
 
     def __init__(
-        self, home: MutableMapping[Any, Any], skip: Iterable[Any], keeper: Keeper, *, each: bool = False
+        self, home: MutableMapping[Any, Any], skip: Iterable[Any], keeper: ValueKeeper, *, each: bool = False
     ) -> None:
         """`each`: the keeper's limit of items holds for each entry."""
         self._home, self._skip = home, frozenset(skip)
@@ -121,7 +121,7 @@ class KeptDict:
 
 @dataclass(slots=True)
 class _Kept:
-    """A value as it was: `content` depends on its kind, see `Keeper.keep`."""
+    """A value as it was: `content` depends on its kind, see `ValueKeeper.keep`."""
 
     value: Any
     content: Any = None
@@ -194,7 +194,7 @@ class _Kept:
         return value
 
 
-class Keeper:
+class ValueKeeper:
     """Keeps values with what they refer to, each object once, but objects whose attributes are kept `elsewhere`."""
 
     def __init__(self, elsewhere: Collection[int]) -> None:
@@ -267,6 +267,10 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
         return value.getstate, value.setstate
     if isinstance(value, bytearray) and len(value) <= _MOST_BYTES:
         return (lambda: bytes(value)), lambda state: operator.setitem(value, slice(None), state)
+    if isinstance(value, types.GeneratorType):  # which cannot be set at all
+        frame = value.gi_frame
+        own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
+        return (lambda: (frame is None or frame.f_lasti, own)), lambda state: None
     if isinstance(value, itertools.count):  # which cannot be set: see _Kept.restore
         return (lambda: _copy_of_count(value)), lambda state: None
     if isinstance(value, _ITERATORS):
@@ -318,8 +322,8 @@ def _is_shoals(module: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "tensor"
+    if isinstance(value, Tensor | types.GeneratorType):
+        return "tensor" if isinstance(value, Tensor) else "generator"
     return "number" if isinstance(value, bool | int | float | complex) else "container"
 
 

@@ -218,6 +218,7 @@ STATE: dict[str, tuple[Callable[[], Case], str]] = {
     "namespace": (lambda: (Net(of_object, kept=types.SimpleNamespace(n=0)), plain), "kept"),
     "count": (lambda: (Net(of_iterator, kept=itertools.count()), plain), "kept"),
     "iterator": (lambda: (Net(of_iterator, kept=iter(range(10_000))), plain), "kept"),
+    "generator": (lambda: (Net(of_iterator, kept=(n / 10 for n in range(10_000))), plain), "kept"),
     "new class attribute": (lambda: (Net(of_new_class_attribute), plain), "Net.fresh"),
     "new global": (lambda: (Net(of_new_global), plain), "FRESH"),
     "other module": (lambda: (Net(of_other_module), plain), "counted.calls"),
