@@ -1,7 +1,7 @@
 """Python state: the content of attributes, variables and containers that a program's code can reach.
 
-`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` keeps their content by value, as far as it
-is small; a `KeptDict` tells what differs since, and puts it back.
+`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` keeps their content by value, as far
+as it is small; a `KeptDict` tells what differs since, and puts it back.
 """
 
 from __future__ import annotations
