@@ -185,7 +185,7 @@ class _Kept:
             self.content.restore(begun)
         elif isinstance(self.content, list):
             items = [kept.restore(begun) for kept in self.content]
-            if not self.same(value, set()):
+            if len(value) != len(items) or not all(map(operator.is_, value, items)):
                 if isinstance(value, list):
                     value[:] = items
                 elif isinstance(value, set | collections.deque):
