@@ -223,7 +223,8 @@ class ValueKeeper:
         if isinstance(value, Tensor):
             if is_plain(value) and self._is_small(value.nbytes):
                 return value.detach().clone()
-            self.large.append(value)
+            if not value.is_inference():  # nobody writes one outside of inference mode
+                self.large.append(value)
             return _version(value)
         if isinstance(value, np.ndarray):
             return value.copy() if value.flags.writeable and self._is_small(value.nbytes) else None
