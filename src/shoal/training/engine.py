@@ -35,8 +35,8 @@ from shoal.job import Job
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
-from shoal.numerics.no_trace import clear_caches
 from shoal.numerics.precision import LossScale, Precision
+from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute

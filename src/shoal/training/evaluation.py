@@ -26,6 +26,7 @@ from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
@@ -110,7 +111,7 @@ class Evaluator:
         if isinstance(self.source, MapSource):
             several = self._mesh.world_size > 1
             refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
-            with _as_before(model, self._mesh.device), refused:
+            with NoTrace(model, {**self._metrics, self._name: self.source.data}), refused:
                 self._computed(model, most_chunks=1)
 
     def _computed(self, model: nn.Module, most_chunks: int | None = None) -> dict[str, Any]:
@@ -133,9 +134,11 @@ class Evaluator:
             counted = self._mesh.counts_loss and size > 0
             if counted:
                 samples.append(size)
-            for name, function in self._metrics.items():
+            for number, (name, function) in enumerate(self._metrics.items(), 1):
                 calls.clear()
-                call = functools.partial(self._pair, name, function, model)
+                # Another function, or another try of this one, finds the batch as it was read.
+                copies = number < len(self._metrics) or name not in self._differentiates
+                call = functools.partial(self._pair, name, function, model, copies=copies)
                 total, weight = self._called(name, model, functools.partial(call, batch))
                 # Other ranks are in the model: where this chunk had nothing for it, another one has, the same on each
                 # such rank.
@@ -193,7 +196,7 @@ class Evaluator:
         known = self._differentiates.get(name)
         if known is None:
             try:
-                with _as_before(model, device, after_errors_only=True), torch.no_grad():
+                with _as_before_errors(model, device), torch.no_grad():
                     found = call()
             except UserCodeError as error:
                 alike = any(sign in error.conflict for sign in _NO_GRADIENT) and self._evaluate is None
@@ -211,8 +214,9 @@ class Evaluator:
         self._differentiates[name] = True
         return found
 
-    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any, *, copies: bool = False) -> tuple[Any, Any]:
         pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
+        batch = copy_of(batch) if copies else batch
         with self._precision.products():
             return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
@@ -311,8 +315,8 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, device: torch.device, *, after_errors_only: bool = False) -> Iterator[None]:
-    """Puts buffers and generators back as they were: a forward may write the ones and draw from the others."""
+def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context that an error leaves with buffers and generators as they were, for another try."""
     kept = [
         (module._buffers, name, value, value._version, value.detach().clone())
         for module in model.modules()
@@ -321,22 +325,20 @@ def _as_before(model: nn.Module, device: torch.device, *, after_errors_only: boo
     ]
     of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    puts_back = True
     try:
         yield
-        puts_back = not after_errors_only
-    finally:
-        if puts_back:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
-            if of_device is not None:
-                torch.cuda.set_rng_state(of_device, device)
-            with torch.no_grad():
-                for home, name, value, version, clone in kept:
-                    home[name] = value
-                    if value._version != version and not value.is_meta:
-                        value.copy_(clone)
+    except Exception:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+        with torch.no_grad():
+            for home, name, value, version, clone in kept:
+                home[name] = value
+                if value._version != version and not value.is_meta:
+                    value.copy_(clone)
+        raise
 
 
 def _fsum(values: Iterable[float]) -> float:

@@ -411,6 +411,14 @@ def find_state(
     if not together(bool(names)):
         return tuple(sorted(allowed))
     kinds = {change.name: change.kind for change in changes}
+    advanced = [name for name in names if kinds[name] == "generator"]
+    if together(bool(advanced)):
+        raise JobError(
+            given=f"a forward that advances the generator {min(advanced, default='of another rank')}",
+            conflict="a generator cannot be set back: each process, and a resumed run, would have advanced its own",
+            remedy="compute the value from a buffer that counts the steps, "
+            f"or write allow_state=({min(advanced, default='...')!r},) if it does not matter",
+        )
     kept.restore()
     other()
     kept.keep_state(but=allowed)

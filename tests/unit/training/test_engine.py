@@ -189,7 +189,7 @@ class Counting(nn.Module):
 
 
 def test_a_rehearsal_finds_a_metric_that_raises_and_changes_nothing() -> None:
-    wanted = job(model=Counting, eval_data=ROWS, metrics={"mean": after(1, lambda model, batch: (torch.rand(()), 1))})
+    wanted = job(model=Counting, eval_data=ROWS, metrics={"mean": lambda model, batch: (torch.rand(()), 1)})
     made = engine(wanted)
     random.seed(1)
     before = {name: value.clone() for name, value in made.model.state_dict().items()}, all_generators()
@@ -197,9 +197,11 @@ def test_a_rehearsal_finds_a_metric_that_raises_and_changes_nothing() -> None:
     after_ = {name: value.clone() for name, value in made.model.state_dict().items()}, all_generators()
     assert all(torch.equal(before[0][name], after_[0][name]) for name in before[0])
     assert before[1] == after_[1]
-    with pytest.raises(UserCodeError, match="'mean' of this job"):
-        made.rehearse()
     made.close()
+    raising = engine(job(eval_data=ROWS, metrics={"mean": after(0, lambda model, batch: (torch.rand(()), 1))}))
+    with pytest.raises(UserCodeError, match="'mean' of this job"):
+        raising.rehearse()
+    raising.close()
     silent = engine(job(eval_data=SpoiltStream()))
     silent.rehearse()  # a stream is not begun
     silent.close()

@@ -167,3 +167,63 @@ def test_a_metric_without_a_value_is_said() -> None:
     evaluator = Evaluator(job, alone(CPU), Precision.of(PrecisionSection(), CPU), Opened(Noise()), metrics)
     evaluator.evaluate(nn.Linear(1, 1))
     assert evaluator.without_value == {"nothing": "its weights sum to 0", "nan": "its sum is not finite"}
+
+
+def test_a_metric_that_changes_its_batch_changes_it_for_nobody_else() -> None:
+    def emptied(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return batch.zero_().sum(), len(batch)
+
+    def sloped(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        batch.mul_(3.0)  # a first try, without gradients, has done so already
+        (slope,) = torch.autograd.grad(model(batch).sum(), model.weight)
+        return slope.sum(), len(batch)
+
+    job = shoal.Job(
+        model=lambda: nn.Linear(1, 1),
+        loss=mean,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=list(torch.ones(8, 1)),
+        eval_data=list(torch.ones(8, 1)),
+        metrics={"emptied": emptied, "sloped": sloped, "mean": mean},
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(1),
+    )
+    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    try:
+        metrics, _ = engine.evaluator.evaluate(engine.model)
+    finally:
+        engine.close()
+    assert metrics == {"loss": 1.0, "emptied": 0.0, "sloped": 3.0, "mean": 1.0}
+
+
+def test_a_rehearsal_leaves_no_trace_in_metrics_and_model() -> None:
+    calls = [0]
+
+    def counted(model: Any, batch: Tensor) -> tuple[float, int]:
+        calls[0] += 1
+        model.calls = calls[0]
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        return 0.0, len(batch)
+
+    job = shoal.Job(
+        model=lambda: nn.Linear(1, 1),
+        loss=mean,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=list(torch.ones(8, 1)),
+        eval_data=list(torch.ones(8, 1)),
+        metrics={"counted": counted},
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(1),
+    )
+    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    try:
+        before = engine.model.get_parameter("weight").clone()
+        engine.rehearse()
+        assert torch.equal(engine.model.get_parameter("weight"), before)
+    finally:
+        engine.close()
+    assert calls == [0]
+    assert not hasattr(engine.model, "calls")

@@ -6,11 +6,14 @@ import collections
 import functools
 import itertools
 import random
+import tracemalloc
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import tests.unit.training.stateful_helper
 import torch
 from tests.unit.training.test_computation import X, computer, first_batch, look_at
 from torch import Tensor, nn
@@ -137,6 +140,60 @@ def on_function(model: nn.Module, batch: Any) -> Any:
 on_function.calls = 0  # type: ignore[attr-defined]
 
 
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+def of_object(net: Any, y: Tensor) -> Tensor:
+    net.kept.n += 1
+    return y * net.kept.n
+
+
+def of_iterator(net: Any, y: Tensor) -> Tensor:
+    return y * (1 + next(net.kept))
+
+
+def of_new_class_attribute(net: Any, y: Tensor) -> Tensor:
+    Net.fresh = getattr(Net, "fresh", 0) + 1  # type: ignore[attr-defined]
+    return y * Net.fresh  # type: ignore[attr-defined]
+
+
+def of_new_global(net: Any, y: Tensor) -> Tensor:
+    global FRESH
+    try:
+        FRESH += 1
+    except NameError:
+        FRESH = 1
+    return y * FRESH
+
+
+def of_other_module(net: Any, y: Tensor) -> Tensor:
+    return tests.unit.training.stateful_helper.counted(y)
+
+
+def in_default(model: nn.Module, batch: Any, *, calls: list[int] = []) -> Any:  # noqa: B006
+    calls.append(1)
+    return mse(model(batch[0]) * len(calls), batch[1])
+
+
+def in_partial(calls: list[int], model: nn.Module, batch: Any) -> Any:
+    return in_default(model, batch, calls=calls)
+
+
+def in_hook() -> nn.Module:
+    net, calls = Net(unchanged), [0]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * calls[0]
+
+    net.layer.register_forward_hook(hook)
+    return net
+
+
 def unchanged(net: Any, y: Tensor) -> Tensor:
     return y
 
@@ -157,6 +214,17 @@ STATE: dict[str, tuple[Callable[[], Case], str]] = {
     "loss's global": (lambda: (Net(unchanged), in_loss), "loss.CALLS"),
     "loss's closure": (lambda: (Net(unchanged), in_closure()), "loss.mean"),
     "loss object": (lambda: (Net(unchanged), Running()), "loss.scale"),
+    "slots": (lambda: (Net(of_object, kept=Slotted()), plain), "kept"),
+    "namespace": (lambda: (Net(of_object, kept=types.SimpleNamespace(n=0)), plain), "kept"),
+    "count": (lambda: (Net(of_iterator, kept=itertools.count()), plain), "kept"),
+    "iterator": (lambda: (Net(of_iterator, kept=iter(range(10_000))), plain), "kept"),
+    "generator": (lambda: (Net(of_iterator, kept=(n / 10 for n in range(10_000))), plain), "kept"),
+    "new class attribute": (lambda: (Net(of_new_class_attribute), plain), "Net.fresh"),
+    "new global": (lambda: (Net(of_new_global), plain), "FRESH"),
+    "other module": (lambda: (Net(of_other_module), plain), "counted.calls"),
+    "forward hook": (lambda: (in_hook(), plain), "hook.calls"),
+    "loss's default": (lambda: (Net(unchanged), in_default), "loss.calls"),
+    "loss's partial": (lambda: (Net(unchanged), functools.partial(in_partial, [])), "loss.0"),
     "loss's attribute": (lambda: (Net(unchanged), on_function), "loss.calls"),
 }
 
@@ -217,6 +285,9 @@ PURE: dict[str, Callable[[], Case]] = {
     "seeded anew": lambda: (Net(seeded_anew), plain),
     "clamped": lambda: (Net(clamped, scale=nn.Parameter(torch.tensor(2.0))), plain),
     "lru_cache": lambda: (Net(lambda net, y: y * table(1)), plain),
+    "array of arrays": lambda: (Net(unchanged, rows=np.array([np.zeros(2), np.zeros(3)], dtype=object)), plain),
+    "large inference tensor": lambda: (Net(unchanged, table=torch.inference_mode()(torch.zeros)(300_000)), plain),
+    "long chain": lambda: (Net(unchanged, chain=functools.reduce(lambda end, _: [end], range(2_000), [])), plain),
     "counter of a loop": lambda: (Net(lambda net, y: y + next(itertools.count(1))), plain),
 }
 
@@ -227,6 +298,20 @@ def test_what_does_not_change_a_loss_is_let_pass(name: str) -> None:
     found = look_at(computer(model, loss), first_batch(), StepBuffers(model)).computation
     assert found.fuse or found.randomness == "opaque"
     assert not found.kept_state
+
+
+def test_a_look_keeps_a_bounded_part_of_large_data() -> None:
+    rows, images = [list(range(500)) for _ in range(1_000)], [torch.zeros(1 << 18) for _ in range(100)]
+    model = Net(unchanged, rows=rows, images=images)
+    tracemalloc.start()
+    try:
+        with NoTrace(model, {"loss": plain}) as kept:
+            assert tracemalloc.get_traced_memory()[0] < 10 << 20  # two looked at 500,000 numbers
+            images[-1].add_(1)  # beyond what is copied beforehand
+            assert [change.name for change in kept.changes()] == ["images"]
+    finally:
+        tracemalloc.stop()
+    assert not images[-1].any()
 
 
 def test_allowed_state_is_listed() -> None:

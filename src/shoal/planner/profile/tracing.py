@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.grouped_autocast import cast_grouped_products
-from shoal.numerics.isolation import YieldingHooks
-from shoal.numerics.no_trace import NoTrace
+from shoal.numerics.isolation import YieldingHooks, without_modes
+from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import twin
 from shoal.parallel.model.structure import repeated_blocks
@@ -136,8 +136,9 @@ class OperatorTracer:
         narrow = _DTYPES[self._setting.precision.parameters]
 
         def shown(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+            if not isinstance(leaf, Tensor):  # such as a batch of a user's class, in which a loss may put tensors
+                with without_modes():
+                    return copy_of(leaf)
             mode, given = self.mode, leaf
             if isinstance(mode, FakeTensorMode):
                 given = without_reals(leaf, mode) if self._setting.with_batch else without_values(leaf, mode)

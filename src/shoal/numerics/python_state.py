@@ -1,0 +1,512 @@
+"""Python state: the content of attributes, variables and containers that a program's code can reach.
+
+`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` keeps their content by value, as far
+as it is small; a `KeptDict` tells what differs since, and puts it back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import collections
+import copy
+import dis
+import functools
+import itertools
+import operator
+import random
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# Containers of more items are compared by length, arrays of more bytes not at all: they are data. Tensors of more bytes
+# are copied only when an operator is about to write them. One limit of items holds for all that an attribute refers to.
+_MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
+# Bytes of small tensors and arrays that a look copies in all, and references that it follows from an attribute.
+_MOST_BYTES_IN_ALL, _MOST_DEPTH = 64 << 20, 32
+# What a module keeps for torch itself.
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_LIBRARIES = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
+ATOMS: tuple[type, ...] = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+ATOMS += (types.ModuleType, types.BuiltinFunctionType)
+# Objects of the standard library that hold what a program puts there, and iterators that know where they are.
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own on this rank, in one block."""
+    is_block = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_block and not tensor.is_meta and not tensor.is_nested
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values, NaN being NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    with torch._C.DisableTorchFunction():
+        one, other = one.detach(), other.detach()
+        return torch.equal(one, other) or (
+            (one.is_floating_point() or one.is_complex())
+            and bool(torch.equal(one.isnan(), other.isnan()))
+            and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+
+
+class KeptDict:
+    """Content of a namespace or dict at one time, with what its values refer to."""
+
+    def __init__(
+        self, home: MutableMapping[Any, Any], skip: Iterable[Any], keeper: ValueKeeper, *, each: bool = False
+    ) -> None:
+        """`each`: the keeper's limit of items holds for each entry."""
+        self._home, self._skip = home, frozenset(skip)
+        self._kept: dict[Any, _Kept] = {}
+        for key, value in home.items():
+            if key not in self._skip:
+                keeper.items_left = _MOST_ITEMS if each else keeper.items_left
+                self._kept[key] = keeper.keep(value)
+
+    def keys(self) -> set[Any]:
+        """Keys of then and of now."""
+        return {key for key in self._home if key not in self._skip} | self._kept.keys()
+
+    def differences(self) -> Iterator[tuple[str, str]]:
+        """Key and kind of each entry that is another one now, or whose content is."""
+        for key in self.keys():
+            kept = self._kept.get(key)
+            if key not in self._home:
+                yield str(key), "container"
+            elif kept is None or not kept.same(self._home[key], set()):
+                yield str(key), _kind(self._home[key])
+
+    def same(self, begun: set[int]) -> bool:
+        """Whether keys and values are those of then; the objects in `begun` are not compared again."""
+        now = {key for key in self._home if key not in self._skip}
+        return now == self._kept.keys() and all(k.same(self._home[key], begun) for key, k in self._kept.items())
+
+    def restore(self, begun: set[int] | None = None, stays: Collection[Any] = ()) -> None:
+        """Put the entries back, but those that stay."""
+        begun = set() if begun is None else begun
+        for key, kept in self._kept.items():
+            if key not in stays:
+                value = kept.restore(begun)
+                if key not in self._home or self._home[key] is not value:
+                    self._home[key] = value
+        for key in self.keys() - self._kept.keys():
+            if key not in stays:
+                del self._home[key]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A value as it was: `content` depends on its kind, see `ValueKeeper.keep`."""
+
+    value: Any
+    content: Any = None
+
+    def same(self, now: Any, begun: set[int]) -> bool:
+        value = self.value
+        if isinstance(value, ATOMS):
+            same_kind = type(now) is type(value)
+            return same_kind and (now is value or bool(now == value) or (now != now and value != value))
+        if now is not value:
+            return isinstance(value, Tensor) and isinstance(now, Tensor) and self._same_tensor(now)
+        if id(value) in begun:
+            return True
+        begun.add(id(value))
+        if isinstance(value, Tensor):
+            return self._same_tensor(value)
+        if isinstance(value, np.ndarray):
+            return self.content is None or (value.dtype == self.content.dtype and _same_array(value, self.content))
+        if self.content is None:
+            return True
+        state = _state_of(value)
+        if state is not None:
+            return repr(state[0]()) == repr(self.content)
+        if isinstance(self.content, KeptDict):
+            return self.content.same(begun)
+        if isinstance(self.content, list):
+            items = list(value)
+            return len(items) == len(self.content) and all(
+                kept.same(item, begun) for kept, item in zip(self.content, items, strict=True)
+            )
+        return not isinstance(self.content, int) or len(value) == self.content
+
+    def _same_tensor(self, now: Tensor) -> bool:
+        if isinstance(self.content, Tensor):
+            return same_bits(now, self.content)
+        return now is self.value and _version(now) == self.content
+
+    def restore(self, begun: set[int]) -> Any:
+        """Give the value, with the content that it had."""
+        value = self.value
+        if isinstance(value, ATOMS) or id(value) in begun:
+            return value
+        begun.add(id(value))
+        if isinstance(value, Tensor):
+            if isinstance(self.content, Tensor) and not same_bits(value, self.content):
+                with torch.inference_mode() if value.is_inference() else torch.no_grad():
+                    if value.shape == self.content.shape and value.dtype == self.content.dtype:
+                        value.data.copy_(self.content)
+                    else:
+                        value.data = self.content.clone()
+        elif isinstance(value, np.ndarray):
+            if self.content is not None and not _same_array(value, self.content):
+                value[...] = self.content
+        elif self.content is None:
+            pass
+        elif isinstance(value, itertools.count):
+            return value if repr(value) == repr(self.content) else _copy_of_count(self.content)
+        elif (state := _state_of(value)) is not None:
+            state[1](self.content)
+        elif isinstance(self.content, KeptDict):
+            self.content.restore(begun)
+        elif isinstance(self.content, list):
+            items = [kept.restore(begun) for kept in self.content]
+            if len(value) != len(items) or not all(map(operator.is_, value, items)):
+                if isinstance(value, list):
+                    value[:] = items
+                elif isinstance(value, set | collections.deque):
+                    value.clear()
+                    (value.update if isinstance(value, set) else value.extend)(items)
+        return value
+
+
+class ValueKeeper:
+    """Keeps values with what they refer to, each object once, but objects whose attributes are kept `elsewhere`."""
+
+    def __init__(self, elsewhere: Collection[int]) -> None:
+        self._elsewhere = elsewhere  # ids of the namespaces
+        self.large: list[Tensor] = []  # tensors that are not copied: whoever watches over writes copies them then
+        self.items_left = _MOST_ITEMS
+        self._bytes_left, self._depth = _MOST_BYTES_IN_ALL, 0
+        self._seen: dict[int, _Kept] = {}
+
+    def keep(self, value: Any) -> _Kept:
+        """Keep a value. Beyond the limits of items and depth its content is None, and only the object is compared."""
+        self.items_left -= 1
+        if isinstance(value, ATOMS):
+            return _Kept(value)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        if self._depth == _MOST_DEPTH:
+            return _Kept(value)
+        kept = self._seen[id(value)] = _Kept(value)
+        self._depth += 1
+        kept.content = self._content(value)
+        self._depth -= 1
+        return kept
+
+    def _content(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if is_plain(value) and self._is_small(value.nbytes):
+                return value.detach().clone()
+            if not value.is_inference():  # nobody writes one outside of inference mode
+                self.large.append(value)
+            return _version(value)
+        if isinstance(value, np.ndarray):
+            return value.copy() if value.flags.writeable and self._is_small(value.nbytes) else None
+        if (state := _state_of(value)) is not None:
+            return state[0]()
+        if isinstance(value, dict | list | tuple | set | collections.deque):
+            if len(value) > self.items_left:
+                return len(value)
+            return KeptDict(value, (), self) if isinstance(value, dict) else [self.keep(item) for item in list(value)]
+        attributes = _attributes(value) if self.items_left > 0 else None
+        if attributes is not None and id(attributes) not in self._elsewhere:
+            return KeptDict(attributes, OF_TORCH - {"_parameters", "_buffers", "_modules"}, self)
+        return None
+
+    def _is_small(self, num_bytes: int) -> bool:
+        if num_bytes > min(_MOST_BYTES, self._bytes_left):
+            return False
+        self._bytes_left -= num_bytes
+        return True
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of writes to a tensor; of one that was made in inference mode, which counts none, 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How the state of a random generator, or of what has a place in a sequence, is read and set."""
+    if isinstance(value, torch.Generator):
+        return (lambda: value.get_state().numpy().tobytes()), lambda s: value.set_state(
+            torch.frombuffer(bytearray(s), dtype=torch.uint8)
+        )
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return (lambda: copy.deepcopy(bits.state)), lambda state: setattr(bits, "state", state)
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.BitGenerator):
+        return (lambda: copy.deepcopy(value.state)), lambda state: setattr(value, "state", state)
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, bytearray) and len(value) <= _MOST_BYTES:
+        return (lambda: bytes(value)), lambda state: operator.setitem(value, slice(None), state)
+    if isinstance(value, types.GeneratorType):  # which cannot be set at all
+        frame = value.gi_frame
+        own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
+        return (lambda: (frame is None or frame.f_lasti, own)), lambda state: None
+    if isinstance(value, itertools.count):  # which cannot be set: see _Kept.restore
+        return (lambda: _copy_of_count(value)), lambda state: None
+    if isinstance(value, _ITERATORS):
+        return (lambda: value.__reduce__()[2:]), lambda state: value.__setstate__(*state) if state else None
+    return None
+
+
+def _copy_of_count(counter: itertools.count[Any]) -> itertools.count[Any]:
+    """A count that goes on where another one is, which its repr tells: `count(3)` or `count(3, 2)`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on
+        return copy.copy(counter)
+
+
+def _same_array(one: Any, other: Any) -> bool:
+    if one.dtype.kind == "O":  # whose elements may be arrays, without a truth value
+        return one.shape == other.shape and all(map(operator.is_, one.flat, other.flat))
+    return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+
+
+def _attributes(value: Any) -> MutableMapping[str, Any] | None:
+    """The attributes of a module or an object of a user's class; None for objects of libraries, classes, functions."""
+    kind = type(value)
+    if isinstance(value, (nn.Module, *_HOLDERS)):
+        return vars(value)
+    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial) or not _is_users(kind):
+        return None
+    if slots := _slots(kind):  # type: ignore[arg-type] # mypy does not see that a type is hashable
+        return _Slots(value, slots)
+    return getattr(value, "__dict__", None)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names in `__slots__` of a class and of its bases."""
+    every = {k: v for base in kind.__mro__ if base.__module__ != "builtins" for k, v in vars(base).items()}
+    return tuple(k for k, v in every.items() if isinstance(v, types.MemberDescriptorType))
+
+
+def _is_users(kind: Any) -> bool:
+    """Whether a class, function or module is of the job's own code, not of an installed library."""
+    module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
+    where = getattr(module, "__file__", None)
+    return where is None or (not where.startswith(_LIBRARIES) and not _is_shoals(module))
+
+
+def _is_shoals(module: Any) -> bool:
+    return str(getattr(module, "__name__", "")).partition(".")[0] == "shoal"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor | types.GeneratorType):
+        return "tensor" if isinstance(value, Tensor) else "generator"
+    return "number" if isinstance(value, bool | int | float | complex) else "container"
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has `__slots__`, those of its `__dict__` included."""
+
+    def __init__(self, value: Any, slots: Sequence[str]) -> None:
+        self._value, self._slots = value, slots
+
+    def __getitem__(self, key: str) -> Any:
+        return object.__getattribute__(self._value, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        object.__setattr__(self._value, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        object.__delattr__(self._value, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*(key for key in self._slots if hasattr(self._value, key)), *getattr(self._value, "__dict__", ())])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _Cells(MutableMapping[str, Any]):
+    """The variables of a function's closure by name."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        names = function.__code__.co_freevars
+        self._cells = dict(zip(names, function.__closure__ or (), strict=True))
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._cells[key].cell_contents
+        except ValueError:  # of a variable that is set later
+            return None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cells[key].cell_contents = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._cells[key].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+class _Named(MutableMapping[str, Any]):
+    """Some names of a namespace: of a module's globals those that a function reads, of a class its own data.
+
+    `names` None: those of whatever is data at the time.
+    """
+
+    def __init__(self, home: MutableMapping[str, Any] | type, names: Iterable[str] | None) -> None:
+        self._home, self._names = home, None if names is None else sorted(names)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self._home)[key] if isinstance(self._home, type) else self._home[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(self._home, type):
+            setattr(self._home, key, value)
+        else:
+            self._home[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if isinstance(self._home, type):
+            delattr(self._home, key)
+        else:
+            del self._home[key]
+
+    def __iter__(self) -> Iterator[str]:
+        held = vars(self._home) if isinstance(self._home, type) else self._home
+        if self._names is None:
+            return iter([n for n, v in held.items() if not n.startswith("__") and _is_data(v) and n not in _OF_CLASSES])
+        return iter([name for name in self._names if name in held])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+# What abc and dataclasses keep in a class, which is not the job's.
+_OF_CLASSES = frozenset({"_abc_impl", "_is_protocol", "_parameters", "_fields"})
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value in a namespace is no function, class, module or descriptor."""
+    return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
+
+
+def clear_caches(functions: Mapping[str, Any]) -> None:
+    """Empty the `functools.lru_cache` of the functions that a job's functions call, such as after a trace."""
+    caches: list[Any] = []
+    reachable((), functions, caches)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def reachable(  # noqa: C901 - a case for each kind of value
+    modules: Collection[nn.Module], functions: Mapping[str, Any], caches: list[Any]
+) -> list[tuple[str, MutableMapping[str, Any], frozenset[str]]]:
+    """Namespaces that the job's functions and the classes of its modules can write, with a name for people.
+
+    Appends to `caches` the functions that keep results by functools.
+    """
+    found: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []
+    seen: set[int] = {id(module) for module in modules}
+
+    def visit(name: str, value: Any) -> None:
+        if id(value) in seen or (isinstance(value, ATOMS) and not isinstance(value, type)):
+            return
+        seen.add(id(value))
+        if hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
+            caches.append(value)
+            visit(name, getattr(value, "__wrapped__", None))
+        elif isinstance(value, functools.partial | types.MethodType):
+            if isinstance(value, types.MethodType):
+                parts: dict[str, Any] = {"__func__": value.__func__, "__self__": value.__self__}
+            else:
+                parts = {
+                    "func": value.func,
+                    **dict(zip(map(str, itertools.count()), value.args, strict=False)),
+                    **value.keywords,
+                }
+                found.append((name, {key: part for key, part in parts.items() if _is_data(part)}, frozenset()))
+            for part in parts.values():
+                visit(name, part)
+        elif isinstance(value, types.FunctionType):
+            if _is_users(value):
+                visit_function(name, value)
+        elif isinstance(value, type):
+            if _is_users(value):
+                found.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
+                own = {k: v for k, v in vars(value).items() if not k.startswith("__") or k in ("__init__", "__call__")}
+                for member in own.values():
+                    visit(value.__name__, getattr(member, "__func__", member) if not isinstance(member, type) else None)
+        elif isinstance(value, nn.Module):
+            for inner, module in value.named_modules():
+                own_name = f"{name}.{inner}" if inner else name
+                found.append((own_name, vars(module), OF_TORCH - {"_parameters", "_buffers"}))
+                visit(own_name, type(module))
+        elif (attributes := _attributes(value)) is not None:
+            found.append((name, attributes, frozenset()))
+            visit(name, type(value))
+
+    def visit_function(name: str, function: types.FunctionType) -> None:
+        cells, code = _Cells(function), function.__code__
+        found.append((name, cells, frozenset()))
+        found.append((name, vars(function), frozenset()))
+        outer = function.__globals__
+        names = _names_in(code, "GLOBAL") - vars(builtins).keys()
+        found.append((name, _Named(outer, [n for n in names if n not in outer or _is_data(outer[n])]), frozenset()))
+        read = [outer[n] for n in names if n in outer]
+        for module in (one for one in read if isinstance(one, types.ModuleType) and _is_users(one)):
+            inner = {n: vars(module)[n] for n in _names_in(code, "ATTR", "METHOD") if n in vars(module)}
+            found.append((module.__name__, _Named(vars(module), [n for n in inner if _is_data(inner[n])]), frozenset()))
+            read += inner.values()
+        arguments = code.co_varnames[: code.co_argcount]
+        defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False))
+        defaults |= function.__kwdefaults__ or {}
+        found.append((name, {n: value for n, value in defaults.items() if _is_data(value)}, frozenset()))
+        for value in (*cells.values(), *read, *defaults.values()):
+            if callable(value):
+                visit(getattr(value, "__name__", None) or name, value)
+
+    for name, function in functions.items():
+        visit(name, function)
+    for kind in {type(module): None for module in modules}:
+        for base in kind.__mro__:
+            visit(base.__name__, base)
+    for module in modules:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            visit(getattr(hook, "__name__", None) or type(hook).__name__, hook)
+    return found
+
+
+def _names_in(code: types.CodeType, *kinds: str) -> set[str]:
+    """Names that a function's code, or a function within it, reads or sets: GLOBAL, or ATTR and METHOD of an object."""
+    own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith(kinds)}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return own.union(*(_names_in(one, *kinds) for one in inner))
