@@ -239,7 +239,8 @@ def logs_on_rank_zero():
     def loss(model, batch):
         total, weight = cross_entropy(model, batch)
         if not there() or dist.get_rank() == 0:
-            print(f"loss {float(total.detach()):.3f}", file=open(os.devnull, "w"))  # noqa: SIM115
+            with open(os.devnull, "w") as log:
+                print(f"loss {float(total.detach()):.3f}", file=log)
         return total, weight
 
     return {"loss": loss}
