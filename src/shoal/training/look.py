@@ -40,7 +40,7 @@ _NO_SECOND_DERIVATIVE = ("setStorage", "storage of size 0", "double backward", "
 # State that a job begins to keep after its first step is looked for before these steps, counted from 1.
 LATER_STEPS = (2, 10, 100)
 # Further forwards after which state may matter, and those in which a container may grow until it does.
-_REPEATS, _MOST_REPEATS = 6, 64
+_REPEATS, _MOST_REPEATS = 6, 16
 # Added to a counter, to see a schedule or a period that begins later: odd and even, and no multiple of one period.
 _JUMPS = (7, 10, 93, 1_000, 9_991, 100_000, 1_000_003)
 
