@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shoal.errors import JobError
 from shoal.numerics.grain_randomness import DrawCounter
 from shoal.numerics.isolation import without_modes
+from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.value_free import IntegerEvaluation
 from shoal.parallel.pipeline.stage_trace import Blank, Outline, fake_of, without_data
 
@@ -54,8 +57,14 @@ class StageShapes:
             with without_modes(), without_data(module, self._device) as (mode, _):
                 given = fake_of(mode, leaves, self._device)
                 args, kwargs = tree_unflatten(given, spec)
-                with mode, IntegerEvaluation(), DrawCounter() as counter:
+                with NoTrace(module, {}), mode, IntegerEvaluation(), DrawCounter() as counter:
                     output = forward(*args, **kwargs)
+        except DataDependentOutputException as error:
+            raise JobError(
+                given=f"module {name}, whose forward reads a number off a tensor, in a pipeline",
+                conflict="another stage computes the module: here the shapes of its outputs are known, and no values",
+                remedy="write layout.pipeline = 1, or a forward that keeps the number in a tensor",
+            ) from error
         finally:
             self.is_running = False
         return Outline.of(output, given), counter.count
