@@ -215,7 +215,7 @@ class _Axes:
         for axis in ("data", "shard"):
             if self.mesh.layout.degree(axis) > 1:
                 self.division.add_partial(scalars(self.model), axis)
-        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent)
+        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent, writing=self.division.writing)
         self.division.cut = functools.partial(rows, self.mesh)
 
     def _trial(self, whole: Whole) -> ModelTrial:

@@ -206,7 +206,7 @@ class LossComputer:
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
     has the whole model. `compiles`: forwards with gradients are compiled. `gathers`: nothing but the shard axis divides
-    the model, so that each rank gathers whole parameters.
+    the model, so that each rank gathers whole parameters. `writing`: takes modules whose forward writes parameters.
     """
 
     def __init__(
@@ -222,7 +222,9 @@ class LossComputer:
         exact: bool = False,
         compiles: bool = False,
         gathers: bool = False,
+        writing: set[nn.Module] | None = None,
     ) -> None:
+        self.writing = set() if writing is None else writing
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
         self.exact, self.compiles, self.gathers = exact, compiles, gathers
         self.look_seconds = 0.0  # of all looks so far
@@ -241,7 +243,12 @@ class LossComputer:
         """A computer of the same losses in another precision."""
         if precision == self.precision:
             return self
-        known = {"cut": self.cut, "divided": self.divided, "exact": self.exact, "compiles": self.compiles}
+        known: dict[str, Any] = {
+            "cut": self.cut,
+            "divided": self.divided,
+            "exact": self.exact,
+            "compiles": self.compiles,
+        }
         return LossComputer(self.job, self.model, precision, self.computation, self.evaluate, **known)
 
     def scope(

@@ -222,7 +222,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     compiles = plan.execution.compile != "none"
-    how = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles}
+    how: dict[str, Any] = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles}
+    how["writing"] = sharded_model.division.writing
     how["gathers"] = plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     shares, kept = plan.shares_memory, callbacks or None

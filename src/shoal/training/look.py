@@ -300,6 +300,7 @@ class Look:
             self._refuse_written(written, kept.changed_parameters(), trained)
         found = {*written, *kept.written_parameters()}
         if computer.gathers and found <= trained:
+            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
             found = set()  # ranks that gather each other's parts keep what all of them write alike
         if self._together(bool(found and computer.divided)):
             raise JobError(

@@ -64,7 +64,8 @@ class ModelDivision:
     whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
     so many samples send over a tensor axis, if there is a formula. `staged`: the stages of a pipeline, `sliced`: the
     blocks of a context axis. `cut`: what a rank would have of a parameter of that shape, if it held any. `notes` say
-    how and why, a line each. `hooks`: those of the undivided model's parameters.
+    how and why, a line each. `hooks`: those of the undivided model's parameters. `writing`: modules whose forward may
+    write their parameters.
     """
 
     parts: dict[str, TensorSlice] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class ModelDivision:
     sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
     hooks: ParameterHooks = field(default_factory=ParameterHooks)
+    writing: set[nn.Module] = field(default_factory=set)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
         """Notes that gradients are also partial over `axis`."""

@@ -43,11 +43,18 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def shard(
-    model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str] = ()
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    precision: Precision,
+    absent: Container[str] = (),
+    *,
+    writing: set[nn.Module] | None = None,
 ) -> list[nn.Module]:
     """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
 
-    Names do not change; `absent` ones are of other stages. Collective: none; each unit's forward and backward are.
+    Names do not change; `absent` ones are of other stages. `writing` takes modules whose hooks may write parameters,
+    and later those whose forward does. Collective: none; each unit's forward and backward are.
     Raises: PlanError; JobError for what fully_shard does not cut.
     """
     lacking = torch_release.missing()
@@ -65,12 +72,13 @@ def shard(
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
     _refuse_mixed(found, kept, plan)
     others = set(found)
-    hooked = {module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks}
+    writing = set() if writing is None else writing
+    writing.update(module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks)
     for unit in found:
         unit.register_forward_hook(_no_views)
         if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and computes first without values
             unit.register_forward_hook(_KeptTensors(unit, others))
-            unit.register_forward_hook(_WrittenParameters(hooked))
+            unit.register_forward_hook(_WrittenParameters(writing))
         fully_shard(
             unit,
             mesh=_device_mesh(mesh),
