@@ -433,4 +433,5 @@ def _has(value: Any, places: set[Any]) -> bool:
 
 
 def _place(tensor: Tensor) -> Any:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape)
+    own: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no memory itself
+    return own.untyped_storage().data_ptr(), own.storage_offset(), tuple(own.shape)

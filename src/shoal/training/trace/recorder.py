@@ -61,6 +61,8 @@ class ForwardRecorder:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                return  # a transform of torch.func, whose tensors have no values of their own
             whole = self._outputs.get(name, _same)
             # A compiled block shows itself and nothing within.
             if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
