@@ -125,8 +125,10 @@ def train(**pieces: Any) -> Trained:
                 nn.utils.clip_grad_norm_(model.parameters(), asked["clip_norm"])
             optimizer.step()
         epoch += 1
+    if hasattr(optimizer, "eval"):  # the weights that are evaluated and handed on
+        optimizer.eval()
     last = tensors(model)
-    return Trained(losses, first or dict.fromkeys(last, torch.zeros(())), last, evaluate(asked, model, optimizer))
+    return Trained(losses, first or dict.fromkeys(last, torch.zeros(())), last, evaluate(asked, model))
 
 
 def train_by_grain(**pieces: Any) -> Trained:
@@ -142,12 +144,10 @@ def tensors(model: nn.Module) -> Tensors:
     return {name: value.detach().clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
 
 
-def evaluate(asked: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, float]:
+def evaluate(asked: dict[str, Any], model: nn.Module) -> dict[str, float]:
     """Mean loss and metrics over the evaluation data; empty where there is none."""
     if asked.get("eval_data") is None:
         return {}
-    if hasattr(optimizer, "eval"):
-        optimizer.eval()
     model.eval()
     sums: dict[str, list[float]] = {}
     for batch in batches(asked["eval_data"], asked["global_batch"], asked.get("collate")):
