@@ -292,7 +292,8 @@ class Look:
         first = run(one)
         written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
-        if self._together(bool(written.keys() & trained)):
+        writes = self._together(bool(written.keys() & trained))
+        if writes:
             kept.restore()
             run(other)
             self._refuse_written(written, kept.changed_parameters(), trained)
@@ -318,8 +319,9 @@ class Look:
                     "own, the clock or the operating system; in exact mode each number has to be the same in each run",
                     remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
                 )
-        kept.restore()
-        run(one)  # again, since parameters were looked at in between
+        elif writes:  # the forwards above have left other state than that of `one` from the beginning
+            kept.restore()
+            run(one)
         return find_state(
             kept,
             lambda: run(other),
