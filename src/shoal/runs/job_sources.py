@@ -32,7 +32,7 @@ def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path,
     A module is the job's own where it lies in a package of the job's, in the folder above it, or in the current folder,
     and is not installed. `also`: more files to begin with. Files that are no Python are skipped.
     """
-    roots = [*map(Path, module.folders)]
+    roots, package = [*map(Path, module.folders)], module.package
     waiting, seen = [Path(os.path.abspath(module.path)), *map(Path, also)], set[Path]()
     while waiting:
         path = waiting.pop(0)
@@ -45,7 +45,7 @@ def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path,
             continue
         found = list(_imported(tree, path, roots))  # whoever takes the tree may change it
         yield path, tree
-        waiting += (file for file in found if _is_of_job(file, module))
+        waiting += (file for file in found if _is_of_job(file, package))
 
 
 def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict[str, dict[str, str]]:
@@ -56,30 +56,31 @@ def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict
     Comments, docstrings, the place of a line, a job's length and what it does at a bad step are left out, and so are
     the defaults of the job `function`'s parameters, which are settings.
     """
-    path = Path(os.path.abspath(module.path))
+    path, package = Path(os.path.abspath(module.path)), module.package
     found = {}
-    for file, tree in sources(module, (file for file in imported if _is_of_job(Path(file), module))):
+    for file, tree in sources(module, (file for file in imported if _is_of_job(file, package))):
         inside = next((folder for folder in module.folders if file.is_relative_to(folder)), None)
         name = JOB_FILE if file == path else str(file.relative_to(inside) if inside is not None else file)
         found[name] = _digests(tree, function if file == path else None)
     return found
 
 
-def is_installed(path: Path) -> bool:
-    """Whether a file is of Python, of shoal, or of an installed package."""
-    return any(path.is_relative_to(folder) for folder in _installed())
+def is_installed(path: str | Path) -> bool:
+    """Tell whether a file is of Python, of shoal, or of an installed package."""
+    return str(path).startswith(_installed())
 
 
 @functools.cache
-def _installed() -> tuple[Path, ...]:
+def _installed() -> tuple[str, ...]:
+    """Folders, each with a slash at its end: thousands of modules are asked for, and comparing texts is fast."""
     known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
-    return (_PACKAGE, *dict.fromkeys(path for folder in known for path in (Path(folder), Path(folder).resolve())))
+    folders = [_PACKAGE, *(path for folder in known for path in (Path(folder), Path(folder).resolve()))]
+    return tuple({f"{folder}{os.sep}": None for folder in folders})
 
 
-def _is_of_job(path: Path, module: JobModule) -> bool:
-    """Whether a file is of the job's own topmost package, or is not installed."""
-    package = module.package
-    return (package is not None and path.is_relative_to(package)) or not is_installed(path)
+def _is_of_job(path: Path | str, package: Path | None) -> bool:
+    """Tell whether a file is of the job's own topmost package, or is not installed."""
+    return not is_installed(path) or (package is not None and Path(path).is_relative_to(package))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -90,4 +90,4 @@ def _is_read_by_job() -> bool:
 
 @functools.cache
 def _is_library(path: str) -> bool:
-    return is_installed(Path(path)) or path.startswith(("/proc/", "/sys/", "/dev/"))
+    return is_installed(path) or path.startswith(("/proc/", "/sys/", "/dev/"))

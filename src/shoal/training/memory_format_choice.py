@@ -153,6 +153,10 @@ class _FormatTrial:
 class ImageOperators(TorchDispatchMode):
     """Recorder of the operators on images in a forward, priced for both formats; seconds of forward and backward."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler for the first operator: over a second
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.gained = self.lost = self.rest = 0.0  # for the samples that are computed
