@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ from torch.utils.data import (
 from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
-from shoal.numerics.flat import is_strided, raw_bytes
+from shoal.numerics.flat import is_strided, raw_bytes, strided_parts
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.no_trace import NoTrace
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
@@ -481,3 +482,21 @@ def _first_line(error: BaseException) -> str:
 
 def _short(ids: list[int]) -> str:
     return str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ... {ids[-1]}] ({len(ids)})"
+
+
+def digest_of_samples(batch: Any) -> str | None:
+    """SHA-256 of the tensors, arrays, numbers and texts of a batch or of samples; None of None."""
+    if batch is None:
+        return None
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            for part in strided_parts(leaf.detach()):
+                digest.update(f"{part.dtype} {list(part.shape)}".encode())
+                digest.update(raw_bytes(part.cpu()).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            digest.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
+        else:
+            plain = isinstance(leaf, int | float | str | bytes | np.generic)
+            digest.update(repr(leaf).encode() if plain else type(leaf).__name__.encode())
+    return digest.hexdigest()

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.data.loader import Microbatch
+from shoal.data.source import digest_of_samples
 from shoal.numerics.flat import is_strided, row_runs
 
 Sums = tuple[float, float]
@@ -29,6 +30,7 @@ UNPADDED = (
     "give the model a packed sequence (torch.nn.utils.rnn.pack_padded_sequence) or a mask of what is padding, or let "
     "collate pad every batch to one fixed length"
 )
+REREAD = "train_data gives the same sample other values when it is read again"
 # Of a row's size: what rounding leaves of a difference, by bytes of the dtype. Rounding of float32 through a deep model
 # stays below the first (measured: 1e-5 after 48 blocks), of float64 far below the second; what samples do to each other
 # in a batch of less than a thousand is above both.
@@ -128,6 +130,8 @@ def compare(
         with _watching(model) as calls:
             sums.append(loss(part))
         apart.append(calls)
+    if digest_of_samples(whole.read(whole.grains, whole.ids).batch) != digest_of_samples(whole.batch):
+        return fused, sums, REREAD
     no_sum = _no_sum(fused, sums)
     if no_sum:
         return fused, sums, no_sum
@@ -212,6 +216,11 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
 
 def meaning(coupled: str, grains: int, grain_size: int) -> str:
     """Consequence for the result, and how to write the job for another, of a job of such grains."""
+    if coupled == REREAD:
+        return (
+            "no two runs learn from the same values; draw from torch's, Python's or numpy's global generators, which "
+            "shoal seeds for each grain, and count no reads"
+        )
     if coupled.startswith(PADS):
         return f"the loss is the same on any number of devices; for one that does not depend on padding, {UNPADDED}"
     if MIXES not in coupled:

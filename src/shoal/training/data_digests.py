@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from shoal.data.source import MapSource, Source, TensorSource
+from shoal.data.source import MapSource, Source, TensorSource, digest_of_samples
 from shoal.launch.in_child import look_in_child
 from shoal.training.engine import Engine
-from shoal.training.preflight import digest_of_samples
 
 # Samples of each part of a digest; a part begins within so many seconds of the first one.
 _PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)

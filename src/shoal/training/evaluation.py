@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
-from shoal.data.source import MapSource, Opened, Source, collate_samples, raised
+from shoal.data.source import MapSource, Opened, Source, collate_samples, digest_of_samples, raised
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
@@ -30,7 +30,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
-from shoal.training.preflight import digest_of_samples, refuse_other_samples
+from shoal.training.preflight import refuse_other_samples
 
 T = TypeVar("T")
 # What torch's autograd says of a derivative under no_grad.

@@ -15,19 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Loader
 from shoal.data.opened import training_data
 from shoal.data.quarantine import Quarantine
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, digest_of_samples
 from shoal.data.stream import StreamLoader
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError, JobError, LaunchError
 from shoal.job import Job
 from shoal.launch.host_process import MOST_APART_SECONDS
-from shoal.numerics.flat import raw_bytes, strided_parts
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
@@ -246,24 +244,6 @@ def _some(source: MapSource) -> str | None:
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None
-
-
-def digest_of_samples(batch: Any) -> str | None:
-    """SHA-256 of the tensors, arrays, numbers and texts of a batch or of samples; None of None."""
-    if batch is None:
-        return None
-    digest = hashlib.sha256()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            for part in strided_parts(leaf.detach()):
-                digest.update(f"{part.dtype} {list(part.shape)}".encode())
-                digest.update(raw_bytes(part.cpu()).numpy().tobytes())
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            digest.update(f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes())
-        else:
-            plain = isinstance(leaf, int | float | str | bytes | np.generic)
-            digest.update(repr(leaf).encode() if plain else type(leaf).__name__.encode())
-    return digest.hexdigest()
 
 
 def _apart(value: Any, beside: Any) -> Any:

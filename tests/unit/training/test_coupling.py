@@ -20,16 +20,16 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.computation import LossComputer, MicrobatchPolicy
-from shoal.training.coupling import MIXES, PADS, meaning
+from shoal.training.coupling import MIXES, PADS, REREAD, meaning
 from shoal.training.look import Look
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[nn.Module, Any], Any]
 
 
-def found(model: nn.Module, loss: Loss, collate: Any = None, **precisions: str) -> MicrobatchPolicy:
+def found(model: nn.Module, loss: Loss, collate: Any = None, data: Any = None, **precisions: str) -> MicrobatchPolicy:
     """What the first batch of 4 grains of 4 samples shows; model and buffers stay as they were."""
-    source = source_of("train_data", [(row, row.sum()[None]) for row in X], collate)
+    source = source_of("train_data", data or [(row, row.sum()[None]) for row in X], collate)
     assert isinstance(source, MapSource)
     order = Order(32, 16, 4, seed=0, shuffle=True, length=Steps(4))
     (first,) = MapLoader(source, order, DataRank(0, 1), 0, pin_memory=False).step(0).microbatches
@@ -236,3 +236,23 @@ def test_a_model_of_its_own_dtype_is_looked_at_in_that() -> None:
 def test_what_it_means_is_in_numbers_of_the_job() -> None:
     assert "4 at most" in meaning(f"{MIXES}, in the loss function", 8, 4)
     assert "whole batch of 32" in meaning(f"{MIXES}, in the loss function", 8, 4)
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Adds noise by a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        row = X[i] + torch.randn(3, generator=self.generator)
+        return row, row.sum()[None]
+
+
+def test_samples_that_differ_when_they_are_read_again_are_not_called_mixed() -> None:
+    seen = found(nn.Linear(3, 1), plain, data=Noisy())
+    assert seen.coupled == REREAD
+    assert "global generators" in meaning(seen.coupled, 4, 4)
