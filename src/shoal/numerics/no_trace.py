@@ -77,6 +77,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._gathering = model if gathers else None
         modules = {} if model is None else dict(model.named_modules())
         self._places = [(name, vars(module), OF_TORCH) for name, module in modules.items()]
+        # Some models register hooks in their first forward, and an attribute tells them that they have.
+        self._hooks = [
+            [home for key, home in vars(module).items() if key.endswith(("_hooks", "_kwargs", "_called"))]
+            for module in modules.values()
+        ]
         own = {
             f"{name}.{key}".lstrip("."): value
             for name, module in modules.items()
@@ -100,6 +105,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._kept = [(name, home, KeptDict(home, skip, keeper, each=True)) for name, home, skip in self._places]
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
+        self._registered = [[dict(home) for home in homes] for homes in self._hooks]
         self._guard = None
         watched = [
             *(data for data, *_ in self._was.values()),
@@ -122,6 +128,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     def restore(self) -> None:
         """Put everything back as it was at the beginning."""
         self._restore_values()
+        self._restore_hooks()
         for _, _, kept in self._kept:
             kept.restore()
         for cache, size in zip(self._caches, self._filled, strict=True):
@@ -134,6 +141,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         `but`: names of changes that are put back too. `only`: the one change that stays.
         """
         self._restore_values()
+        if only is not None:
+            self._restore_hooks()
         for name, _, kept in self._kept:
             names = {key: f"{name}.{key}".lstrip(".") for key in kept.keys()}  # noqa: SIM118 - no mapping
             kept.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
@@ -158,6 +167,23 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                     parameter.requires_grad_(required)
                 parameter.grad = gradient
         _set_generators(self._generators)
+
+    def _restore_hooks(self) -> None:
+        """Remove the modules' new hooks and put back those that were removed; shoal's own stay as they are."""
+        for homes, registered in zip(self._hooks, self._registered, strict=True):
+            if all(home.keys() == before.keys() for home, before in zip(homes, registered, strict=True)):
+                continue
+            own = {
+                number
+                for home in (*homes, *registered)
+                for number, hook in home.items()
+                if str(getattr(hook, "__module__", "")).startswith("shoal.")
+            }
+            for home, before in zip(homes, registered, strict=True):
+                kept = {number: hook for number, hook in before.items() if number not in own or number in home}
+                kept |= {number: hook for number, hook in home.items() if number in own}
+                home.clear()
+                home.update(kept)
 
     def changed_buffers(self) -> list[str]:
         """Names of the buffers that were written, also through `.data` or by the value that they had."""

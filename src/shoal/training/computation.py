@@ -308,6 +308,8 @@ class LossComputer:
 
     def why_not_fused(self, agreed: MicrobatchPolicy) -> str:
         """Why grains do not share a forward, and what that means, in a line for people."""
+        if agreed.randomness == "opaque":
+            return "the model draws at random in ways that cannot be told apart by grain"
         if not agreed.coupled:
             return "the loss of a batch is not the sum of its grains', or could not be seen to be"
         return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.num_grains, self.job.grain_size)}"

@@ -220,9 +220,9 @@ class StepRunner:
         agreed = computer.computation
         for document in filter(None, told):
             agreed = agreed.with_care_of(MicrobatchPolicy.from_json(document))
-        if agreed.randomness == "opaque" and computer.computation.randomness != "opaque":
-            self._note("the model draws at random in ways that cannot be told apart by grain: grain by grain")
-        elif not agreed.fuse and computer.computation.fuse and agreed.grains_per_microbatch > 1:
+        before = computer.computation
+        has_parted = before.fuse and not agreed.fuse and agreed.grains_per_microbatch > 1
+        if has_parted or (agreed.randomness == "opaque" and before.randomness != "opaque"):
             self._note(f"grain by grain: {computer.why_not_fused(agreed)}")
         computer.computation = agreed
         buffers.watch(agreed.buffers, dict(agreed.rules))

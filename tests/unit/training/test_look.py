@@ -277,12 +277,23 @@ def table(size: int) -> Tensor:
     return torch.linspace(0, 1, size)
 
 
+def hooked(net: Any, y: Tensor) -> Tensor:
+    """Registers a hook in its first forward, which an attribute remembers, and counts the hook's calls."""
+    if not hasattr(net, "hooked"):
+        net.layer.register_forward_hook(lambda *_: net.calls.append(1))
+        net.hooked = True
+    net.calls.clear()
+    net.layer(torch.zeros(1, 3))
+    return y * len(net.calls)
+
+
 PURE: dict[str, Callable[[], Case]] = {
     "cache": lambda: (Net(cached, mask=None), plain),
     "kept for plots": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), plain),
     "auxiliary loss": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), auxiliary),
     "first call": lambda: (Net(first_call, first=True, ones=None), plain),
     "seeded anew": lambda: (Net(seeded_anew), plain),
+    "hooks": lambda: (Net(hooked, calls=[]), plain),
     "clamped": lambda: (Net(clamped, scale=nn.Parameter(torch.tensor(2.0))), plain),
     "lru_cache": lambda: (Net(lambda net, y: y * table(1)), plain),
     "array of arrays": lambda: (Net(unchanged, rows=np.array([np.zeros(2), np.zeros(3)], dtype=object)), plain),
@@ -298,6 +309,7 @@ def test_what_does_not_change_a_loss_is_let_pass(name: str) -> None:
     found = look_at(computer(model, loss), first_batch(), StepBuffers(model)).computation
     assert found.fuse or found.randomness == "opaque"
     assert not found.kept_state
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_look_keeps_a_bounded_part_of_large_data() -> None:
