@@ -49,10 +49,6 @@ _ANSWERS = {
 class InitRecorder(TorchDispatchMode):
     """Mode that runs every operation on the meta device and logs it."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator: over a second
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()

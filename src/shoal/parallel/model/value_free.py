@@ -28,10 +28,6 @@ class IntegerEvaluation(TorchDispatchMode):
     what is made of fake tensors. An integer tensor that such a one is written into counts as fake from there on.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator: over a second
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = False

@@ -31,10 +31,6 @@ _NO_CALL = 2**63
 class OperatorRecorder(TorchDispatchMode):
     """Context that fills an `OperatorTrace`; `enter` and `leave` say where a block's forward begins and ends."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator: over a second
-
     def __init__(self, trace: OperatorTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
