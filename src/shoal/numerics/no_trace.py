@@ -30,6 +30,7 @@ from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, ValueKeeper, 
 _MOST_COPIED_BYTES = 256 << 20
 # Words of a large parameter that its checksum reads, evenly spread.
 _SAMPLED_WORDS = 1 << 16
+_HOOKS = {key for key in vars(nn.Module()) if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         modules = {} if model is None else dict(model.named_modules())
         self._places = [(name, vars(module), OF_TORCH) for name, module in modules.items()]
         # Some models register hooks in their first forward, and an attribute tells them that they have.
-        self._hooks = [
-            [home for key, home in vars(module).items() if key.endswith(("_hooks", "_kwargs", "_called"))]
-            for module in modules.values()
-        ]
+        self._hooks = [[home for key, home in vars(module).items() if key in _HOOKS] for module in modules.values()]
         own = {
             f"{name}.{key}".lstrip("."): value
             for name, module in modules.items()

@@ -54,10 +54,10 @@ class StageShapes:
         module = self._modules[name]
         self.is_running = True
         try:
-            with without_modes(), without_data(module, self._device) as (mode, _):
+            with NoTrace(module, {}), without_modes(), without_data(module, self._device) as (mode, _):
                 given = fake_of(mode, leaves, self._device)
                 args, kwargs = tree_unflatten(given, spec)
-                with NoTrace(module, {}), mode, IntegerEvaluation(), DrawCounter() as counter:
+                with mode, IntegerEvaluation(), DrawCounter() as counter:
                     output = forward(*args, **kwargs)
         except DataDependentOutputException as error:
             raise JobError(
