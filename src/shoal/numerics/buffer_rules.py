@@ -99,30 +99,44 @@ def explaining(observed: Sequence[Observed], rounding: Rounding) -> tuple[str, .
         for one in observed
     ]
 
-    def holds(rule: Callable[[Observed], Tensor]) -> bool:
-        return all(_close(rule(one), one, rounding) for one in observed)
+    distances: dict[str, float] = {}
 
-    def is_bound(rule: Callable[[Observed], Tensor], sign: int) -> bool:
+    def holds(name: str, rule: Callable[[Observed], Tensor]) -> bool:
+        values = [rule(one) for one in observed]
+        if not all(_close(value, one, rounding) for value, one in zip(values, observed, strict=True)):
+            return False
+        far = (_distance(value, one, rounding) for value, one in zip(values, observed, strict=True))
+        distances[name] = max(far) if is_float or is_complex else 0.0
+        return True
+
+    def is_bound(name: str, rule: Callable[[Observed], Tensor], sign: int) -> bool:
         """Whether no value passes the one before, and a batch that was seen moves nothing."""
         seen = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
         beyond = (_beyond(value, one, sign, rounding) for one in observed for value in one.apart)
-        return holds(rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
+        return holds(name, rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
 
     found = []
     if not is_complex:
-        found += [name for name, rule, sign in (("max", _max, 1), ("min", _min, -1)) if is_bound(rule, sign)]
+        found += [name for name, rule, sign in (("max", _max, 1), ("min", _min, -1)) if is_bound(name, rule, sign)]
     if not is_bool:
-        found += ["sum"] if holds(_sum) else []
+        found += ["sum"] if holds("sum", _sum) else []
     if all(_equal(one.together, value) for one in observed for value in one.apart):
         found.append("same")
+        distances["same"] = 0.0
     if not is_bool:
-        found += ["total"] if holds(_total) else []
-    found += ["last"] if holds(lambda one: one.apart[-1]) else []
+        found += ["total"] if holds("total", _total) else []
+    found += ["last"] if holds("last", lambda one: one.apart[-1]) else []
     if not is_complex:
-        found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(rule)]
+        found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(name, rule)]
     if is_float or is_complex:
-        found += ["mean"] if holds(_mean) else []
-    return tuple(found)
+        # Means of values that cancel, as of what a norm gives, are rounding: as small as that of numbers about 1.
+        moves = (float((value - one.before).abs().max()) for one in observed for value in (one.together, *one.apart))
+        found += ["mean"] if holds("mean", _mean) or (not found and max(moves) < torch.finfo(torch.float32).eps) else []
+    # Grains that differ by little more than rounding: only what is as near as the nearest explains them. Of rules of
+    # which none is exact a mean is the likeliest: a moving one with a small momentum.
+    nearest = min((distances[name] for name in found if name in distances), default=0.0)
+    found = [name for name in found if distances.get(name, 0.0) <= 10 * nearest + 1e-3]
+    return tuple(sorted(found, key=lambda name: name != "mean") if nearest > 0 else found)
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -186,6 +200,13 @@ def _close(value: Tensor, one: Observed, rounding: Rounding) -> bool:
         return False
     near = (value - one.together).abs() <= _limit(one, rounding)
     return bool((near | (value == one.together) | ((value != value) & (one.together != one.together))).all())
+
+
+def _distance(value: Tensor, one: Observed, rounding: Rounding) -> float:
+    """The largest finite difference from `one.together`, as a share of what rounding may leave."""
+    off = (value - one.together).abs()
+    off = off[off.isfinite()]
+    return float(off.max()) / max(_limit(one, rounding), 1e-300) if off.numel() else 0.0
 
 
 def _beyond(value: Tensor, one: Observed, sign: int, rounding: Rounding) -> bool:

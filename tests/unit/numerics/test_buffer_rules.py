@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError
 from shoal.job import matches
 from shoal.numerics.buffer_rules import (
+    COARSE,
     FINE,
     Observed,
     declared_rules,
@@ -100,6 +101,23 @@ def test_of_rules_that_all_explain_the_first_is_right_later() -> None:
     assert rule(lambda b, x: b + count(x), None, seen_last) == "sum"
     ordered = torch.arange(3.0 * sum(SIZES)).double().view(-1, 3)
     assert rule(lambda b, x: torch.maximum(b, x.max()), sentinel, ordered) == "max"
+
+
+def test_grains_that_differ_by_less_than_rounding_may_leave_show_the_nearest_rule() -> None:
+    """A second moment with a small momentum moves by as little as a float32 look may be off."""
+    start = torch.ones(3).double()
+    seen = observed(lambda b, x: 0.999 * b + 1e-3 * (1 + 1e-3 * x.square().mean(0)), start, grains())
+    assert explaining(seen, COARSE) == ("mean",)
+
+
+def test_a_mean_of_values_that_cancel_is_rounding() -> None:
+    noise = torch.Generator().manual_seed(0)
+    seen = observed(
+        lambda b, x: b + 1e-10 * torch.randn(3, generator=noise).double(), torch.zeros(3).double(), grains()
+    )
+    assert explaining(seen, FINE) == ("mean",)
+    seen = observed(lambda b, x: b + 1e-3 * torch.randn(3, generator=noise).double(), torch.zeros(3).double(), grains())
+    assert explaining(seen, FINE) == ()
 
 
 def test_what_nothing_moves_is_seen() -> None:
