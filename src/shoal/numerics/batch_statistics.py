@@ -253,7 +253,10 @@ class StepBuffers:
         return {name: value.clone() for name, value in held.items() if not value.is_meta}
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Sets values of `values()`."""
+        """Sets values of `values()`. Raises: JobError where a forward has given a buffer another shape."""
+        for name, value in values.items():
+            if self._now(name).shape != value.shape:
+                raise _reshaped(name, self._now(name).shape, value.shape)
         _copy([(self._now(name), value) for name, value in values.items()])
 
     def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:

@@ -348,7 +348,8 @@ class Look:
         opaque = computer.in_precision(precision)
         opaque.computation = replace(computer.computation, randomness="opaque")
         with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
-            total, weight = opaque.loss(precision.inputs(copy_of(part.batch)))
+            batch = precision.inputs(copy_of(part.batch))
+            total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
         return float(total), float(weight)
 
     def _agree(self, one: Tensor, other: Tensor) -> bool:
