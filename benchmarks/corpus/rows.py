@@ -24,6 +24,10 @@ _LAYERDROP = (
 # What is known of a row and a cell besides that it is verified, or refused where a layout divides the model.
 KNOWN = {
     "wav2vec2_conformer_growing": {ANY: "refused on purpose: its buffer of positions is too short for these samples"},
+    "ibert": {
+        ANY: "refused on purpose: its QuantAct averages the extremes of two calls in one buffer, so that a batch's "
+        "value does not follow from those of its parts"
+    },
     "deberta": dict.fromkeys(
         ("fast bf16", "exact bf16"), "Transformers' own: its mask's number overflows under autocast"
     ),

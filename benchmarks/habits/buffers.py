@@ -249,7 +249,13 @@ class Welford(nn.Module):
         return self.net((x - self.mean) / (self.var + 1e-5).sqrt())
 
 
-@habit("buffers", "either", why=NO_RULE + "; the forward also uses the new value", names=("mean",))
+@habit(
+    "buffers",
+    "either",
+    why=NO_RULE + "; the forward also uses the new value",
+    names=("mean",),
+    told="mixes samples of a batch, in the forward of Welford",
+)
 def observation_normaliser():
     """Running mean and variance by Welford's update, as in reinforcement learning."""
     return {"model": Welford}
@@ -343,13 +349,13 @@ class Quantized(nn.Module):
         return self.b(torch.relu(self.a(self.fake(x))))
 
 
-@habit("buffers", "either", why=MIXES, names=("fake",))
+@habit("buffers", "either", why=MIXES, names=("fake",), told="mixes samples of a batch, in module 'fake'")
 def qat_min_max():
     """Quantisation-aware training with an observer of extremes: the scale is that of all samples so far."""
     return {"model": lambda: Quantized(MinMaxObserver)}
 
 
-@habit("buffers", "either", why=MIXES, names=("fake",))
+@habit("buffers", "either", why=MIXES, names=("fake",), told="mixes samples of a batch, in module 'fake'")
 def qat_moving_average():
     """Quantisation-aware training with moving averages of a batch's extremes."""
     return {"model": lambda: Quantized(MovingAverageMinMaxObserver)}

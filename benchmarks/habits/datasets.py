@@ -225,7 +225,7 @@ class OwnNumpy(Points):
         return self.x[i] + float(self.rng.normal()) * 0.1, self.y[i]
 
 
-@habit("unseeded", "either", reference=None, why=OWN, names=("rng",))
+@habit("unseeded", "either", reference=None, why=OWN, names=("rng",), told="other values when it is read again")
 def own_numpy_generator():
     """A dataset adds noise by a numpy generator that it makes itself."""
     return {"train_data": OwnNumpy}
@@ -240,7 +240,14 @@ class OwnUnseeded(Points):
         return self.x[i] + self.random.gauss(0, 0.1), self.y[i]
 
 
-@habit("unseeded", "either", reference=None, why=OWN + "; it has no seed at all", names=("random",))
+@habit(
+    "unseeded",
+    "either",
+    reference=None,
+    why=OWN + "; it has no seed at all",
+    names=("random",),
+    told="other values when it is read again",
+)
 def own_unseeded_generator():
     """A dataset adds noise by `random.Random()`."""
     return {"train_data": OwnUnseeded}

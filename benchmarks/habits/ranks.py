@@ -225,7 +225,12 @@ with torch.no_grad():
 
 
 @habit(
-    "made at import", "either", reference=None, why="two runs begin at other values, which shoal says", names=("model",)
+    "made at import",
+    "either",
+    reference=None,
+    why="two runs begin at other values, which shoal says",
+    names=("model",),
+    told="initial values",
 )
 def model_object_without_a_seed():
     """The model is an object that was made at import, with values of no seed."""

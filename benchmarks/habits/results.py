@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.habits.program import TOLERANCE, Program
-from benchmarks.habits.runs import EXACT, LAYOUTS, REFUSED, ROOT, SAME, Found, is_right, verdict
+from benchmarks.habits.runs import EXACT, LAYOUTS, REFUSED, ROOT, SAME, TOLD, Found, is_right, verdict
 
 RESULTS = ROOT / "benchmarks" / "results" / "habits" / "results.json"
 
@@ -129,8 +129,10 @@ def _counts(every: Mapping[str, Program], column: Mapping[str, Found], name: str
     trains = sum(v.startswith(SAME) for v in verdicts.values())
     refused = sum(v == REFUSED and every[k].expected != "trains" for k, v in verdicts.items())
     wrong = sum("WRONG" in v for v in verdicts.values())
+    told = sum(v.startswith(TOLD) and every[k].expected != "trains" for k, v in verdicts.items())
     text = f"{len(verdicts)} programs, {len(right)} as expected: {trains} train with the reference's numbers"
-    return [f"- {name}: {text}, {refused} are refused in words; {wrong} are silently wrong somewhere."]
+    text += f", {refused} are refused in words, {told} train with others and say so"
+    return [f"- {name}: {text}; {wrong} are silently wrong somewhere."]
 
 
 def _row(program: Program, found: Found, before: str, is_now: bool) -> str:
@@ -150,7 +152,7 @@ def _cell(cell: Found, reference: str, sha: bool = True) -> str:
         return str(cell.get("status", ""))
     loss = cell["loss"]
     number = "=" if not math.isnan(loss) and f"{loss:.6g}" == reference else f"{loss:.6g}"
-    wrong = " WRONG" if cell["status"] == "WRONG" else ""
+    wrong = {"WRONG": " WRONG", "told": " told"}.get(cell["status"], "")
     return f"{number}{' ' + cell['sha'] if sha else ''}{wrong}"
 
 
@@ -161,7 +163,7 @@ def _said(program: Program, found: Found) -> list[str]:
         lines.append(f"  Why: {program.why}.")
     told: dict[str, list[str]] = {}
     for name, cell in found["cells"].items():
-        text = cell.get("said") if "loss" not in cell else cell["where"] if cell["status"] == "WRONG" else ""
+        text = cell.get("said") if "loss" not in cell else cell["where"] if cell["status"] in ("WRONG", "told") else ""
         if text:
             told.setdefault(text.replace("|", "/").replace("*", "\\*"), []).append(name)
     return [*lines, *[f"- {', '.join(names)}: {text}" for text, names in told.items()], ""]

@@ -286,7 +286,13 @@ class CountingRows(Points):
         return self.x[i] * min(1.0, self.reads / 64), self.y[i]
 
 
-@habit("state", "refused", why="each rank and each data worker counts its own reads", names=("reads",))
+@habit(
+    "state",
+    "refused",
+    why="each rank and each data worker counts its own reads",
+    names=("reads",),
+    told="other values when it is read again",
+)
 def curriculum_by_reads():
     """A dataset scales its samples by how many were read."""
     return {"train_data": CountingRows}
