@@ -23,7 +23,7 @@ from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
-from shoal.training.coupling import MIXES, meaning
+from shoal.training.coupling import MIXES, by_grain, meaning
 from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.trace.traces import PHASES, StepTrace, identical
@@ -181,7 +181,10 @@ class _Judges:
             yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
 
     def sum_over_grains(self) -> list[Check]:
-        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
+        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not.
+
+        Where a module mixes samples, the run computes by grain and so do the references: a note says so.
+        """
         computation = self._computation
         if not self._job.fuse:
             self._notes.append(
@@ -194,18 +197,22 @@ class _Judges:
             sums = self._double.loss_of_grains() if self._double is not None else None
         except ShoalError:  # not in float64
             sums = None
-        if sums is not None and not all(map(math.isfinite, sums)):  # nor does float64 have to be finite
+        if sums is not None and not all(map(math.isfinite, sums[:2])):  # nor does float64 have to be finite
             sums = None
         if sums is None and self._precision.is_wide:
             sums = self._plain.loss_of_grains()
         if sums is None:  # bfloat16 is too coarse to tell
             return []
-        together, apart = sums
+        together, apart, coupled = sums
         if math.isclose(together, apart, rel_tol=UNITS * UNIT):
             return []
+        said = by_grain(coupled, self._job.num_grains, self._job.grain_size)
+        if said:
+            self._notes.append(said)
+            return []
         said = f"is {together:.6g}, and the sum of their losses {apart:.6g}"
-        if computation.coupled:
-            said += f": {computation.coupled}"
+        if coupled:
+            said += f": {coupled}"
         return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:

@@ -32,11 +32,13 @@ from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import real_numel
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
+from shoal.numerics.no_trace import copy_of
 from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
+from shoal.training.coupling import compare as coupling
 from shoal.training.engine import build_model
 from shoal.training.job_optimizer import Parameters, build_optimizer
 from shoal.training.lr_schedule import Schedule
@@ -95,6 +97,7 @@ class Reference:
         self.model.train()
         self._forward = ForwardRecorder(self.model)
         self._forward_writes = False  # whether a forward has written a parameter
+        self._written: set[str] = set()  # names of the buffers that forwards change
 
     def step(
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
@@ -329,20 +332,26 @@ class Reference:
         trace.tensors |= state_by_key(model_tensors(self.model), parameters, tensors)
         trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
 
-    def loss_of_grains(self) -> tuple[float, float]:
-        """The total of the first step's grains computed together, and the sum of their totals computed apart."""
+    def loss_of_grains(self) -> tuple[float, float, str]:
+        """Totals of the first step's grains: computed together, the sum of each alone, and why they differ in words."""
         loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
         loader.seek(0, self._order.num_grains)
         (whole,) = loader.step(0).microbatches
-        totals = []
+        policy = MicrobatchPolicy.of(self._job, 1)
+        computer = LossComputer(self._job, self.model, self._precision, policy)
+        start = {name: buffer.detach().clone() for name, buffer in self._changing()}
+
+        def loss(microbatch: Microbatch) -> tuple[float, float]:
+            self._put_all_back(start)
+            with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
+                total, weight = computer.loss(self._precision.inputs(copy_of(microbatch.batch)))
+            return float(total.detach()), float(weight)
+
         with torch.enable_grad():  # the loss may differentiate
-            for microbatch in (whole, *whole.split()):
-                policy = MicrobatchPolicy.of(self._job, 1)
-                with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
-                    computer = LossComputer(self._job, self.model, self._precision, policy)
-                    total, _ = computer.loss(self._precision.inputs(microbatch.batch))
-                    totals.append(float(total.detach()))
-        return totals[0], math.fsum(totals[1:])
+            itemsize = self._precision.parameters.itemsize
+            together, apart, coupled = coupling(self.model, loss, whole, whole.split(), itemsize)
+        self._put_all_back(start)
+        return together[0], math.fsum(total for total, _ in apart), coupled
 
     def set_state(self, state: StepTrace) -> None:
         """Parameters and buffers of a trace into the model."""
