@@ -62,6 +62,7 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
         ("seeded", 1, "randomness by rank or by place in the batch"),
         ("tied_late", 2, "tensors that are not trainable parameters of the model"),
         ("unseeded", 2, "module last came out differently"),
+        ("outside", 1, "do not follow from Job(seed): construct the module inside model()"),
     ],
 )
 def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path: Path) -> None:
@@ -154,6 +155,15 @@ def test_a_forward_that_mixes_samples_is_verified_by_grain(
     assert verdict.verified, verdict.render()
     grains = "verified are the numbers of grains of 2 samples, not those of the whole batch of 16"
     assert f"{grains}, since {place}: {remedy}" in verdict.notes
+
+
+def test_a_module_that_model_returns_again_and_again_is_verified_and_left_as_it_was() -> None:
+    made = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    verdict = shoal.verify(small(model=lambda: made), shoal.Plan().with_sections(layout={"data": 2}), steps=2)
+    assert verdict.verified, verdict.render()
+    for name, value in made.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
 def test_where_a_float64_copy_does_not_fit_some_layers_are_computed_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from shoal.verification.reference import Computed
 
 # A fit explains a divergence where it leaves less than this of it.
 _LEFT = 0.02
+# What is said of an initial value whose module model() returns again and again.
+MADE_BEFORE = "a module that was made before model() was called"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,12 @@ def _fit(value: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 def _data(case: _Case) -> Iterator[str]:
     said, name = case.first.said or "", case.first.name
-    if name.startswith("initial"):
+    if MADE_BEFORE in said:
+        yield (
+            "initial values that do not follow from Job(seed): construct the module inside model(), or load or seed "
+            "its values in the job file"
+        )
+    elif name.startswith("initial"):
         yield (
             "model() draws from a generator that the job's seed does not set, or ranks begin with values of their own: "
             "no broadcast, or a seed that contains the rank"

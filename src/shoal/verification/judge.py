@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -10,8 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.data.opened import open_evaluations, opened
 from shoal.data.order import Order
@@ -25,10 +28,11 @@ from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.coupling import MIXES, by_grain, meaning
 from shoal.training.default_grains import with_grains
+from shoal.training.engine import seeded_model
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.trace.traces import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
-from shoal.verification.diagnose import Diagnosis, diagnose
+from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers
 from shoal.verification.traced_run import Traced, read_outcome
 
@@ -158,12 +162,23 @@ class _Judges:
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
         self._precision = Precision.of(plan.precision, device, plan.execution.channels_last)
-        self._plain = Reference(job, self._precision, source, self._order, ranks)
         double = Precision(torch.float64, torch.float64, torch.float64, device)
         self._double: Reference | None = None
-        if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
+        models, self._is_one_module = [seeded_model(job)], False
+        if _fits(sum(p.numel() for p in models[0].parameters()), ranks, device):
             try:
-                self._double = Reference(job, double, source, self._order, ranks)
+                models.append(seeded_model(job))
+                self._is_one_module = _share(*models)
+                if self._is_one_module:  # made at import, say: the job's stays as it is
+                    models = [copy.deepcopy(model) for model in models]
+            except Exception as error:  # of a second call of model(), or of a copy
+                self._no_double(error)
+                del models[1:]
+        data: dict[str, Any] = {"source": source, "order": self._order, "num_ranks": ranks}
+        self._plain = Reference(job, models.pop(0), self._precision, **data)
+        if models:
+            try:
+                self._double = Reference(job, models.pop(), double, **data)
             except Exception as error:
                 self._no_double(error)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
@@ -174,7 +189,10 @@ class _Judges:
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
-            said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
+            said = "does not begin as the job's model() makes it from the seed"
+            if self._is_one_module:
+                said = f"is of {MADE_BEFORE}, with other values in each process that loads the job"
+            said = "is missing" if held is None else said
             if held is None or not identical(held, value.detach().cpu()):
                 yield Check(0, "data", f"initial {name}", None, math.inf, 0.0, said)
         for rank, key in initial.strays():
@@ -378,6 +396,12 @@ def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) ->
         if any(not check.passed for check in found):
             break
     return found
+
+
+def _share(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have a parameter or buffer in common."""
+    held = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+    return any(id(tensor) in held for tensor in (*other.parameters(), *other.buffers()))
 
 
 def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,6 @@ from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.coupling import compare as coupling
-from shoal.training.engine import build_model
 from shoal.training.job_optimizer import Parameters, build_optimizer
 from shoal.training.lr_schedule import Schedule
 from shoal.training.trace.recorder import ForwardRecorder
@@ -84,10 +83,13 @@ class Computed:
 class Reference:
     """Copy of the job's model and optimizer on one process, in one precision."""
 
-    def __init__(self, job: Job, precision: Precision, source: MapSource, order: Order, num_ranks: int) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, precision: Precision, *, source: MapSource, order: Order, num_ranks: int
+    ) -> None:
+        """`model`: that of the job on the CPU, which the reference changes."""
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks = num_ranks
-        self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
+        self.model = precision.apply(model).to(precision.device)
         self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
