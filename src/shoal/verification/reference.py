@@ -99,6 +99,7 @@ class Reference:
         self.model.train()
         self._forward = ForwardRecorder(self.model)
         self._forward_writes = False  # whether a forward has written a parameter
+        self._rewrites = False  # whether a backward writes buffers, by recomputation
         self._written: set[str] = set()  # names of the buffers that forwards change
 
     def step(
@@ -204,7 +205,7 @@ class Reference:
     def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What one forward of the whole batch leaves in the buffers that are not means over grains by what they are.
 
-        Nor are those that the model's mixing of samples makes means over grains.
+        The backward follows where it writes buffers too. Buffers that the mixing of samples makes means are left out.
         """
         computation, defined = computer.computation, defined_rules(self.model)
         rules = {name: rule for name, rule in computation.rules if name not in defined}
@@ -218,11 +219,14 @@ class Reference:
         for microbatch in loader.step(step).microbatches:
             with computer.scope(microbatch):
                 try:
-                    with torch.no_grad():
-                        computer.loss(self._precision.inputs(microbatch.batch))
+                    with torch.set_grad_enabled(self._rewrites):
+                        total, _ = computer.loss(self._precision.inputs(microbatch.batch))
                 except ShoalError:  # a loss that differentiates within
                     self._put_all_back(start)
-                    computer.loss(self._precision.inputs(microbatch.read(microbatch.grains, microbatch.ids).batch))
+                    again = microbatch.read(microbatch.grains, microbatch.ids)
+                    total, _ = computer.loss(self._precision.inputs(again.batch))
+                if self._rewrites and total.requires_grad:
+                    run_backward(total)
         with torch.no_grad():
             for name, buffer in self._changing():
                 if name in rules:
@@ -255,10 +259,12 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
-            # Before the backward, which computes forwards again where activations were not kept.
-            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
+            before = {name: buffer.detach().clone() for name, buffer in self._changing()}
             if total.requires_grad:  # else the microbatch has no weight
                 run_backward(total * trace.factor)
+            # After the backward, which writes them once more where the job recomputes the module that writes them.
+            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
+            self._rewrites |= any(not identical(before[name], left) for name, left in self._left.items())
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
         return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))
