@@ -216,7 +216,7 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
 
 
 def by_grain(coupled: str, grains: int, grain_size: int) -> str:
-    """What is verified of a job whose forward mixes the samples of a grain; empty where the loss or collate does."""
+    """Sentence on the verified numbers of a job whose forward mixes samples; empty where the loss or collate does."""
     place = coupled.partition(": ")[0]
     if place == PADS:
         remedy = f"where the dependence is not meant, {UNPADDED}"
