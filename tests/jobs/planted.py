@@ -89,6 +89,12 @@ class Unseeded(nn.Module):
 
 unseeded = partial(mlp, model=Unseeded)
 
+OUTSIDE = nn.Linear(6, 3)
+OWN = torch.Generator()
+OWN.seed()
+nn.init.uniform_(OUTSIDE.weight, generator=OWN)
+outside = partial(mlp, model=lambda: OUTSIDE)
+
 
 class Dying(nn.Module):
     """Ends its process on rank 1."""

@@ -6,13 +6,18 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.conformance.cases import job as small
+from tests.conformance.cases import mlp
 from tests.launching import JOBS, Ended, Gate, Run, run, start_command
+from torch import Tensor, nn
 
 import shoal
 from shoal.errors import SettingWarning
+from shoal.training.coupling import PADS, UNPADDED
 from shoal.verification import judge
 
 pytestmark = pytest.mark.ranks
@@ -57,6 +62,7 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
         ("seeded", 1, "randomness by rank or by place in the batch"),
         ("tied_late", 2, "tensors that are not trainable parameters of the model"),
         ("unseeded", 2, "module last came out differently"),
+        ("outside", 1, "do not follow from Job(seed): construct the module inside model()"),
     ],
 )
 def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path: Path) -> None:
@@ -103,6 +109,58 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_last_ones(tmp_path: P
     assert "it ended with code -9 and without a word\n" in ended.stderr
     assert "these are my last" in ended.stderr
     assert "these are my last" not in ended.stdout  # only rank 0 speaks
+
+
+class CenteredByHand(nn.Sequential):
+    """Subtracts the mean of the samples that it sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self[0](x)
+        out: Tensor = self[2](torch.tanh(hidden - hidden.mean(0)))
+        return out
+
+
+def to_the_longest(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Pads a sample, whose first number decides its length, to the longest of the batch."""
+    rows = [x[:, None][: 3 + int(x[0] > 0) * 3] for x, _ in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack([y for _, y in samples])
+
+
+class MeanOverPadding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.layer(x)).mean(1)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "remedy"),
+    [
+        (
+            {"model": lambda: CenteredByHand(*mlp())},
+            "the model mixes samples of a batch, in the forward of CenteredByHand itself",
+            "write Job(grains=1) for the whole batch, on one data rank, or Job(fuse=False) where grains are meant",
+        ),
+        ({"model": MeanOverPadding, "collate": to_the_longest}, PADS, f"where the dependence is not meant, {UNPADDED}"),
+    ],
+)
+def test_a_forward_that_mixes_samples_is_verified_by_grain(changes: dict[str, Any], place: str, remedy: str) -> None:
+    verdict = shoal.verify(small(**changes), shoal.Plan().with_sections(layout={"data": 2}), steps=2)
+    assert verdict.verified, verdict.render()
+    grains = "verified are the numbers of grains of 2 samples, not those of the whole batch of 16"
+    assert f"{grains}, since {place}: {remedy}" in verdict.notes
+
+
+def test_a_module_that_model_returns_again_and_again_is_verified_and_left_as_it_was() -> None:
+    made = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    verdict = shoal.verify(small(model=lambda: made), shoal.Plan().with_sections(layout={"data": 2}), steps=2)
+    assert verdict.verified, verdict.render()
+    for name, value in made.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
 
 
 def test_where_a_float64_copy_does_not_fit_some_layers_are_computed_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

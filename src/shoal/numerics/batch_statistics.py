@@ -234,10 +234,12 @@ class StepBuffers:
         return before is not None and not _same(self._now(name), before)
 
     def changed(self) -> set[str]:
-        """The buffers that a forward wrote or replaced since `begin`."""
-        if not self._homes:
-            return set()
-        return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
+        """The buffers that were written or replaced since `begin`."""
+        return self._changed | self.written()
+
+    def written(self) -> set[str]:
+        """The buffers that were written or replaced since `begin` or the last `restore`."""
+        return {name for name, mark in self._versions.items() if self._version(name) != mark}
 
     def moved(self, *, every: bool = False) -> set[str]:
         """Buffers that are not known to change and have another value since `begin`; the device is waited for.
@@ -286,6 +288,8 @@ class StepBuffers:
 
     def zeros(self) -> Tensor:
         """Contribution of a microbatch of weight zero."""
+        if not self.names:
+            return self.nothing
         return torch.zeros(self.num_values, dtype=torch.float64, device=self._device)
 
     def _flat(self, block: _Block, of: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -208,6 +208,10 @@ class Strategy(ABC):
         `begins_with_factor`; its graph is freed.
         """
 
+    @abstractmethod
+    def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
+        """Adds what a microbatch contributes to the buffers, after its backward; `backward` was given zeros of it."""
+
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums over all ranks, with every rank's `row` where that costs nothing.
 
@@ -353,6 +357,10 @@ class AccumulatingStrategy(Strategy):
     def add(self, sums: Tensor) -> None:
         """Adds a microbatch's sums, after its forward."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
+        if len(values) and self._sums is not None:
+            self._sums[NUM_SUMS:].add_(values)
 
     @abstractmethod
     def arm(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CertificateError
+from shoal.runs.job_sources import changed
 
 SCHEMA = 1
 # Sections of a plan that change nothing in what is computed.
@@ -54,9 +55,11 @@ class Certificate:
                 conflict=f"its verdict is {self.document['verdict']}: {first.get('phase')}, {first.get('name')}",
                 remedy="mend what it names, and verify again",
             )
-        mine = {"job": dict(job), "plan": _relevant(plan), "versions": dict(versions)}
+        facts, code = {**job}, self.document["job"].get("code", {})
+        differing = [f"other code in {file}" for file in changed(code, facts.pop("code", {}))]
+        mine = {"job": facts, "plan": _relevant(plan), "versions": dict(versions)}
         theirs = {**self.document, "plan": _relevant(self.document["plan"])}
-        differing = [
+        differing += [
             f"{part}.{key} = {held!r}, this run has {value!r}"
             for part, values in json.loads(json.dumps(mine)).items()
             for key, value, held in _pairs(values, theirs[part])

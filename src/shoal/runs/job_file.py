@@ -88,7 +88,7 @@ class LoadedJob:
     def describe(self) -> dict[str, Any]:
         """The training problem, as far as names and numbers can say it; JSON values."""
         known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
-        return {**known, **self.job.describe()}
+        return {**known, "code": self.code, **self.job.describe()}
 
 
 def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:

@@ -25,6 +25,7 @@ from shoal.numerics.flat import is_strided, row_runs
 Sums = tuple[float, float]
 
 MIXES = "the model mixes samples of a batch"
+_IN_THE_LOSS = f"{MIXES}, in the loss function"
 PADS = "a sample's loss depends on the length of the longest sample of its grain, to which the others are padded"
 UNPADDED = (
     "give the model a packed sequence (torch.nn.utils.rnn.pack_padded_sequence) or a mask of what is padding, or let "
@@ -211,7 +212,22 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
         if _differ(call.gave, [other.gave for other in others], rounding):
             where = f"module {call.name!r} ({call.kind})" if call.name else f"the forward of {call.kind} itself"
             return f"{MIXES}, in {where}"
-    return f"{MIXES}, in the loss function"
+    return _IN_THE_LOSS
+
+
+def by_grain(coupled: str, grains: int, grain_size: int) -> str:
+    """Sentence on the verified numbers of a job whose forward mixes samples; empty where the loss or collate does."""
+    place = coupled.partition(": ")[0]
+    if place == PADS:
+        remedy = f"where the dependence is not meant, {UNPADDED}"
+    elif place.startswith(MIXES) and place != _IN_THE_LOSS:
+        remedy = "write Job(grains=1) for the whole batch, on one data rank, or Job(fuse=False) where grains are meant"
+    else:
+        return ""
+    return (
+        f"verified are the numbers of grains of {grain_size} samples, not those of the whole batch of "
+        f"{grains * grain_size}, since {place}: {remedy}"
+    )
 
 
 def meaning(coupled: str, grains: int, grain_size: int) -> str:

@@ -63,7 +63,7 @@ from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_h
 from shoal.training.optimizer_step import Stepper, Updater
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
-from shoal.training.seeded_model import construct_twice
+from shoal.training.seeded_model import construct_twice, unlike_ranks
 from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock, StepListener
 from shoal.training.trainer import Trainer
@@ -388,16 +388,17 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
         clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
         return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
-    make = functools.partial(_seeded_model, job)
+    make = functools.partial(seeded_model, job)
     checks = options.checks_seed and mesh.rank == 0
     model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
     model = together(mesh, lambda: precision.apply(model.to(precision.device)))
     hooks = ParameterHooks(model)
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     compare_models(mesh, model)
+    unlike = unlike_ranks(mesh, model) if options.checks_seed else []
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     whole_model = ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks)
-    return _ModelOfRank(whole_model, notes=tuple(notes))
+    return _ModelOfRank(whole_model, notes=tuple(notes or unlike))
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
@@ -420,10 +421,11 @@ def _refuse_dtypes(sharded_model: ShardedModel) -> None:
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
     """The job's model with the seed's initial values, on the device in the plan's dtype. Raises: as its parts."""
-    return precision.apply(_seeded_model(job).to(precision.device))
+    return precision.apply(seeded_model(job).to(precision.device))
 
 
-def _seeded_model(job: Job) -> nn.Module:
+def seeded_model(job: Job) -> nn.Module:
+    """The module of the job's `model`, constructed from the seed. Raises: as `make_model`."""
     seed_everything(random_key(job.seed, "initial values"))
     return make_model(job)
 

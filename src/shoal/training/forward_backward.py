@@ -183,14 +183,10 @@ class ForwardBackward:
             parts.buffers.restore()
 
     def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
-        """Terms of a step's sums from what this microbatch's forward has left in the buffers. Raises: RedoError.
-
-        `again`: of a later stage on this rank.
-        """
+        """Terms of a step's sums from what this microbatch has left in the buffers; `again`: of a later stage here."""
         buffers = self.parts.buffers
         if buffers.is_empty:
             return buffers.nothing
-        self.parts.computer.check_buffers(buffers)
         return buffers.weighted(
             microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
         )

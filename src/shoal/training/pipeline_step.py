@@ -45,7 +45,7 @@ class StageStep:
             self._begins,
             self._forwarded,
             before_backward=lambda number, last: self._strategy.arm() if last else None,
-            backwarded=lambda number, last: self._parts.buffers.restore(),  # what recomputation has changed
+            backwarded=lambda number, last: self._refuse_written(),
             around=self._labelled,
         )
         pipeline.run(work)
@@ -54,6 +54,21 @@ class StageStep:
     def _labelled(self, action: Action) -> AbstractContextManager[None]:
         what = f"{action.kind.value.replace('_', ' ')}, stage {action.stage}, microbatch {action.microbatch}, "
         return labelled(self._parts.clock, self._microbatches[action.microbatch], what, stage=action.stage)
+
+    def _refuse_written(self) -> None:
+        """Raises: JobError where the job's own recomputation has written a buffer after other microbatches did."""
+        buffers = self._parts.buffers
+        written = sorted(buffers.written())
+        buffers.restore()
+        if written:
+            raise JobError(
+                given=f"a backward that writes buffer {written[0]}, in pipeline stages: the model recomputes what "
+                "writes it, by torch.utils.checkpoint",
+                conflict="the buffer is written in the forward and again in the backward, and between the two a stage "
+                "computes other microbatches",
+                remedy="leave out the model's own checkpoint and write memory.recompute = 'full', which writes a "
+                "buffer once; or use layout.pipeline = 1",
+            )
 
     def _begins(self, number: int) -> None:
         if number < self._own:
@@ -65,6 +80,7 @@ class StageStep:
             buffers.restore()
             self._strategy.add(buffer_sums(buffers.zeros()))
             return None if result is None or not result[0].requires_grad else result[0] * 0.0
+        parts.computer.check_buffers(buffers)
         written = self._passes.weighted_buffers(microbatch, again=self._done[number] > 0)
         buffers.restore()
         self._done[number] += 1

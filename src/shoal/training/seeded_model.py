@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.distributed.mesh import Mesh
 from shoal.launch.in_child import look_in_child
-from shoal.numerics.flat import raw_bytes
+from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.flat import is_strided, raw_bytes
 
 # A model that is constructed within so many seconds is constructed again, and compared up to so many elements.
 _SECONDS = 0.3
 _CHILD_SECONDS = 3.0
 _MOST_ELEMENTS = 1 << 26
+_TWO_RUNS = "two runs of this job may begin with different weights"
 _SEED_IT = (
     "a generator of the job's own (numpy.random.default_rng(), torch.Generator()) has to be seeded inside model(), or "
     "left out: shoal seeds the global ones"
@@ -42,6 +45,21 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
     return model, found["said"] if found is not None else []
 
 
+def unlike_ranks(mesh: Mesh, model: nn.Module) -> list[str]:
+    """A sentence where ranks have constructed other initial values. Collective: all ranks, one JSON gather."""
+    values = [value for _, value in _values(model) if is_strided(value) and not value.is_meta]
+    if mesh.world_size == 1 or sum(value.numel() for value in values) > _MOST_ELEMENTS:
+        return []
+    told = mesh.gather_json(bits_checksum(values))
+    others = [rank for rank, checksum in enumerate(told) if checksum != told[0]]
+    if not others:
+        return []
+    return [
+        f"model() gives other initial values on rank {others[0]} than on rank 0, whose values are taken: they do not "
+        f"follow from Job(seed), and {_TWO_RUNS}; construct the module inside model(); {_SEED_IT}"
+    ]
+
+
 def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = (*model.named_parameters(), *model.named_buffers())
     return ((name, tensor.detach()) for name, tensor in tensors if not is_lazy(tensor))
@@ -63,7 +81,7 @@ def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], *, drawn: bool) 
         if other:
             yield (
                 f"model() gives other initial values when it is called again with the same seed ({_some(other)}): "
-                f"two runs of this job may begin with different weights; {_SEED_IT}"
+                f"{_TWO_RUNS}; {_SEED_IT}"
             )
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.training.coupling import MIXES, PADS, UNPADDED
+from shoal.training.coupling import MIXES
 from shoal.training.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
 
 # A fit explains a divergence where it leaves less than this of it.
 _LEFT = 0.02
+# What is said of an initial value whose module model() returns again and again.
+MADE_BEFORE = "a module that was made before model() was called"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,12 @@ def _fit(value: Tensor, wanted: Tensor) -> tuple[float, float]:
 
 def _data(case: _Case) -> Iterator[str]:
     said, name = case.first.said or "", case.first.name
-    if name.startswith("initial"):
+    if MADE_BEFORE in said:
+        yield (
+            "initial values that do not follow from Job(seed): construct the module inside model(), or load or seed "
+            "its values in the job file"
+        )
+    elif name.startswith("initial"):
         yield (
             "model() draws from a generator that the job's seed does not set, or ranks begin with values of their own: "
             "no broadcast, or a seed that contains the rank"
@@ -145,17 +152,11 @@ def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
         _, _, coupled = said.partition(": ")
-        if coupled.startswith(PADS):
-            yield f"{coupled}: {UNPADDED}; where the dependence is meant: Job(fuse=False)"
-            return
-        mean = "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
+        yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
         if coupled.startswith(MIXES):
-            if "loss function" in coupled:
-                yield mean
             yield f"{coupled}: a sample's loss depends on the others of its grain; where that is meant: Job(fuse=False)"
-            return
-        yield mean
-        yield "a loss that compares the samples of a batch with each other; only where that is meant: Job(fuse=False)"
+        else:
+            yield "a loss that compares the samples of a batch; only where that is meant: Job(fuse=False)"
         return
     if name.startswith("weight") or "instead of" in said:
         yield "weights that are not the valid tokens or samples of the grain"

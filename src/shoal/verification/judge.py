@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -10,8 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.data.opened import open_evaluations, opened
 from shoal.data.order import Order
@@ -23,12 +26,13 @@ from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
-from shoal.training.coupling import MIXES, meaning
+from shoal.training.coupling import MIXES, by_grain, meaning
 from shoal.training.default_grains import with_grains
+from shoal.training.engine import seeded_model
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.trace.traces import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
-from shoal.verification.diagnose import Diagnosis, diagnose
+from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers
 from shoal.verification.traced_run import Traced, read_outcome
 
@@ -158,12 +162,23 @@ class _Judges:
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
         self._precision = Precision.of(plan.precision, device, plan.execution.channels_last)
-        self._plain = Reference(job, self._precision, source, self._order, ranks)
         double = Precision(torch.float64, torch.float64, torch.float64, device)
         self._double: Reference | None = None
-        if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
+        models, self._is_one_module = [seeded_model(job)], False
+        if _fits(sum(p.numel() for p in models[0].parameters()), ranks, device):
             try:
-                self._double = Reference(job, double, source, self._order, ranks)
+                models.append(seeded_model(job))
+                self._is_one_module = _share(*models)
+                if self._is_one_module:  # made at import, say: the job's stays as it is
+                    models = [copy.deepcopy(model) for model in models]
+            except Exception as error:  # of a second call of model(), or of a copy
+                self._no_double(error)
+                del models[1:]
+        data: dict[str, Any] = {"source": source, "order": self._order, "num_ranks": ranks}
+        self._plain = Reference(job, models.pop(0), self._precision, **data)
+        if models:
+            try:
+                self._double = Reference(job, models.pop(), double, **data)
             except Exception as error:
                 self._no_double(error)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
@@ -174,14 +189,20 @@ class _Judges:
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
-            said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
+            said = "does not begin as the job's model() makes it from the seed"
+            if self._is_one_module:
+                said = f"is of {MADE_BEFORE}, with other values in each process that loads the job"
+            said = "is missing" if held is None else said
             if held is None or not identical(held, value.detach().cpu()):
                 yield Check(0, "data", f"initial {name}", None, math.inf, 0.0, said)
         for rank, key in initial.strays():
             yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
 
     def sum_over_grains(self) -> list[Check]:
-        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
+        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not.
+
+        Where a module mixes samples, the run computes by grain and so do the references: a note says so.
+        """
         computation = self._computation
         if not self._job.fuse:
             self._notes.append(
@@ -194,18 +215,22 @@ class _Judges:
             sums = self._double.loss_of_grains() if self._double is not None else None
         except ShoalError:  # not in float64
             sums = None
-        if sums is not None and not all(map(math.isfinite, sums)):  # nor does float64 have to be finite
+        if sums is not None and not all(map(math.isfinite, sums[:2])):  # nor does float64 have to be finite
             sums = None
         if sums is None and self._precision.is_wide:
             sums = self._plain.loss_of_grains()
         if sums is None:  # bfloat16 is too coarse to tell
             return []
-        together, apart = sums
+        together, apart, coupled = sums
         if math.isclose(together, apart, rel_tol=UNITS * UNIT):
             return []
+        said = by_grain(coupled, self._job.num_grains, self._job.grain_size)
+        if said:
+            self._notes.append(said)
+            return []
         said = f"is {together:.6g}, and the sum of their losses {apart:.6g}"
-        if computation.coupled:
-            said += f": {computation.coupled}"
+        if coupled:
+            said += f": {coupled}"
         return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:
@@ -371,6 +396,12 @@ def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) ->
         if any(not check.passed for check in found):
             break
     return found
+
+
+def _share(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have a parameter or buffer in common."""
+    held = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
+    return any(id(tensor) in held for tensor in (*other.parameters(), *other.buffers()))
 
 
 def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:

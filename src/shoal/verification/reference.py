@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,13 @@ from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import real_numel
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
+from shoal.numerics.no_trace import copy_of
 from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
-from shoal.training.engine import build_model
+from shoal.training.coupling import compare as coupling
 from shoal.training.job_optimizer import Parameters, build_optimizer
 from shoal.training.lr_schedule import Schedule
 from shoal.training.trace.recorder import ForwardRecorder
@@ -82,10 +83,13 @@ class Computed:
 class Reference:
     """Copy of the job's model and optimizer on one process, in one precision."""
 
-    def __init__(self, job: Job, precision: Precision, source: MapSource, order: Order, num_ranks: int) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, precision: Precision, *, source: MapSource, order: Order, num_ranks: int
+    ) -> None:
+        """`model`: that of the job on the CPU, which the reference changes."""
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks = num_ranks
-        self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
+        self.model = precision.apply(model).to(precision.device)
         self._hooks = ParameterHooks(self.model)
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
@@ -95,6 +99,8 @@ class Reference:
         self.model.train()
         self._forward = ForwardRecorder(self.model)
         self._forward_writes = False  # whether a forward has written a parameter
+        self._rewrites = False  # whether a backward writes buffers, by recomputation
+        self._written: set[str] = set()  # names of the buffers that forwards change
 
     def step(
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
@@ -199,7 +205,7 @@ class Reference:
     def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What one forward of the whole batch leaves in the buffers that are not means over grains by what they are.
 
-        Nor are those that the model's mixing of samples makes means over grains.
+        The backward follows where it writes buffers too. Buffers that the mixing of samples makes means are left out.
         """
         computation, defined = computer.computation, defined_rules(self.model)
         rules = {name: rule for name, rule in computation.rules if name not in defined}
@@ -213,11 +219,14 @@ class Reference:
         for microbatch in loader.step(step).microbatches:
             with computer.scope(microbatch):
                 try:
-                    with torch.no_grad():
-                        computer.loss(self._precision.inputs(microbatch.batch))
+                    with torch.set_grad_enabled(self._rewrites):
+                        total, _ = computer.loss(self._precision.inputs(microbatch.batch))
                 except ShoalError:  # a loss that differentiates within
                     self._put_all_back(start)
-                    computer.loss(self._precision.inputs(microbatch.read(microbatch.grains, microbatch.ids).batch))
+                    again = microbatch.read(microbatch.grains, microbatch.ids)
+                    total, _ = computer.loss(self._precision.inputs(again.batch))
+                if self._rewrites and total.requires_grad:
+                    run_backward(total)
         with torch.no_grad():
             for name, buffer in self._changing():
                 if name in rules:
@@ -250,10 +259,12 @@ class Reference:
         with computer.scope(microbatch):
             total, weight = computer.loss(batch)
             self._forward.end()
-            # Before the backward, which computes forwards again where activations were not kept.
-            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
+            before = {name: buffer.detach().clone() for name, buffer in self._changing()}
             if total.requires_grad:  # else the microbatch has no weight
                 run_backward(total * trace.factor)
+            # After the backward, which writes them once more where the job recomputes the module that writes them.
+            self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
+            self._rewrites |= any(not identical(before[name], left) for name, left in self._left.items())
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
         return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))
@@ -329,20 +340,26 @@ class Reference:
         trace.tensors |= state_by_key(model_tensors(self.model), parameters, tensors)
         trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
 
-    def loss_of_grains(self) -> tuple[float, float]:
-        """The total of the first step's grains computed together, and the sum of their totals computed apart."""
+    def loss_of_grains(self) -> tuple[float, float, str]:
+        """Totals of the first step's grains: computed together, the sum of each alone, and why they differ in words."""
         loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
         loader.seek(0, self._order.num_grains)
         (whole,) = loader.step(0).microbatches
-        totals = []
+        policy = MicrobatchPolicy.of(self._job, 1)
+        computer = LossComputer(self._job, self.model, self._precision, policy)
+        start = {name: buffer.detach().clone() for name, buffer in self._changing()}
+
+        def loss(microbatch: Microbatch) -> tuple[float, float]:
+            self._put_all_back(start)
+            with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
+                total, weight = computer.loss(self._precision.inputs(copy_of(microbatch.batch)))
+            return float(total.detach()), float(weight)
+
         with torch.enable_grad():  # the loss may differentiate
-            for microbatch in (whole, *whole.split()):
-                policy = MicrobatchPolicy.of(self._job, 1)
-                with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
-                    computer = LossComputer(self._job, self.model, self._precision, policy)
-                    total, _ = computer.loss(self._precision.inputs(microbatch.batch))
-                    totals.append(float(total.detach()))
-        return totals[0], math.fsum(totals[1:])
+            itemsize = self._precision.parameters.itemsize
+            together, apart, coupled = coupling(self.model, loss, whole, whole.split(), itemsize)
+        self._put_all_back(start)
+        return together[0], math.fsum(total for total, _ in apart), coupled
 
     def set_state(self, state: StepTrace) -> None:
         """Parameters and buffers of a trace into the model."""

@@ -9,7 +9,8 @@ import pytest
 from shoal.errors import CertificateError
 from shoal.runs.certificate import SCHEMA, Certificate
 
-JOB = {"function": "job", "settings": {"lr": 0.1}, "seed": 0}
+CODE = {"the job file": {"job": "1"}, "model.py": {"Block": "2"}}
+JOB = {"function": "job", "settings": {"lr": 0.1}, "seed": 0, "code": CODE}
 PLAN = {"layout": {"data": 2}, "data": {"workers": 0}, "prediction": {}}
 VERSIONS = {"torch": "2.13.0"}
 
@@ -32,6 +33,9 @@ def test_it_speaks_of_its_own_run(tmp_path: Path) -> None:
     [
         ({**JOB, "seed": 1}, PLAN, VERSIONS, "job.seed"),
         ({**JOB, "settings": {"lr": 0.2}}, PLAN, VERSIONS, "job.settings"),
+        ({**JOB, "code": {**CODE, "model.py": {"Block": "3"}}}, PLAN, VERSIONS, "other code in model.py: Block"),
+        ({**JOB, "code": {**CODE, "model.py": {}}}, PLAN, VERSIONS, "other code in model.py: Block"),
+        ({**JOB, "code": {**CODE, "more.py": {}}}, PLAN, VERSIONS, "other code in more.py (new)"),
         (JOB, {**PLAN, "layout": {"data": 3}}, VERSIONS, "plan.layout"),
         (JOB, PLAN, {"torch": "2.14.0"}, "versions.torch"),
     ],

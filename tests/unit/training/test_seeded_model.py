@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shoal.distributed.mesh import Mesh
 from shoal.distributed.process_setup import has_drawn_since_loading, seed_loading
 from shoal.numerics.grain_randomness import seed_everything
-from shoal.training.seeded_model import construct_twice
+from shoal.training.seeded_model import construct_twice, unlike_ranks
 
 OUTSIDE = nn.Linear(3, 2)
 GROWS = nn.Sequential(nn.Linear(2, 2))
@@ -135,6 +137,21 @@ def test_a_function_that_can_be_called_once() -> None:
 def test_a_module_that_each_call_changes_is_named() -> None:
     (said,) = found(lambda: GROWS.append(nn.Linear(2, 2)))
     assert "another structure" in said
+
+
+@pytest.mark.parametrize(("told", "says"), [(0, []), (1, ["on rank 1 than on rank 0"])])
+def test_ranks_with_other_values_are_named(told: int, says: list[str]) -> None:
+    """Ranks that have loaded the job each for itself: what the other one tells is given here."""
+
+    class Two:
+        world_size = 2
+
+        def gather_json(self, own: int) -> list[int]:
+            return [own, own + told]
+
+    found = unlike_ranks(cast("Mesh", Two()), OUTSIDE)
+    assert len(found) == len(says)
+    assert all(said in line for line, said in zip(found, says, strict=True))
 
 
 def test_what_a_job_draws_while_it_is_loaded() -> None:

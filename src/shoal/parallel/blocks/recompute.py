@@ -79,6 +79,9 @@ def _recomputes_itself(model: nn.Module, block: Block) -> bool:
     )
 
 
+_Kept = tuple[dict[str, Tensor | None], str, Tensor]  # where a buffer hangs, its key there, and its value
+
+
 class Recomputed:
     """Forward of a block: `forward`, whose activations are recomputed in the backward.
 
@@ -114,7 +117,7 @@ class Recomputed:
             )
         if kept is not None:
             kept.forget(output)
-        self._learn(buffers, generators)
+        moment.keep(self._learn(buffers, generators))
         if not self._draws:
             moment.generators = None
         return output
@@ -129,7 +132,7 @@ class Recomputed:
             if value is not None
         }
 
-    def _start(self, buffers: dict[tuple[int, str], Any]) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    def _start(self, buffers: dict[tuple[int, str], Any]) -> list[_Kept]:
         """Copies of the buffers that the forward changes, as they are before it.
 
         One that begins to change later is found out after that forward, which the engine then computes again.
@@ -140,16 +143,20 @@ class Recomputed:
             if self._changing is None or key in self._changing
         ]
 
-    def _learn(self, buffers: dict[tuple[int, str], Any], generators: tuple[Any, ...]) -> None:
+    def _learn(self, buffers: dict[tuple[int, str], Any], generators: tuple[Any, ...]) -> list[_Kept]:
+        """Copies of the buffers that have begun to change, as they are after the forward."""
         changed = {
             key
             for key, (home, value, version) in buffers.items()
             if home.get(key[1]) is not value or value._version != version
         }
         first = self._changing is None
+        begun = changed - (changed if self._changing is None else self._changing)
         self._changing = changed | (self._changing or set())
         moved = python_generators() != generators
         self._draws = moved if first else self._draws or moved
+        homes = ((buffers[key][0], key[1]) for key in begun)
+        return [(home, key, value.detach().clone()) for home, key in homes if (value := home.get(key)) is not None]
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         for name in _CACHES:
@@ -199,8 +206,12 @@ def _run(sequence: nn.Module, start: int, stop: int | None, input: Any) -> Any:
 class _Moment:
     """What a forward started from besides its arguments: buffers that it changes, Python's and numpy's generators."""
 
-    def __init__(self, buffers: list[tuple[dict[str, Tensor | None], str, Tensor]], generators: Any) -> None:
+    def __init__(self, buffers: list[_Kept], generators: Any) -> None:
         self._buffers, self.generators = buffers, generators
+
+    def keep(self, buffers: list[_Kept]) -> None:
+        """Takes more buffers, which a recomputation leaves as they are."""
+        self._buffers += buffers
 
     @contextlib.contextmanager
     def again(self, kept: SavedResults | None) -> Iterator[None]:

@@ -200,6 +200,10 @@ class ExactDataParallel(Strategy):
         self._clear()
         self._rows[grain] = sums
 
+    def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
+        if len(values):
+            self._rows[microbatch.grains[0].index][NUM_SUMS:].add_(values)
+
     def _taken(self) -> Tensor:
         """The gradient as one vector, zero where a parameter has none."""
         flat = self._tree.empty()

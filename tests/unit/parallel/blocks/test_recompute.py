@@ -222,6 +222,25 @@ def test_a_block_is_computed_again_from_what_it_started_with(kind: str) -> None:
     assert float(other[0].count) == 4.0
 
 
+class Late(Counting):
+    """Changes its buffers only after some forwards."""
+
+    begun = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.begun else torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_buffer_that_begins_to_change_is_written_once(kind: str) -> None:
+    model = nn.Sequential(Late(), Late(), Late())
+    recompute(model, kind)
+    for step in range(4):
+        Late.begun = step > 1
+        model(torch.randn(ROWS, 4)).square().sum().backward()
+    assert [float(block.count) for block in model] == [3.0] * 3
+
+
 def test_a_forward_without_a_backward_is_the_plain_one() -> None:
     plain, other = both(Transformer, "full")
     inputs = token_ids()
