@@ -142,7 +142,7 @@ class RunRecord:
     samples: int
     world_size: int
     train_loss: float | None  # of the last step
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]  # of the last evaluation; null where one has no value
     eval_samples: int
     weights_sha256: str | None  # over the state dict: names sorted, raw little-endian bytes
     sample_digest: str | None

@@ -70,7 +70,7 @@ _RESULT: dict[str, Any] = {
     **dict.fromkeys(("train_loss", "wall_seconds", "first_step_seconds", "look_seconds"), float | None),
     **dict.fromkeys(("error", "ended_by", "ended_early", "best", "compression", "computation"), _Table),
     "resumed_from": int | None,
-    "metrics": dict[str, float],
+    "metrics": dict[str, float | None],
     "versions": dict[str, str],
     "prediction": _Prediction | None,
     "traffic": _Traffic | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -249,7 +250,7 @@ def conclude(
 
     `told_to_stop`: by a signal, after which the run ends whatever is wished for.
     """
-    values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    values = "  ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
     early = result.ended_early
     of = f" of {early['wanted_steps']}" if early is not None else ""

@@ -83,7 +83,7 @@ class Result:
             samples=state.samples,
             world_size=engine.plan.degrees.world_size,
             train_loss=state.loss,
-            metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
+            metrics={k: v if math.isfinite(v) else None for k, v in outcome.metrics.items()},
             eval_samples=outcome.eval_samples,
             best=state.best,
             weights_sha256=sha256_of(
