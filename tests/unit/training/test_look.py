@@ -368,6 +368,36 @@ def test_a_teacher_that_the_forward_averages_is_a_buffer() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_an_average_that_begins_as_its_weight_has_a_rule() -> None:
+    """Its first update leaves it as it is. Ranks that have to go on together have no other look."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.register_buffer("slow", self.layer.weight.detach().clone())
+            self.register_buffer("still", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.slow.lerp_(self.layer.weight.detach(), 0.1)
+            return self.layer(x * self.still) + x @ self.slow.T
+
+    model = Averaged()
+    found = Look(computer(model)).buffers(first_batch(), ["slow", "still"])
+    assert found.rules.keys() == {"slow"}
+    assert found.rules["slow"][0] == "same"
+    assert torch.equal(model.slow, model.layer.weight)
+
+
+def test_the_weights_of_a_recurrent_layer_stay_its_own() -> None:
+    """Ranks with sharded parameters put others in their places during a forward."""
+    model = nn.GRU(3, 3)
+    with NoTrace(model, {}) as kept:
+        model.weight_ih_l0 = nn.Parameter(torch.zeros(9, 3))
+        assert not kept.changes()
+    assert model._flat_weights[0] is model.weight_ih_l0
+
+
 class Everything(nn.Module):
     """Changes all that a forward can change."""
 
