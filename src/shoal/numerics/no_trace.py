@@ -147,6 +147,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             kept.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
 
     def _restore_values(self) -> None:
+        if self._gathering is not None:
+            from torch.distributed.fsdp import FSDPModule  # half a second of torch, which other models do not need
+
+            for unit in (module for module in self._gathering.modules() if isinstance(module, FSDPModule)):
+                unit.reshard()  # what a forward without a backward has gathered, and perhaps written, would stay
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]

@@ -28,6 +28,7 @@ from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
+from shoal.numerics.python_state import same_bits
 from shoal.parallel.backward import run_backward
 from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
@@ -291,8 +292,15 @@ class Look:
                 return self._computed_opaquely(part, precision)
 
         first = run(one)
-        written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
+        found = {*kept.changed_parameters(), *kept.written_parameters()}
+        if self._together(bool(found)) and computer.gathers and found <= trained:
+            # Ranks that gather each other's parts keep what all of them write alike.
+            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
+            found = set()
+            kept.restore()
+            first = run(one)
+        written = kept.changed_parameters()
         writes = self._together(bool(written.keys() & trained))
         if writes:
             kept.restore()
@@ -300,10 +308,6 @@ class Look:
             self._refuse_written(written, kept.changed_parameters(), trained)
             run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
-        found = {*written, *kept.written_parameters()}
-        if computer.gathers and found <= trained:
-            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
-            found = set()  # ranks that gather each other's parts keep what all of them write alike
         if self._together(bool(found and computer.divided)):
             raise JobError(
                 given=f"a forward that writes parameter {_own_first(found)}, with a layout that "
@@ -353,17 +357,11 @@ class Look:
             total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
         return float(total), float(weight)
 
-    def _agree(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two written values are the same: to the bit in exact mode, else but for rounding."""
-        return (
-            torch.equal(one, other) if self._computer.exact else torch.allclose(one, other, rtol=1e-5, equal_nan=True)
-        )
-
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
         """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
         for name in sorted((first.keys() | second.keys()) & trained):
             one, other = first.get(name), second.get(name)
-            if one is None or other is None or not self._agree(one, other):
+            if one is None or other is None or not same_bits(one, other):
                 module = name.rpartition(".")[0] or "the model"
                 renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 raise JobError(

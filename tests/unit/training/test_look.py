@@ -348,6 +348,24 @@ def test_rows_that_a_forward_renormalises_are_refused() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_forward_writes_is_the_same_to_the_bit_in_each(exact: bool) -> None:
+    """Fast mode refuses what exact mode does: ranks compute other numbers of forwards."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(factor).clamp_(max=0.1)
+            return super().forward(x)
+
+    factor, model = 1.0, Scaled(3, 1)
+    own = computer(model)
+    own.exact = exact
+    look_at(own, first_batch(), StepBuffers(model))
+    factor = 1 + 1e-6
+    with pytest.raises(JobError, match="parameter weight"):
+        look_at(own, first_batch(), StepBuffers(model))
+
+
 def test_a_teacher_that_the_forward_averages_is_a_buffer() -> None:
     class Taught(nn.Module):
         def __init__(self) -> None:
