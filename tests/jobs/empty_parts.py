@@ -64,7 +64,19 @@ def summing(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return total, weight
 
 
-LOSSES = {"detection": detection, "constant": constant, "summing": summing}
+def waiting(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Waits for the other ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+    return shoal.cross_entropy(model(batch[0]), batch[1], ignore_index=-1)
+
+
+def nothing(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """A constant for every batch."""
+    return torch.zeros(()), len(batch[1])
+
+
+LOSSES = {"detection": detection, "constant": constant, "summing": summing, "waiting": waiting, "nothing": nothing}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -86,13 +98,13 @@ def job(loss: str = "detection", holes: bool = False) -> shoal.Job:
     )
 
 
-def plain(holes: bool) -> dict[str, Tensor]:
+def plain(holes: bool, loss: str = "detection") -> dict[str, Tensor]:
     """Weights of a loop over whole batches that knows nothing of shoal."""
     model, data = net(), Rows(holes)
     optimizer = sgd(model.parameters())
     for start in range(0, len(data), BATCH):
         optimizer.zero_grad()
-        total, weight = detection(model, kept([data[i] for i in range(start, start + BATCH)]))
+        total, weight = LOSSES[loss](model, kept([data[i] for i in range(start, start + BATCH)]))
         (total / weight).backward()
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}

@@ -50,14 +50,32 @@ def test_exact_mode_gives_one_hash(tmp_path: Path, holes: bool) -> None:
     assert one == two
 
 
-def test_a_weight_without_a_gradient_is_an_error(tmp_path: Path) -> None:
-    message = run(Run(JOB, tmp_path / "run", 1, exact=True, settings={"loss": "constant"})).fails(2).message
-    assert message.given == "a loss of weight 2 whose total depends on no trainable parameter"
+def test_a_part_of_some_weight_without_a_gradient_adds_none(tmp_path: Path) -> None:
+    import empty_parts
+
+    runs = [Run(JOB, tmp_path / str(n), n, exact=True, settings={"loss": "constant"}) for n in (1, 2)]
+    one, two = (ended.expect(0) for ended in run_all(runs))
+    assert one.result["weights_sha256"] == two.result["weights_sha256"]
+    weights = shoal.load(two.out)
+    for name, value in empty_parts.plain(False, "constant").items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+@parametrize("devices", [1, 2], usual=["2"])
+def test_a_batch_of_some_weight_without_a_gradient_is_an_error(tmp_path: Path, devices: int) -> None:
+    message = run(Run(JOB, tmp_path / "run", devices, settings={"loss": "nothing"})).fails(2).message
+    assert message.given == "a loss of weight 8 whose total depends on no trainable parameter"
     assert "return the weight 0" in message.remedy
 
 
-def test_a_collective_of_the_job_is_named_before_the_first_step(tmp_path: Path) -> None:
-    ended = run(Run(JOB, tmp_path / "run", 2, settings={"loss": "summing"})).fails(2)
-    assert ended.message.given.startswith("torch.distributed.all_reduce within the ")
+@pytest.mark.parametrize(("loss", "layout"), [("summing", {"data": 2}), ("waiting", {"tensor": 2})])
+def test_a_collective_of_the_job_is_named_before_the_first_step(
+    tmp_path: Path, loss: str, layout: dict[str, int]
+) -> None:
+    """Also where one rank runs the loss, to see how the model can be divided, and the others do not."""
+    arguments = plan(tmp_path / "plan.toml", {"layout": layout})
+    ended = run(Run(JOB, tmp_path / "run", None, arguments=arguments, settings={"loss": loss})).fails(2)
+    called = {"summing": "all_reduce", "waiting": "barrier"}[loss]
+    assert ended.message.given.startswith(f"torch.distributed.{called} within the ")
     assert f" at {FILE}:" in ended.message.given
     assert "step 1/" not in ended.output

@@ -335,8 +335,11 @@ class StepBuffers:
         """Whether another microbatch is the last: of the step, or else of this rank so far, with `key`."""
         return grain != self._last_grain(step) if self._last_grain is not None else grain + 1 < key
 
-    def restore(self) -> None:
-        """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape."""
+    def restore(self, *, in_graph: bool = False) -> None:
+        """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape.
+
+        `in_graph`: a backward is still to come that may need what a forward has left, so that other tensors get them.
+        """
         if not self._homes:
             return
         self._changed = self.changed()
@@ -346,7 +349,8 @@ class StepBuffers:
             now = self._now(name)
             if now.shape != value.shape:
                 raise _reshaped(name, value.shape, now.shape)
-            if now.dtype == value.dtype:
+            kept = in_graph and not isinstance(now, nn.Parameter) and self._is_written(name)
+            if now.dtype == value.dtype and not kept:
                 same.append((now, value))
             else:  # a forward has put one of another dtype there, as under autocast
                 home, key = self._homes[name]

@@ -233,26 +233,28 @@ def without_rule(name: str) -> JobError:
     )
 
 
-def no_rule(name: str, kind: str, *, ordered: bool = False, seen: bool = True) -> JobError:
-    """The error for a buffer that no rule explains, of a module of that kind.
+def no_rule(kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True) -> JobError:
+    """The error for buffers that no rule explains; `kinds`: of their modules, by the buffers' names.
 
-    `ordered`: it keeps samples in their order. `seen`: some rank had several grains to look at.
+    `ordered`: one keeps samples in their order. `seen`: some rank had several grains to look at.
     """
+    it = "it" if len(kinds) == 1 else "one of them"
     if ordered:
-        cause = "it keeps samples in their order, and each microbatch would put its own in the same place"
+        cause = f"{it} keeps samples in their order, and each microbatch would put its own in the same place"
     elif seen:
         cause = (
-            "the value that a batch leaves in it does not follow from the values that parts of the batch leave: it is "
-            "not their mean, sum, minimum, maximum or the last of them"
+            f"the value that a batch leaves in {it} does not follow from the values that parts of the batch leave: it "
+            "is not their mean, sum, minimum, maximum or the last of them"
         )
     else:
         cause = "each rank reads one grain of this stream: none can see how the parts of a batch make its value"
-    where = f" of {kind}" if kind else ""
+    said = ", ".join(f"{name} of {kind}" if kind else name for name, kind in kinds.items())
+    declared = ", ".join(f'"{name}": "last"' for name in kinds)
     return JobError(
-        given=f"buffer {name}{where}, which a forward changes",
+        given=f"buffer{'s' if len(kinds) > 1 else ''} {said}, which a forward changes",
         conflict=f"a step is computed in microbatches, and {cause}",
         remedy="keep sums over samples in buffers (a count, a sum, a sum of squares) and compute the value from them; "
         "or change the buffer in a callback after the step; or write Job(grains=1), which computes a batch in one "
-        f'forward; or declare a rule that is good enough: Job(buffers={{"{name}": "last"}}), say, '
+        f"forward; or declare a rule that is good enough: Job(buffers={{{declared}}}), say, "
         f"of {', '.join(BUFFER_RULES)}",
     )

@@ -98,7 +98,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     def __enter__(self) -> NoTrace:
         self._generators = _generators()
-        self._filled = [cache.cache_info().currsize for cache in self._caches]
+        self._computed = [cache.cache_info().misses for cache in self._caches]
         keeper = ValueKeeper({id(home) for _, home, _ in self._places})
         self._kept = [(name, home, KeptDict(home, skip, keeper, each=True)) for name, home, skip in self._places]
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
@@ -129,9 +129,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._restore_hooks()
         for _, _, kept in self._kept:
             kept.restore()
-        for cache, size in zip(self._caches, self._filled, strict=True):
-            if cache.cache_info().currsize != size:
+        for place, cache in enumerate(self._caches):
+            if cache.cache_info().misses != self._computed[place]:
                 cache.cache_clear()
+                self._computed[place] = 0
 
     def keep_state(self, *, but: Collection[str] = (), only: str | None = None) -> None:
         """Put all back but the Python state, which the next forward finds as the last one has left it.
@@ -146,6 +147,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             kept.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
 
     def _restore_values(self) -> None:
+        if self._gathering is not None:
+            from torch.distributed.fsdp import FSDPModule  # half a second of torch, which other models do not need
+
+            for unit in (module for module in self._gathering.modules() if isinstance(module, FSDPModule)):
+                unit.reshard()  # what a forward without a backward has gathered, and perhaps written, would stay
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
 # Bytes of small tensors and arrays that a look copies in all, and references that it follows from an attribute.
 _MOST_BYTES_IN_ALL, _MOST_DEPTH = 64 << 20, 32
-# What a module keeps for torch itself.
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+# What a module keeps for torch itself; recurrent layers have their parameters in lists besides.
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 _LIBRARIES = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 ATOMS: tuple[type, ...] = (
     type(None),

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.distributed.collectives.choose import not_on, open_tree
 from shoal.distributed.collectives.fixed_tree import SharedTreeSum, TreeSum
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
 from shoal.numerics.flat import real_numel
@@ -69,13 +70,14 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     _refuse_complex(model, plan)
     axes = _Axes(made, plan, mesh, precision, model)
     axes.division.hooks = hooks = ParameterHooks(model)
-    sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
-    if plan.layout.tensor > 1:
-        axes.tensor(values.whole)
-    refuse_hooks(hooks, axes.division.parts, plan)
-    if sequences is not None:
-        axes.context(sequences)
-    pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
+    with own_collectives_refused("the model or loss"):  # which some ranks run here, and others do not
+        sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
+        if plan.layout.tensor > 1:
+            axes.tensor(values.whole)
+        refuse_hooks(hooks, axes.division.parts, plan)
+        if sequences is not None:
+            axes.context(sequences)
+        pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
         axes.shard()

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
     from shoal.parallel.shard.owners import DividedUpdate, Parts
 
-# The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see
-# numerics/batch_statistics.py).
-TOTAL, WEIGHT, SAMPLES, DIGEST = 0, 1, 2, 3
+# The sums of a step: loss total, weight, samples, microbatches whose total has a gradient, the digest's words, then
+# weighted buffers (see numerics/batch_statistics.py).
+TOTAL, WEIGHT, SAMPLES, LEARNT, DIGEST = 0, 1, 2, 3, 4
 NUM_SUMS = DIGEST + DIGEST_WORDS
 
 
@@ -66,9 +66,14 @@ class StepSums:
         takes it, where it was read with the sums.
         """
         self.sums, self.flags, self.rows, self.compared, self.norm = sums, flags, rows, compared, norm
-        total, self.weight, samples = sums[:DIGEST].tolist()
+        total, self.weight, samples, self.learnt = sums[:DIGEST].tolist()
         self.loss = total / self.weight if self.weight else math.nan
         self.num_samples = round(samples)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no microbatch on any rank has a gradient, though the batch has a weight."""
+        return bool(self.weight) and not self.learnt
 
     @property
     def digest(self) -> npt.NDArray[np.float64]:
@@ -105,7 +110,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
-    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *microbatch.words]))
+    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, total.requires_grad, *microbatch.words]))
     if not (here and buffers.is_cpu):
         sums = device_reads.sent(sums, buffers.device)
     if not here:

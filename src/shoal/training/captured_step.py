@@ -29,7 +29,7 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
-from shoal.training.computation import MicrobatchPolicy, check_gradient
+from shoal.training.computation import MicrobatchPolicy, no_gradient
 from shoal.training.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
 from shoal.training.forward_backward import ForwardBackward
 from shoal.training.fused_step import maskable
@@ -102,7 +102,7 @@ class StepGraph:
             if isinstance(own, Tensor):
                 own.copy_(leaf)
         rates = [float(group["lr"]) for group in self._parts.updater.optimizer.param_groups]
-        numbers = [0.0, 0.0, microbatch.num_samples, *microbatch.words, *rates]
+        numbers = [0.0, 0.0, microbatch.num_samples, 1.0, *microbatch.words, *rates]
         device_reads.send(torch.tensor(numbers, dtype=torch.float64), self._numbers)
         if isinstance(masked, Tensor):
             self._masked.copy_(masked)
@@ -156,7 +156,8 @@ class StepGraph:
         parts.buffers.begin()
         with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
             total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
-            check_gradient(total)
+            if not total.requires_grad:
+                raise no_gradient(1.0)
             parts.computer.check_buffers(parts.buffers)
             sums = self._sums(total.detach(), weight, parts.buffers.zeros())
             passes = ForwardBackward(parts, self._factor)

@@ -322,15 +322,14 @@ class LossComputer:
             raise RedoError(replace(self.computation, buffers=names), "further buffers change")
 
 
-def check_gradient(total: Tensor, weight: Tensor | float = 1.0) -> None:
-    """Raise LossError for a total without a gradient, unless its weight is 0: such a part of a batch adds nothing."""
-    if not total.requires_grad and float(weight):
-        raise LossError(
-            given=f"a loss of weight {float(weight):g} whose total depends on no trainable parameter",
-            conflict="it has no gradient",
-            remedy="compute it from the model that the loss is given, outside torch.no_grad(); or return the weight 0 "
-            "for a part of a batch that adds nothing",
-        )
+def no_gradient(weight: float) -> LossError:
+    """Return the error for a batch of that weight of which no part has a gradient."""
+    return LossError(
+        given=f"a loss of weight {weight:g} whose total depends on no trainable parameter",
+        conflict="no part of the batch has a gradient",
+        remedy="compute it from the model that the loss is given, outside torch.no_grad(); or return the weight 0 "
+        "for a batch that adds nothing",
+    )
 
 
 _MOST_BITS = 1023  # of an int that is a float64

@@ -385,7 +385,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
-        clear_caches({"model": job.model, "loss": job.loss})  # of tensors that a trace has left without values
+        clear_caches({"model": job.model, "loss": job.loss})  # of what model() and proofs have left there
         return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
     make = functools.partial(seeded_model, job)

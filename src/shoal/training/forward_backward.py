@@ -18,7 +18,7 @@ from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.computation import LossComputer, check_gradient
+from shoal.training.computation import LossComputer
 from shoal.training.telemetry import StepClock
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ class ForwardBackward:
     ) -> tuple[Tensor, Tensor]:
         """The loss to begin the backward with, and what the microbatch adds to the step's sums. Raises: LossError."""
         parts = self.parts
-        check_gradient(total, weight)
         counts_loss = parts.mesh.counts_loss
         sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
         if parts.observer_looks:

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_map
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer
-from shoal.errors import JobError, ShoalError, UserCodeError, text_of
+from shoal.errors import JobError, PeerError, ShoalError, UserCodeError, text_of
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.buffer_rules import COARSE, FINE, Observed, Rounding, explaining, is_in_order
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
+from shoal.numerics.python_state import same_bits
 from shoal.parallel.backward import run_backward
 from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
@@ -130,9 +131,10 @@ class Look:
 
         start = held.values()
         apart = [left(place, place + 1, start) for place in range(count)]
-        # Of fewer grains another one is the last. Then once more from the buffers that all of them have left.
+        # Of fewer grains another one is the last. Then once more from the buffers that all of them have left; one that
+        # no grain has moved, such as the average of a weight that it begins with, has other values then.
         seen = [(start, left(0, number, start), apart[:number]) for number in range(count, 1, -1)]
-        start = seen[0][1][1]
+        start = {n: _shifted(t) if n in names and torch.equal(t, start[n]) else t for n, t in seen[0][1][1].items()}
         again = [left(place, place + 1, start) for place in range(count)]
         fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
         seen.append((start, left(0, count, start), again))
@@ -290,8 +292,15 @@ class Look:
                 return self._computed_opaquely(part, precision)
 
         first = run(one)
-        written = kept.changed_parameters()
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
+        found = {*kept.changed_parameters(), *kept.written_parameters()}
+        if self._together(bool(found)) and computer.gathers and found <= trained:
+            # Ranks that gather each other's parts keep what all of them write alike.
+            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
+            found = set()
+            kept.restore()
+            first = run(one)
+        written = kept.changed_parameters()
         writes = self._together(bool(written.keys() & trained))
         if writes:
             kept.restore()
@@ -299,13 +308,9 @@ class Look:
             self._refuse_written(written, kept.changed_parameters(), trained)
             run(one)  # from what that forward has left: another one must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
-        found = {*written, *kept.written_parameters()}
-        if computer.gathers and found <= trained:
-            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
-            found = set()  # ranks that gather each other's parts keep what all of them write alike
         if self._together(bool(found and computer.divided)):
             raise JobError(
-                given=f"a forward that writes parameter {min(found, default='of another rank')}, with a layout that "
+                given=f"a forward that writes parameter {_own_first(found)}, with a layout that "
                 "divides the model or its parameters",
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy='use the data axis, shard.level = "optimizer"',
@@ -352,17 +357,11 @@ class Look:
             total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
         return float(total), float(weight)
 
-    def _agree(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two written values are the same: to the bit in exact mode, else but for rounding."""
-        return (
-            torch.equal(one, other) if self._computer.exact else torch.allclose(one, other, rtol=1e-5, equal_nan=True)
-        )
-
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
         """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
         for name in sorted((first.keys() | second.keys()) & trained):
             one, other = first.get(name), second.get(name)
-            if one is None or other is None or not self._agree(one, other):
+            if one is None or other is None or not same_bits(one, other):
                 module = name.rpartition(".")[0] or "the model"
                 renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 raise JobError(
@@ -418,10 +417,10 @@ def find_state(
     advanced = [name for name in names if kinds[name] == "generator"]
     if together(bool(advanced)):
         raise JobError(
-            given=f"a forward that advances the generator {min(advanced, default='of another rank')}",
+            given=f"a forward that advances the generator {_own_first(advanced)}",
             conflict="a generator cannot be set back: each process, and a resumed run, would have advanced its own",
             remedy="compute the value from a buffer that counts the steps, "
-            f"or write allow_state=({min(advanced, default='...')!r},) if it does not matter",
+            f"or write allow_state=({min(advanced)!r},) if it does not matter",
         )
     kept.restore()
     other()
@@ -475,9 +474,20 @@ def _distance(found: Any, first: Any) -> float:
     return max((abs(a - b) for a, b in zip(found, first, strict=True) if math.isfinite(a - b)), default=0.0)
 
 
+def _own_first(names: Collection[str]) -> str:
+    """The first of this rank's names of what any rank has found. Raises: PeerError where this rank has none."""
+    if not names:
+        raise PeerError(
+            given="this rank's part of the model",
+            conflict="it is well, and another rank's is refused",
+            remedy="see what that rank says",
+        )
+    return min(names)
+
+
 def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> JobError:
     """The error for state that changes a result."""
-    names = list(names) or ["a part of the model on another rank"]
+    _own_first(names)
     said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if all(kinds.get(name) == "number" for name in names):
         remedy = "count in a buffer (register_buffer), which shoal advances once a step,"
@@ -489,6 +499,14 @@ def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> J
         "before, and so on the number of devices",
         remedy=f"{remedy} or write allow_state=({', '.join(map(repr, names[:4]))},) if it does not matter",
     )
+
+
+def _shifted(buffer: Tensor) -> Tensor:
+    """A buffer of real numbers moved by a tenth, up and down in turn; another one as it is."""
+    if not buffer.is_floating_point():
+        return buffer
+    signs = torch.arange(buffer.numel(), device=buffer.device).reshape(buffer.shape) % 2 * 2 - 1
+    return buffer + (signs * 0.1 * (buffer.abs() + 0.1)).nan_to_num(0.0, 0.0, 0.0).to(buffer.dtype)
 
 
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:

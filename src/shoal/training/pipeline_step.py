@@ -77,12 +77,12 @@ class StageStep:
     def _forwarded(self, number: int, result: Any) -> Tensor | None:
         parts, buffers, microbatch = self._parts, self._parts.buffers, self._microbatches[number]
         if number >= self._own:
-            buffers.restore()
+            buffers.restore(in_graph=True)
             self._strategy.add(buffer_sums(buffers.zeros()))
             return None if result is None or not result[0].requires_grad else result[0] * 0.0
         parts.computer.check_buffers(buffers)
         written = self._passes.weighted_buffers(microbatch, again=self._done[number] > 0)
-        buffers.restore()
+        buffers.restore(in_graph=True)
         self._done[number] += 1
         if result is None:
             parts.observer.forwarded()

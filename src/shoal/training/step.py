@@ -24,7 +24,7 @@ from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums, buffer_sums
-from shoal.training.computation import BufferLook, MicrobatchPolicy, ProbeResult, RedoError
+from shoal.training.computation import BufferLook, MicrobatchPolicy, ProbeResult, RedoError, no_gradient
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.look import LATER_STEPS, Look
 
@@ -139,9 +139,12 @@ class StepRunner:
         fetched = self.looked_at(fetched)
         while True:
             computed = self._compute(fetched, factor, row)
-            if computed.sums.flags.errors:
+            sums = computed.sums
+            if sums.flags.errors:
                 raise_together(self._parts.mesh, computed.error)
-            if not computed.sums.flags.redo:
+            if sums.is_constant and not sums.flags.redo:
+                raise_together(self._parts.mesh, no_gradient(sums.weight))
+            if not sums.flags.redo:
                 return computed
             self._agree_on(computed.proposal, fetched.step)
             fetched = self._fetch_again(fetched.step)
@@ -242,7 +245,7 @@ class StepRunner:
         parts, computer, buffers = self._parts, self._parts.computer, self._parts.buffers
         agreed, names = computer.computation, self._without_rule(computer.computation)
         rules = dict(agreed.rules) | {n: rule for n, rule in buffers.declared.items() if n in agreed.buffers}
-        moved, looks = set(agreed.buffers), list[BufferLook]()
+        moved, looks, unexplained = set(agreed.buffers), list[BufferLook](), list[str]()
         if names:
             buffers.restore()
             divided = parts.sharded_model.divided
@@ -260,10 +263,12 @@ class StepRunner:
             elif not looks and (parts.mesh.num_data_ranks == 1 or isinstance(self._loader, MapLoader)):
                 rules[name] = "last"  # every step has a single grain
             elif all(look.conclusive for look in looks):
-                home = dict(parts.sharded_model.model.named_modules()).get(name.rpartition(".")[0])
-                ordered = any(name in look.ordered for look in looks)
-                kind = type(home).__name__ if home is not None else ""
-                raise no_rule(name, kind, ordered=ordered, seen=bool(looks))
+                unexplained.append(name)
+        if unexplained:
+            homes = dict(parts.sharded_model.model.named_modules())
+            kinds = {name: _kind(homes.get(name.rpartition(".")[0])) for name in unexplained}
+            ordered = any(not kinds.keys().isdisjoint(look.ordered) for look in looks)
+            raise no_rule(kinds, ordered=ordered, seen=bool(looks))
         said = {name: rule for name, rule in rules.items() if rule != "mean" or (mixes and name in names)}
         if said and rules != dict(agreed.rules):
             self._note(f"buffers: {in_words(said)}")
@@ -455,6 +460,12 @@ class StepRunner:
 
     def _note_output(self, model: nn.Module, args: Any, output: Any) -> None:
         self._output = output
+
+
+def _kind(module: nn.Module | None) -> str:
+    """The name of a module's own class, not of the one that torch makes of it where it cuts parameters."""
+    own = (kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+    return next(own).__name__ if module is not None else ""
 
 
 def _smaller(job: Job) -> str:

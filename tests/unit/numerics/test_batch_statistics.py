@@ -99,6 +99,24 @@ def test_every_microbatch_starts_from_the_steps_values() -> None:
         assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
 
 
+def test_a_backward_to_come_has_what_its_forward_left() -> None:
+    """A stage of a pipeline computes other microbatches before a microbatch's backward."""
+    model = nn.Module()
+    model.register_buffer("seen", torch.ones(2))
+    buffers = StepBuffers(model)
+    buffers.watch(["seen"])
+    buffers.begin()
+    weight = torch.ones(2, requires_grad=True)
+    totals = []
+    for number in (2.0, 3.0):
+        model.seen.mul_(number)
+        totals.append((weight * model.seen).sum())
+        buffers.restore(in_graph=True)
+        assert torch.equal(model.seen, torch.ones(2))
+    gradients = [torch.autograd.grad(total, weight)[0].tolist() for total in totals]
+    assert gradients == [[2.0, 2.0], [3.0, 3.0]]
+
+
 def test_the_new_value_is_the_mean_weighted_by_samples() -> None:
     model = Counter()
     buffers = StepBuffers(model)

@@ -135,7 +135,10 @@ def test_a_queue_keeps_samples_in_their_order() -> None:
     found = observed(enqueue, torch.zeros(32, 3).double(), grains())
     assert not explaining(found, FINE)
     assert is_in_order(found[0])
-    assert "samples in their order" in no_rule("queue", "MoCo", ordered=True).conflict
+    error = no_rule({"queue": "MoCo", "at": "MoCo"}, ordered=True)
+    assert error.given == "buffers queue of MoCo, at of MoCo, which a forward changes"
+    assert "one of them keeps samples in their order" in error.conflict
+    assert 'Job(buffers={"queue": "last", "at": "last"})' in error.remedy
     assert not is_in_order(observed(lambda b, x: 0.9 * b + 0.1 * x.var(0), torch.zeros(3).double(), grains())[0])
 
 

@@ -348,6 +348,24 @@ def test_rows_that_a_forward_renormalises_are_refused() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_forward_writes_is_the_same_to_the_bit_in_each(exact: bool) -> None:
+    """Fast mode refuses what exact mode does: ranks compute other numbers of forwards."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.mul_(factor).clamp_(max=0.1)
+            return super().forward(x)
+
+    factor, model = 1.0, Scaled(3, 1)
+    own = computer(model)
+    own.exact = exact
+    look_at(own, first_batch(), StepBuffers(model))
+    factor = 1 + 1e-6
+    with pytest.raises(JobError, match="parameter weight"):
+        look_at(own, first_batch(), StepBuffers(model))
+
+
 def test_a_teacher_that_the_forward_averages_is_a_buffer() -> None:
     class Taught(nn.Module):
         def __init__(self) -> None:
@@ -366,6 +384,36 @@ def test_a_teacher_that_the_forward_averages_is_a_buffer() -> None:
     found = look_at(computer(model), first_batch(), buffers).computation
     assert found.buffers == buffers.names == ("teacher.bias", "teacher.weight")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_an_average_that_begins_as_its_weight_has_a_rule() -> None:
+    """Its first update leaves it as it is. Ranks that have to go on together have no other look."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.register_buffer("slow", self.layer.weight.detach().clone())
+            self.register_buffer("still", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.slow.lerp_(self.layer.weight.detach(), 0.1)
+            return self.layer(x * self.still) + x @ self.slow.T
+
+    model = Averaged()
+    found = Look(computer(model)).buffers(first_batch(), ["slow", "still"])
+    assert found.rules.keys() == {"slow"}
+    assert found.rules["slow"][0] == "same"
+    assert torch.equal(model.slow, model.layer.weight)
+
+
+def test_the_weights_of_a_recurrent_layer_stay_its_own() -> None:
+    """Ranks with sharded parameters put others in their places during a forward."""
+    model = nn.GRU(3, 3)
+    with NoTrace(model, {}) as kept:
+        model.weight_ih_l0 = nn.Parameter(torch.zeros(9, 3))
+        assert not kept.changes()
+    assert model._flat_weights[0] is model.weight_ih_l0
 
 
 class Everything(nn.Module):

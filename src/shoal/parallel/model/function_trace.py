@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.value_free import value_free, without_reals, without_values
 
@@ -96,17 +97,19 @@ def twin(model: nn.Module, shown: Callable[[str, Tensor], Tensor]) -> nn.Module:
 
 
 @contextlib.contextmanager
-def on_copies(model: nn.Module, batch: Any, values: Callable[[str], Tensor] | None) -> Iterator[tuple[nn.Module, Any]]:
+def on_copies(
+    model: nn.Module, loss: Callable[..., Any], batch: Any, values: Callable[[str], Tensor] | None
+) -> Iterator[tuple[nn.Module, Any]]:
     """A context for a run of a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
 
-    Integers of the batch have their values in either. No random number of the caller's is drawn.
+    Integers of the batch have their values in either. The run leaves no trace, such as in a cache of a function.
     """
 
     def real(name: str, tensor: Tensor) -> Tensor:
         assert values is not None
         return values(name).detach().to("cpu", tensor.dtype, copy=True)
 
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with NoTrace(model, {"loss": loss}), torch.enable_grad():
         if values is not None:
             yield twin(model, real), replace_leaves(batch, Tensor, lambda leaf: leaf.detach().cpu())
             return

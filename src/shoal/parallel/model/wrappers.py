@@ -21,6 +21,8 @@ _WRAPPERS = {
     "PipelineEngine": "sums the gradients and steps an optimizer",
     "_FabricModule": "sums the gradients",
 }
+# What a user has called to get such a class.
+_CALLED = {"FSDPModule": "fully_shard"}
 # Modules and classes of which a constructor may wait for all ranks, or end the process where these differ.
 _COLLECTIVE = (
     ("torch.nn.parallel", "DistributedDataParallel"),
@@ -36,7 +38,7 @@ def refuse_wrapped(model: nn.Module, place: str = "model()") -> None:
         where = f" as {name}" if name else ""
         wrapper = next((kind for kind in _WRAPPERS if kind in kinds), None)
         if wrapper is not None:
-            raise _wrapped(f"{place} with {wrapper}{where}", wrapper)
+            raise _wrapped(f"{place} with {_CALLED.get(wrapper, wrapper)}{where}", wrapper)
         if module.__dict__.get("_is_accelerate_prepared"):
             raise _wrapped(f"{place} with a module that Accelerate has prepared{where}", "an Accelerator")
         if isinstance(module, nn.SyncBatchNorm):

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import active_scope
 from shoal.numerics.isolation import without_modes
+from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import IntegerEvaluation
 from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
@@ -323,10 +325,16 @@ class Stages:
             self._programs[key] = made
         return self._programs[key]
 
+    @contextlib.contextmanager
+    def _without_data(self, function: Function) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
+        users = {"loss": getattr(function, "function", function)}  # of a LossPair its own
+        with NoTrace(self._model, users), without_modes(), without_data(self._model, self._device) as found:
+            yield found
+
     def traced(self, function: Function, batch: Any, kind: Callable[..., StageTracer] = StageTracer) -> StageTrace:
         """Trace of the function's calls in time. Raises: UserCodeError where it does not run without data."""
         try:
-            with without_modes(), without_data(self._model, self._device) as (mode, named):
+            with self._without_data(function) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}
                 tracer = kind(names, self._sizes, {n for n, _ in self._model.named_parameters()})
                 given = fake_of(mode, batch, self._device)
@@ -354,7 +362,7 @@ class Stages:
     def check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
         for program in made[1:]:
-            with without_modes(), without_data(self._model, self._device) as (mode, named):
+            with self._without_data(function) as (mode, named):
                 watch = StubWatch(named)
                 modules = _Modules(self._followers, {}, {})
                 run = _StageRun(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], modules)

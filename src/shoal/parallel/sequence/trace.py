@@ -134,7 +134,7 @@ def shortened_to(batch: Any, degree: int) -> int:
 
 
 def _run(model: nn.Module, loss: Loss, batch: Any, values: Values | None) -> ContextTrace:
-    with on_copies(model, batch, values) as (copied, shown):
+    with on_copies(model, loss, batch, values) as (copied, shown):
         watcher = _Watcher(copied.train())
         with watcher:
             loss(copied, shown)

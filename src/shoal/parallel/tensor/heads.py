@@ -98,7 +98,7 @@ def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree:
     """What one run of the loss does with the logits of each head."""
     values = subject.values if trace.has_values else None
     found = {name: _Uses() for name in heads}
-    with on_copies(subject.model, subject.batch, values) as (model, batch):
+    with on_copies(subject.model, subject.loss, subject.batch, values) as (model, batch):
         for name, uses in found.items():
             module = model.get_submodule(name)
             head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), uses)

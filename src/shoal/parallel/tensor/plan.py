@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shoal.errors import PlanError
+from shoal.errors import JobError, PlanError
 from shoal.parallel.model.trial import Values, first_line
 from shoal.parallel.tensor.layers import kind, num_outputs, output_dims
 from shoal.parallel.tensor.pairs import (
@@ -68,13 +68,15 @@ def follow(
 ) -> TensorTrace:
     """The trace of one run of the loss on copies; with `values` where none will do and the model is small enough.
 
-    Raises: PlanError where it does not run.
+    Raises: PlanError where it does not run; JobError that it raises.
     """
     errors: list[Exception] = []
     small = sum(p.numel() * p.itemsize for p in model.parameters()) <= most_bytes
     for given in (None, values) if small else (None,):
         try:
             trace = observe(model, loss, batch, given)
+        except JobError:  # such as for a collective of the job's own
+            raise
         except Exception as error:
             errors.append(error)
             continue

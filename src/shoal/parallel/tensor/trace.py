@@ -107,7 +107,7 @@ def observe(
 
     Raises: what the model or the loss raises there.
     """
-    with on_copies(model, batch, values) as (copied, shown):
+    with on_copies(model, loss, batch, values) as (copied, shown):
         own = {id(a): b for a, b in zip(copied.parameters(), model.parameters(), strict=True)}
         tracer = _Tracer(copied, own, tensors_in(shown))
         tracer.trace.has_values = values is not None

@@ -36,7 +36,7 @@ WORLD, REPLICAS = "world", "replicas"
 # A step's sums are 11 float64 numbers (loss total, weight, samples, 8 words of digest) and the weighted buffers. In a
 # float32 bucket all but the loss take four numbers each. A rank's row about the next step has 15 numbers; an agreement
 # on an error that nobody has is the word "null" and its length.
-NUM_STEP_SUMS, NUM_LIMBS, NUM_FLAGS, ROW_NUMBERS = 11, 4, 2, 15
+NUM_STEP_SUMS, NUM_LIMBS, NUM_FLAGS, ROW_NUMBERS = 12, 4, 2, 15
 # With gradients or parameters cut over ranks: the order in which a rank has called its units, and its square.
 NUM_ORDERS = 2
 _NULL_BYTES, _FLOAT64 = 4, 8

@@ -22,7 +22,7 @@ from shoal.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
-from shoal.training.computation import MicrobatchPolicy
+from shoal.training.computation import MicrobatchPolicy, no_gradient
 from shoal.training.engine import Engine
 from shoal.training.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update, clipping, judged
@@ -315,6 +315,8 @@ class Conductor:
         total = combine(rows, order.num_grains, torch.add, exact=self._engine.plan.execution.exact)
         assert total is not None, "a step has a part"
         sums = StepSums(total.numpy(), Flags())
+        if sums.is_constant:
+            raise no_gradient(sums.weight)
         progress = Progress(step, order.num_steps, order.samples_before(step))
         update, found = self._update(sums, arrived, progress), None
         if update.skipped == "nonfinite":

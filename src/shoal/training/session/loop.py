@@ -20,6 +20,7 @@ from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCo
 from shoal.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
+from shoal.training.computation import no_gradient
 from shoal.training.preflight import compare_streams
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
@@ -246,6 +247,9 @@ class Loop:
         if sums.flags.errors:
             self._restore()
             self._raise_together(error)
+        if sums.is_constant:
+            self._restore()
+            self._fail(no_gradient(sums.weight))
         return sums
 
     def _update(self, step: SessionStep, chosen: Chosen, sums: StepSums) -> None:

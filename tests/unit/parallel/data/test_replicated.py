@@ -146,7 +146,7 @@ def test_sums_survive_their_way_in_float32() -> None:
     generator = torch.Generator().manual_seed(1)
     sums = torch.cat(
         [
-            torch.tensor([12345.678901, 2.0**33 + 12345, 4097.0]),
+            torch.tensor([12345.678901, 2.0**33 + 12345, 4097.0, 7.0]),
             torch.randint(0, 2**32, (DIGEST_WORDS,), generator=generator),
             torch.tensor([0.1, 3e5]),
         ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +60,19 @@ def test_a_run_on_copies_changes_nothing(with_values: bool) -> None:
     model.alias = model.weight
     held, state = dict(model.named_parameters()), torch.get_rng_state()
     values = (lambda name: held[name].detach() + 1) if with_values else None
-    with on_copies(model, batch, values) as (copied, shown):
+    kept: list[torch.Tensor] = []
+
+    @functools.lru_cache(maxsize=1)
+    def positions(length: int) -> torch.Tensor:
+        return torch.arange(length)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        kept.append(model(batch["x"]))
+        return kept[0].sum() + positions(len(batch["x"])).sum()
+
+    positions(2)
+    with on_copies(model, loss, batch, values) as (copied, shown):
+        loss(copied, shown)
         assert copied.alias is copied.weight is not model.weight
         shadows = [isinstance(t, FakeTensor) for t in (shown["x"], shown["ids"], *copied.parameters())]
         assert shadows == ([False] * 4 if with_values else [True, False, True, True])  # integers have their values
@@ -70,6 +85,8 @@ def test_a_run_on_copies_changes_nothing(with_values: bool) -> None:
     assert torch.equal(batch["ids"], torch.arange(3))
     assert model.weight.grad is None
     assert torch.equal(torch.get_rng_state(), state)
+    assert not kept
+    assert not positions.cache_info().currsize  # of a trace that has made its own positions nothing stays
 
 
 @pytest.mark.parametrize(

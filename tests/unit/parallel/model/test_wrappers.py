@@ -13,6 +13,14 @@ class DeepSpeedEngine(nn.Module):
     pass
 
 
+class FSDPModule:
+    """As fully_shard puts it under a module's class."""
+
+
+class FSDPLinear(FSDPModule, nn.Linear):
+    pass
+
+
 def prepared() -> nn.Module:
     found = nn.Linear(2, 2)
     found._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -24,6 +32,7 @@ def prepared() -> nn.Module:
     [
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "DataParallel as 0", "give the bare module"),
         (DeepSpeedEngine, "DeepSpeedEngine as 0", "give the bare module"),
+        (lambda: FSDPLinear(2, 2), "fully_shard as 0", "give the bare module"),
         (prepared, "a module that Accelerate has prepared as 0", "give the bare module"),
         (lambda: nn.SyncBatchNorm(2), "SyncBatchNorm as 0", "torch.nn.BatchNorm1d"),
     ],

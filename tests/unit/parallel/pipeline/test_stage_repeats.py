@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from shoal.parallel.pipeline.stage_trace import StageTrace
 from shoal.parallel.pipeline.stages import Stages
 
 BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
-RUN: list[int] = []  # a global, which is no state of a block
+RUN: SimpleQueue[int] = SimpleQueue()  # no state of a block; a trace would put a list back as it was
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ class Block(nn.Module):
             setattr(self, name, value)
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
-        RUN.append(self.layer_idx)
+        RUN.put(self.layer_idx)
         found = x + F.dropout(self.second(torch.relu(self.first(x))), self.dropout)
         return found if self.more is None else self.more(self, found, *others)
 
@@ -76,14 +77,19 @@ def seen(trace: StageTrace) -> Any:
     return calls, given, trace.uses, sorted(trace.lives.values()), trace.end, trace.flops, trace.parameter_bytes
 
 
+def ran() -> list[int]:
+    """The blocks that have run since the last call, by their places."""
+    return [RUN.get() for _ in range(RUN.qsize())]
+
+
 def run_blocks(make: Callable[[], nn.Module], batch: Any = BATCH, function: Any = loss) -> list[int]:
     """The blocks that the shared trace runs, by their places; sees that it is as the whole one, and so are places."""
     model = make()
     whole = Stages(model, torch.device("cpu"), {}).traced(function, batch)
     model = make()
-    RUN.clear()
+    ran()
     shared = shared_trace(Stages(model, torch.device("cpu"), {}), model, function, batch)
-    found = list(RUN)
+    found = ran()
     assert seen(shared) == seen(whole)
     assert all(type(block.layer_idx) is int for block in model.blocks)  # type: ignore[union-attr]
     return found
@@ -450,10 +456,8 @@ def test_blocks_without_autograd() -> None:
 
 def test_blocks_of_other_packages_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model([Block(number) for number in range(4)])
-    RUN.clear()
     places(model, loss, BATCH)
-    assert RUN == [0], "of equal ones one is"
+    assert ran() == [0], "of equal ones one is"
     monkeypatch.undo()
-    RUN.clear()
     places(Model([Block(number) for number in range(4)]), loss, BATCH)
-    assert RUN == [0, 1, 2, 3]
+    assert ran() == [0, 1, 2, 3]

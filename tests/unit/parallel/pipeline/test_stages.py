@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from itertools import combinations, pairwise
 from typing import Any
@@ -170,6 +171,43 @@ def test_what_the_job_raises_without_data_is_not_called_its_fault() -> None:
 
     with pytest.raises(JobError, match=r"run without data.*RuntimeError: Expected inputs of BF16.*batched_mm"):
         Stages.build(linear_stack(4), grouped, BATCH, num_stages=2)
+
+
+@functools.lru_cache
+def _positions(length: int) -> Tensor:
+    return torch.arange(length) / length
+
+
+class _Keeps(nn.Module):
+    """Keeps outputs in a list and an attribute, and positions in a cache; a buffer moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.history, self.mean = linear_stack(4), [], torch.zeros(4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x + _positions(4))
+        self.history.append(y.detach())
+        self.mean, self.seen = 0.9 * self.mean + x.mean(0), self.seen + x.sum(0)
+        return y - torch.stack(self.history).mean()
+
+
+def test_a_trace_leaves_no_tensor_without_values() -> None:
+    model, kept = _Keeps(), []
+
+    def keeping(model: nn.Module, batch: Any) -> Any:
+        total = model(batch[0]).sum()
+        kept.append(total)
+        return total, 1
+
+    stages = Stages.build(model, keeping, BATCH, num_stages=2)
+    with torch.no_grad():  # other programs, and the shapes that stubs have
+        stages.blanks(1, keeping, BATCH)
+    assert not model.history
+    assert not kept
+    assert not _positions.cache_info().currsize or type(_positions(4)) is Tensor
+    assert {type(t) for t in (model.mean, model.seen)} == {Tensor}
 
 
 def test_no_cut_within_a_reentrant_checkpoint() -> None:
