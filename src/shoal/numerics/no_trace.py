@@ -231,14 +231,19 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Names of all attributes and variables that are kept, and of those that came since."""
         return {f"{name}.{key}".lstrip(".") for name, _, kept in self._kept for key in kept.keys()}  # noqa: SIM118
 
-    def numbers(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
-        """Name, home and key of each number that has changed."""
+    def places(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
+        """Name, home and key of each attribute and variable that has changed and is there."""
         return [
             (f"{name}.{key}".lstrip("."), home, key)
             for name, home, kept in self._kept
-            for key, kind in kept.differences()
-            if kind == "number" and key in home and not isinstance(home[key], bool)
+            for key, _ in kept.differences()
+            if key in home
         ]
+
+    def numbers(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
+        """Name, home and key of each number that has changed."""
+        found = [(place, place[1][place[2]]) for place in self.places()]
+        return [place for place, value in found if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def _own(parameter: Tensor) -> Tensor:
