@@ -89,6 +89,14 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._caches: list[Any] = []
         self._places += reachable(modules.values(), {**functions, **own}, self._caches)
         self._parameters = {} if model is None else {name: _own(p) for name, p in model.named_parameters()}
+        # Modules that gather their parameters put others in their places by themselves.
+        gathers = gathers or (model is not None and any(hasattr(p, "to_local") for p in model.parameters()))
+        self._places_of = {
+            f"{prefix}.{key}".lstrip("."): (module._parameters, key, parameter)
+            for prefix, module in ({} if gathers else modules).items()
+            for key, parameter in module._parameters.items()
+        }
+        self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
             for prefix, module in modules.items()
@@ -146,6 +154,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             kept.restore(stays=[k for k, n in names.items() if n not in but and (only is None or n == only)])
 
     def _restore_values(self) -> None:
+        for name, (held, key, parameter) in self._places_of.items():
+            if held.get(key) is not parameter:
+                held[key] = parameter
+                self.replaced.add(name)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]

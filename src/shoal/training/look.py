@@ -29,6 +29,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.parallel.backward import run_backward
+from shoal.parallel.model.sharded_model import replaced
 from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
 from shoal.training.optimizer_trial import OptimizerTrial, refuse_read
@@ -176,7 +177,9 @@ class Look:
             computer.look_seconds += time.perf_counter() - began
 
     def _refuse_unrestored(self, kept: NoTrace) -> None:
-        """Raises: JobError for a parameter that a forward has written unseen."""
+        """Raises: JobError for a parameter that a forward has replaced, or has written unseen."""
+        if kept.replaced:
+            raise replaced(min(kept.replaced))
         lost = kept.unrestored()
         if lost:
             raise JobError(

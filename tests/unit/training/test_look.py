@@ -500,3 +500,22 @@ def test_an_optimizer_that_writes_beside_what_a_forward_leaves_is_not_refused() 
     looking = computer(net)
     looking.job = dataclasses.replace(looking.job, optimizer=lambda p: Logging(p, lr=0.1))
     look_at(looking, first_batch(), StepBuffers(net))
+
+
+def put_in_place(net: Any, y: Tensor) -> Tensor:
+    net.layer.weight = nn.Parameter(net.layer.weight.detach().clamp(-0.1, 0.1))
+    return y
+
+
+def by_loss(model: Any, batch: Any) -> Any:
+    put_in_place(model, batch[0])
+    return plain(model, batch)
+
+
+@pytest.mark.parametrize(("more", "loss"), [(put_in_place, plain), (lambda net, y: y, by_loss)])
+def test_a_parameter_that_is_replaced_is_refused_by_its_name_and_put_back(more: Any, loss: Loss) -> None:
+    net = Net(more)
+    before = net.layer.weight
+    with pytest.raises(JobError, match=r"in the place of the parameter layer\.weight"):
+        look_at(computer(net, loss), first_batch(), StepBuffers(net))
+    assert net.layer.weight is before
