@@ -186,6 +186,16 @@ def test_a_loss_that_calls_parts_of_a_sharded_model_is_told_so(tmp_path: Path) -
     assert "call the whole model" in caught.value.remedy
 
 
+def replacing(model: nn.Module, batch: Any) -> Any:
+    model[2].weight = nn.Parameter(torch.zeros(4, 8))
+    return shoal.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_parameter_that_the_loss_replaces_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"in the place of the parameter 2\.weight"):
+        in_ranks(partial(small, loss=replacing), {"shard": 2}, tmp_path / "ranks", "parameters", 1)
+
+
 class Rows(torch.optim.SGD):
     """Keeps a number a row: of a parameter cut by rows not the parameter's part."""
 

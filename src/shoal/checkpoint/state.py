@@ -23,7 +23,7 @@ from shoal.checkpoint.whole_optimizer import (
 )
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.parallel.model.sharded_model import laid_out, local
+from shoal.parallel.model.sharded_model import laid_out, local, replaced
 
 TENSOR = "$tensor"
 _TUPLE, _PAIRS, _HOST = "$tuple", "$pairs", "$host"
@@ -99,6 +99,9 @@ def optimizer_state(
         for group in _groups(part, seen):
             rest = {k: v for k, v in group.items() if k != "params"}
             path = f"group{len(document['groups'])}{within}"
+            lost = next((number for number, p in enumerate(group["params"]) if id(p) not in names), None)
+            if lost is not None:
+                raise replaced(f"{lost} of the optimizer's group {len(document['groups'])}")
             members = [names[id(p)] for p in group["params"]]
             document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
         if not is_torchs(part):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import enum
+import itertools
 import json
+import operator
 import random
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import UserCodeError
+from shoal.numerics.python_state import copy_of_count
 
 # A leaf of a document that stands for a tensor, from its path; and the tensor of such a leaf.
 Leaf = Callable[[str, Tensor], dict[str, Any]]
@@ -43,7 +46,7 @@ _TORCHS = (
 )
 _SAME, _NAMED, _ITEMS, _PAIRS, _OBJECT = "$same", "$parameter", "$items", "$pairs", "$object"
 _GENERATOR, _DRAWS, _ARRAY = "$generator", "$draws", "$array"
-_ENUM, _LITERAL = "$enum", "$literal"
+_ENUM, _LITERAL, _COUNT = "$enum", "$literal", "$count"
 _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -51,6 +54,7 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
+_ITERATORS: tuple[Any, ...] = (GeneratorType, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
 # Objects of these modules belong to the process: a logger leads to all loggers and their files.
 _OF_PROCESS = ("logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "io")
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
@@ -122,12 +126,17 @@ def begin(optimizer: Any) -> None:
 
     Others are not: a rank number that an optimizer keeps is not to come from a checkpoint of another layout. The note
     is an attribute of the optimizer, since all who ask for its state have the optimizer alone.
+    Raises: UserCodeError for an iterator among the attributes, whose place no checkpoint can keep.
     """
     if is_torchs(optimizer):
         return
     aside = containers(optimizer)
     for part in parts(optimizer).values():
-        baseline = {name: _Encoder({}, aside).plain(value) for name, value in _attributes(part).items()}
+        baseline = {}
+        for name, value in _attributes(part).items():
+            encoder = _Encoder({}, aside)
+            baseline[name] = encoder.plain(value)
+            encoder.refuse_iterator(name, part)
         setattr(part, _BASELINE, baseline)
 
 
@@ -149,6 +158,7 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
     for name, value in _attributes(part).items() if hasattr(part, _BASELINE) else ():
         encoder = _Encoder(names, aside)
         plain = encoder.plain(value)
+        encoder.refuse_iterator(name, part)
         if not encoder.has_state or (baseline.get(name) == plain and not encoder.has_tensors):
             continue
         if encoder.has_objects and baseline.get(name, "null") == "null":
@@ -191,10 +201,20 @@ class _Encoder:
         self._names, self._leaf = names, leaf
         self._seen = set(aside)
         self.has_state = self.has_tensors = self.has_objects = self.has_others = False
+        self._iterator = ""  # the type of one that has values left
 
     def plain(self, value: Any) -> str:
         """The JSON text without tensors, to compare."""
         return json.dumps(self.encode(value, ""))
+
+    def refuse_iterator(self, name: str, part: Any) -> None:
+        """Raises: UserCodeError where the attribute `name` of `part` has an iterator with values left."""
+        if self._iterator:
+            raise UserCodeError(
+                given=f"the attribute {name} of optimizer {type(part).__name__}, with a {self._iterator}",
+                conflict="steps take values from it, and a resumed run cannot begin where the last one has stopped",
+                remedy="compute the value from a number that the optimizer counts, or from itertools.count",
+            )
 
     def encode(self, value: Any, path: str) -> Any:
         if isinstance(value, np.generic):
@@ -226,6 +246,14 @@ class _Encoder:
             self.has_state = self.has_objects = True
             own = value.getstate() if isinstance(value, random.Random) else _bits(value).state
             return {_DRAWS: self.encode(own, path)}
+        if isinstance(value, itertools.count):
+            self.has_state = True
+            following = copy_of_count(value)
+            return {_COUNT: [self.encode(next(following), path) for _ in range(2)]}
+        if isinstance(value, _ITERATORS):
+            is_over = getattr(value, "gi_frame", value) is None or operator.length_hint(value, 1) == 0
+            self._iterator = self._iterator if is_over else type(value).__name__
+            return self._same()
         if isinstance(value, Mapping):
             self.has_objects |= isinstance(value, defaultdict)
             items = enumerate(value.items())
@@ -255,7 +283,9 @@ def _bits(value: Any) -> Any:
     return value._bit_generator if isinstance(value, np.random.RandomState) else value.bit_generator
 
 
-def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read) -> Any:
+def restored(  # noqa: C901 - a case for each kind of value
+    saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
+) -> Any:
     """The value of a document from `_Encoder`; what of `live` is not part of a state stays."""
 
     def again(document: Any, own: Any) -> Any:
@@ -274,6 +304,8 @@ def restored(saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
             )
         case {"$enum": document}:
             return type(live)(again(document, None))
+        case {"$count": [first, second]}:
+            return itertools.count(again(first, None), again(second, None) - again(first, None))
         case {"$parameter": name}:
             return parameters[name]
         case {"$generator": leaf}:

@@ -89,6 +89,14 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._caches: list[Any] = []
         self._places += reachable(modules.values(), {**functions, **own}, self._caches)
         self._parameters = {} if model is None else {name: _own(p) for name, p in model.named_parameters()}
+        # Modules that gather their parameters put others in their places by themselves.
+        gathers = gathers or (model is not None and any(hasattr(p, "to_local") for p in model.parameters()))
+        self._places_of = {
+            f"{prefix}.{key}".lstrip("."): (module._parameters, key, parameter)
+            for prefix, module in ({} if gathers else modules).items()
+            for key, parameter in module._parameters.items()
+        }
+        self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
             for prefix, module in modules.items()
@@ -152,6 +160,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
             for unit in (module for module in self._gathering.modules() if isinstance(module, FSDPModule)):
                 unit.reshard()  # what a forward without a backward has gathered, and perhaps written, would stay
+        for name, (held, key, parameter) in self._places_of.items():
+            if held.get(key) is not parameter:
+                held[key] = parameter
+                self.replaced.add(name)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]
@@ -237,14 +249,19 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Names of all attributes and variables that are kept, and of those that came since."""
         return {f"{name}.{key}".lstrip(".") for name, _, kept in self._kept for key in kept.keys()}  # noqa: SIM118
 
-    def numbers(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
-        """Name, home and key of each number that has changed."""
+    def places(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
+        """Name, home and key of each attribute and variable that has changed and is there."""
         return [
             (f"{name}.{key}".lstrip("."), home, key)
             for name, home, kept in self._kept
-            for key, kind in kept.differences()
-            if kind == "number" and key in home and not isinstance(home[key], bool)
+            for key, _ in kept.differences()
+            if key in home
         ]
+
+    def numbers(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
+        """Name, home and key of each number that has changed."""
+        found = [(place, place[1][place[2]]) for place in self.places()]
+        return [place for place, value in found if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def _own(parameter: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class _Kept:
         elif self.content is None:
             pass
         elif isinstance(value, itertools.count):
-            return value if repr(value) == repr(self.content) else _copy_of_count(self.content)
+            return value if repr(value) == repr(self.content) else copy_of_count(self.content)
         elif (state := _state_of(value)) is not None:
             state[1](self.content)
         elif isinstance(self.content, KeptDict):
@@ -273,14 +273,14 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
         own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
         return (lambda: (frame is None or frame.f_lasti, own)), lambda state: None
     if isinstance(value, itertools.count):  # which cannot be set: see _Kept.restore
-        return (lambda: _copy_of_count(value)), lambda state: None
+        return (lambda: copy_of_count(value)), lambda state: None
     if isinstance(value, _ITERATORS):
         return (lambda: value.__reduce__()[2:]), lambda state: value.__setstate__(*state) if state else None
     return None
 
 
-def _copy_of_count(counter: itertools.count[Any]) -> itertools.count[Any]:
-    """A count that goes on where another one is, which its repr tells: `count(3)` or `count(3, 2)`."""
+def copy_of_count(counter: itertools.count[Any]) -> itertools.count[Any]:
+    """Return a count that goes on where another one is, which its repr tells: `count(3)` or `count(3, 2)`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on
         return copy.copy(counter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +61,7 @@ from shoal.training.lazy_modules import whole
 from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.optimizer_step import Stepper, Updater
+from shoal.training.optimizer_trial import refuse_divided_steps
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.seeded_model import construct_twice, unlike_ranks
@@ -212,6 +213,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
+    updates = _of_first_server(plan, parameters) if plan.serves else strategy.updates
+    together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, updates))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     stepper = Stepper(optimizer, job, exact=plan.execution.exact, captured=plan.execution.cuda_graph)
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, stepper=stepper)
@@ -294,6 +297,16 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, pl
     if plan.serves:
         refuse_served(optimizer)
     return optimizer
+
+
+def _of_first_server(plan: Plan, parameters: Parameters) -> Callable[[nn.Parameter], bool]:
+    """Whether the first parameter server updates a parameter."""
+    from shoal.parallel.data.pushed import divide_parameters
+
+    sizes = {name: p.nbytes for name, p in parameters.named}
+    names = set(divide_parameters(sizes, plan.server.num_servers)[0])
+    own = {id(p) for name, p in parameters.named if name in names}
+    return lambda parameter: id(parameter) in own
 
 
 def _take_hooks(sharded_model: ShardedModel, plan: Plan) -> None:

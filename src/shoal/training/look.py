@@ -30,8 +30,10 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.numerics.python_state import same_bits
 from shoal.parallel.backward import run_backward
+from shoal.parallel.model.sharded_model import replaced
 from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
+from shoal.training.optimizer_trial import OptimizerTrial, refuse_read
 
 # Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
 # the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
@@ -177,7 +179,9 @@ class Look:
             computer.look_seconds += time.perf_counter() - began
 
     def _refuse_unrestored(self, kept: NoTrace) -> None:
-        """Raises: JobError for a parameter that a forward has written unseen."""
+        """Raises: JobError for a parameter that a forward has replaced, or has written unseen."""
+        if kept.replaced:
+            raise replaced(min(kept.replaced))
         lost = kept.unrestored()
         if lost:
             raise JobError(
@@ -327,7 +331,7 @@ class Look:
         elif writes:  # the forwards above have left other state than that of `one` from the beginning
             kept.restore()
             run(one)
-        return find_state(
+        allowed = find_state(
             kept,
             lambda: run(other),
             lambda: run(one),
@@ -336,6 +340,22 @@ class Look:
             together=self._together,
             divided=computer.divided,
         )
+        self._refuse_read(kept, lambda: run(one), allowed)
+        return allowed
+
+    def _refuse_read(self, kept: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
+        """Raises: JobError for an optimizer that reads what a forward leaves."""
+        computer = self._computer
+        kept.restore()
+        one()
+        names = {change.name for change in kept.changes()} - set(allowed)
+        if self._together(bool(names)):
+            kept.keep_state()
+            shapes = {name: tuple(p.shape) for name, p in computer.model.named_parameters()}
+            trial = OptimizerTrial(
+                computer.job.optimizer, computer.model.named_parameters(), shapes, computer.precision.device
+            )
+            refuse_read(trial, kept, self._together, names)
 
     def _check_allowed(self, kept: NoTrace) -> None:
         """Raises: JobError for a pattern of Job(allow_state=...) that names nothing."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.whole_optimizer import groups, parts, rated
@@ -30,7 +30,7 @@ from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.parallel.model.sharded_model import ShardedModel, local, replaced
 from shoal.plans.grains import random_key
 from shoal.training.direct_step import DirectStep
 from shoal.training.forward_backward import Observer
@@ -246,6 +246,7 @@ class Updater:
                 remedy="use clip_norm",
             )
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
+        self._places, self._num_gradients = list(_places(sharded_model)), -1
         self._parameters += [(part, True) for part in divided.values() if part is not None]
         refuse_divided(optimizer, sharded_model, strategy.updates)
         # Without a function called for each parameter in every step.
@@ -338,18 +339,38 @@ class Updater:
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's gradients, without a history, and those of them that count in its norm."""
+        """This rank's gradients, without a history, and those of them that count in its norm.
+
+        Raises: JobError for a parameter that the job's code has replaced, which has no gradient any more.
+        """
         if self._whole:
             found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
+            self._watch_places(len(found))
             return found, found
         held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        self._watch_places(len(held))
         return [gradient for gradient, _ in held], [g for g, counts in held if counts and g.numel()]
+
+    def _watch_places(self, num_gradients: int) -> None:
+        if num_gradients != self._num_gradients:
+            self._num_gradients = num_gradients
+            for name, home, key, parameter in self._places:
+                if home.get(key) is not parameter:
+                    raise replaced(name)
 
     def _refuse_whole_state(self) -> None:
         """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
         refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
         tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
         self._sharded_model.state(tensors)
+
+
+def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:
+    """Name, home, key and value of each parameter that is not gathered from ranks, which puts others in its place."""
+    for name, parameter in model.parameters():
+        if not hasattr(parameter, "to_local"):
+            module, _, key = name.rpartition(".")
+            yield name, model.model.get_submodule(module)._parameters, key, parameter
 
 
 def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:

@@ -105,6 +105,19 @@ class Named(SGD):
         super().step()
 
 
+class Counted(SGD):
+    """It counts by iterators; one of its own parameters has come to its end."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.given = (p for p in parameters)
+        super().__init__(self.given, lr=0.1)
+        self.numbers, self.rates = itertools.count(1), [itertools.count(0.5, 0.25)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = 0.1 * next(self.rates[0]) / next(self.numbers)
+        super().step()
+
+
 OPTIMIZERS: dict[str, Make] = {
     "both": Both,
     "averaged": lambda p: Averaged(Both(p)),
@@ -113,6 +126,7 @@ OPTIMIZERS: dict[str, Make] = {
     "busy": Busy,
     "elsewhere": lambda p: Elsewhere(p, momentum=0.9),
     "named": Named,
+    "counted": Counted,
 }
 
 
@@ -272,3 +286,16 @@ def test_objects_that_a_step_puts_into_an_empty_attribute_are_refused(value: Any
     optimizer.made = value
     with pytest.raises(UserCodeError, match="the attribute made of optimizer Curious"):
         optimizer_state(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    "rates", [(0.1 / n for n in itertools.count(1)), itertools.cycle([0.1, 0.2]), iter([0.1, 0.2]), [iter(range(9))]]
+)
+def test_an_iterator_is_refused_by_the_name_of_its_attribute(rates: Any) -> None:
+    class Rated(SGD):
+        pass
+
+    optimizer = Rated(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer.rates = rates
+    with pytest.raises(UserCodeError, match="the attribute rates of optimizer Rated"):
+        begin(optimizer)

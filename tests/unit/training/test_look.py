@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import random
@@ -491,3 +492,78 @@ def test_a_batch_that_is_changed_in_place_is_a_copy() -> None:
     found = Look(computer(model, loss)).policy(batch, batch, StepBuffers(model)).computation
     assert found.fuse
     assert torch.equal(batch.batch[0], before)
+
+
+MOST = {"output": 0.0, "forwards": 0}
+
+
+def noted(net: Any, y: Tensor) -> Tensor:
+    net.most = max(net.most, float(y.detach().abs().max()))
+    MOST.update(output=net.most, forwards=MOST["forwards"] + 1)
+    return y
+
+
+class ByOutput(torch.optim.SGD):
+    """Its step is smaller after a large output, which it reads where the forward has left it."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.1 * min(1.0, 1.0 / (1e-3 + MOST["output"]))
+        return super().step(closure)
+
+
+class Logging(torch.optim.SGD):
+    """It writes beside what the forward has left, and computes nothing from it."""
+
+    def step(self, closure: Any = None) -> Any:
+        MOST["forwards"] += 1
+        return super().step(closure)
+
+
+def by_model(net: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """An optimizer that has the model from its factory."""
+
+    class ByModel(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] = 0.1 / (1 + net.most)
+            return super().step(closure)
+
+    return lambda parameters: ByModel(parameters, lr=0.1)
+
+
+def test_an_optimizer_that_reads_what_a_forward_leaves_is_refused_by_its_name() -> None:
+    net = Net(noted, most=0.0)
+    for make, named in ((lambda p: ByOutput(p, lr=0.1), r"ByOutput.*MOST"), (by_model(net), r"ByModel.*most")):
+        looking = computer(net)
+        looking.job = dataclasses.replace(looking.job, optimizer=make)
+        with pytest.raises(JobError, match=named):
+            look_at(looking, first_batch(), StepBuffers(net))
+        looking.job = dataclasses.replace(looking.job, allow_state=("most", "more.MOST"))
+        look_at(looking, first_batch(), StepBuffers(net))
+    assert net.most == 0.0
+    assert MOST == {"output": 0.0, "forwards": 0}
+
+
+def test_an_optimizer_that_writes_beside_what_a_forward_leaves_is_not_refused() -> None:
+    net = Net(noted, most=0.0)
+    looking = computer(net)
+    looking.job = dataclasses.replace(looking.job, optimizer=lambda p: Logging(p, lr=0.1))
+    look_at(looking, first_batch(), StepBuffers(net))
+
+
+def put_in_place(net: Any, y: Tensor) -> Tensor:
+    net.layer.weight = nn.Parameter(net.layer.weight.detach().clamp(-0.1, 0.1))
+    return y
+
+
+def by_loss(model: Any, batch: Any) -> Any:
+    put_in_place(model, batch[0])
+    return plain(model, batch)
+
+
+@pytest.mark.parametrize(("more", "loss"), [(put_in_place, plain), (lambda net, y: y, by_loss)])
+def test_a_parameter_that_is_replaced_is_refused_by_its_name_and_put_back(more: Any, loss: Loss) -> None:
+    net = Net(more)
+    before = net.layer.weight
+    with pytest.raises(JobError, match=r"in the place of the parameter layer\.weight"):
+        look_at(computer(net, loss), first_batch(), StepBuffers(net))
+    assert net.layer.weight is before

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.state import optimizer_state
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, LossError, UserCodeError
 from shoal.job import Job, Progress, warmup_cosine
@@ -407,3 +408,20 @@ def test_a_hook_is_not_called_where_nothing_has_a_weight() -> None:
     hooks = ParameterHooks(nn.ParameterList(parameters))
     step(updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(), hooks), weight=0.0)
     assert seen == []
+
+
+def test_a_parameter_that_is_replaced_after_some_steps_is_refused_by_its_name() -> None:
+    made, parameters = with_gradients()
+    mesh = alone(torch.device("cpu"))
+    held = ShardedModel(mesh, made)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    strategy = DataParallel(held, parameters, torch.float32, lambda span: None)
+    stepped = Updater(optimizer, job(), Observer(), strategy, held)
+    step(stepped)
+    made[2].weight = nn.Parameter(torch.zeros(2, 4))
+    optimizer.zero_grad()
+    made(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(JobError, match=r"in the place of the parameter 2\.weight"):
+        step(stepped)
+    with pytest.raises(JobError, match="the parameter 2 of the optimizer's group 0"):
+        optimizer_state(optimizer, made)

@@ -87,6 +87,16 @@ class ModelDivision:
             self.partial[name] = (*self.partial.get(name, ()), axis)
 
 
+def replaced(name: str) -> JobError:
+    """The error of a parameter in whose place the job's code has put something else."""
+    return JobError(
+        given=f"a model, loss or callback that puts another tensor in the place of the parameter {name}",
+        conflict="the optimizer and the checkpoints have the parameter that model() made; nothing trains another",
+        remedy="make every parameter in model(); change its values in the optimizer's step (an optimizer hook), or by "
+        "torch.nn.utils.parametrize in the model",
+    )
+
+
 class ShardedModel:
     """One rank's shard of a model, with the other ranks' tensors on the meta device.
 

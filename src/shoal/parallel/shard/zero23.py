@@ -29,7 +29,7 @@ from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NO_FAILURES, AccumulatingStrategy, Flags, Mark, QueuedSums, StepSums
 from shoal.parallel.data.replicated import all_sums, queued_sums
-from shoal.parallel.model.sharded_model import ShardedModel, cut_of, local
+from shoal.parallel.model.sharded_model import ShardedModel, cut_of, local, replaced
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.parallel.shard import torch_release
@@ -78,7 +78,7 @@ def shard(
         unit.register_forward_hook(_no_views)
         if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and computes first without values
             unit.register_forward_hook(_KeptTensors(unit, others))
-            unit.register_forward_hook(_WrittenParameters(writing))
+            unit.register_forward_hook(_WrittenParameters(writing, model))
         fully_shard(
             unit,
             mesh=_device_mesh(mesh),
@@ -164,12 +164,13 @@ class _WrittenParameters:
     A mask on `weight.data`, say: the gathered values are freed, and the optimizer steps the parts of the ranks.
     """
 
-    def __init__(self, hooked: Container[nn.Module]) -> None:
-        """`hooked`: modules with forward hooks of the job's, of which each forward may write."""
-        self._hooked, self._num_forwards = hooked, 0
+    def __init__(self, hooked: Container[nn.Module], root: nn.Module) -> None:
+        """`hooked`: modules with forward hooks of the job's, of which each forward may write; `root`: the model."""
+        self._hooked, self._root, self._num_forwards = hooked, root, 0
         self._written: set[int] = set()  # by place in the unit
 
     def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
+        _refuse_replaced(unit, self._root)
         self._num_forwards += torch.is_grad_enabled()
         compares = self._num_forwards <= _COMPARED_FORWARDS or not torch.is_grad_enabled()
         with torch.no_grad():
@@ -186,6 +187,17 @@ class _WrittenParameters:
             if is_written or not torch.equal(own, now.to(own.device)):
                 self._written.add(number)
                 own.copy_(now)
+
+
+def _refuse_replaced(unit: nn.Module, root: nn.Module) -> None:
+    """Raises: JobError for a parameter of the unit in whose place there is neither the gathered one nor this part."""
+    for group in param_groups(unit):
+        for one in group.fsdp_params:
+            place = one._module_info
+            now = getattr(place.module, place.param_name, None)
+            if now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None):
+                home = next((name for name, module in root.named_modules() if module is place.module), "")
+                raise replaced(f"{home}.{place.param_name}".lstrip("."))
 
 
 def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
@@ -313,14 +325,18 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
 
 
-def _refuse_transforms(model: nn.Module, args: Any) -> None:
-    """Raises: JobError where the model is called within a transform of torch.func."""
+def _refuse_call(model: nn.Module, args: Any) -> None:
+    """Raises: JobError where the model is called within a transform of torch.func, or lacks a parameter of its own."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise JobError(
             given="a loss that transforms the model by torch.func, with parameters that are cut over the shard axis",
             conflict="a rank gathers and frees each unit's parameters in hooks, which torch.func cannot transform",
             remedy='write shard.level = "optimizer"',
         )
+    for unit in model.modules():
+        # Before the first forward torch has the parameters that were cut, on the meta device.
+        if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._is_root is not None:
+            _refuse_replaced(unit, model)
 
 
 class FullySharded(AccumulatingStrategy):
@@ -331,7 +347,7 @@ class FullySharded(AccumulatingStrategy):
     def __init__(self, model: ShardedModel, mark: Mark, *, late: bool = False) -> None:
         """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
         super().__init__(model, mark)
-        model.model.register_forward_pre_hook(_refuse_transforms, prepend=True)
+        model.model.register_forward_pre_hook(_refuse_call, prepend=True)
         self._late = late
         self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
         every = [p for p in model.model.parameters() if p.requires_grad]

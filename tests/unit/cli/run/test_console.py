@@ -93,7 +93,9 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
             lines.append(text)
 
     nothing = dict.fromkeys(("ended_early", "prediction", "server"))
-    result: Any = SimpleNamespace(status="preempted", steps=3, wall_seconds=1.0, metrics={"share": None}, eval_samples=8, **nothing)
+    result: Any = SimpleNamespace(
+        status="preempted", steps=3, wall_seconds=1.0, metrics={"share": None}, eval_samples=8, **nothing
+    )
     job = JobRequest(Path("job.py"))
     request: Any = SimpleNamespace(out=tmp_path, place=str(tmp_path), resizable=True, job=job)
     wish(RunDirectory(tmp_path), 2)
