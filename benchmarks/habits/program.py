@@ -34,7 +34,7 @@ class Program:
     tolerance: largest deviation of a tensor, as a fraction of how far training moves it.
     declared: more fields of the Job, by which a user declares what shoal asks for.
     told: what a run must print before its first step where it trains with other numbers than the plain loop's: that
-        samples see their grain alone, say, or that nothing seeds what is drawn.
+        samples see their grain alone, say, or that nothing seeds what is drawn. unseeded: two runs differ anyway.
     may_refuse: cells that may be refused where the others train: the proof of a stream has no ids to read again.
     late: state begins after some steps, so that the refusal may come after them. alone_trains: refused on 2 and 4.
     """
@@ -51,6 +51,7 @@ class Program:
     tolerance: float = TOLERANCE
     declared: dict[str, Any] = field(default_factory=dict)
     told: str = ""
+    unseeded: bool = False
     may_refuse: tuple[str, ...] = ()
     late: bool = False
     alone_trains: bool = False

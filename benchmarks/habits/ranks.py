@@ -231,6 +231,7 @@ with torch.no_grad():
     why="two runs begin at other values, which shoal says",
     names=("model",),
     told="initial values",
+    unseeded=True,
 )
 def model_object_without_a_seed():
     """The model is an object that was made at import, with values of no seed."""

@@ -288,8 +288,8 @@ class CountingRows(Points):
 
 @habit(
     "state",
-    "refused",
-    why="each rank and each data worker counts its own reads",
+    "either",
+    why="each rank and each data worker counts its own reads; exact mode refuses that, fast mode says so",
     names=("reads",),
     told="other values when it is read again",
 )

@@ -150,7 +150,7 @@ class MeanOverPadding(nn.Module):
 def test_a_forward_that_mixes_samples_is_verified_by_grain(changes: dict[str, Any], place: str, remedy: str) -> None:
     verdict = shoal.verify(small(**changes), shoal.Plan().with_sections(layout={"data": 2}), steps=2)
     assert verdict.verified, verdict.render()
-    grains = "verified are the numbers of grains of 2 samples, not those of the whole batch of 16"
+    grains = "the numbers are those of grains of 2 samples, not of the whole batch of 16"
     assert f"{grains}, since {place}: {remedy}" in verdict.notes
 
 

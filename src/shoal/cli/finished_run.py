@@ -140,4 +140,4 @@ def _rounded(value: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {inner}" for name, inner in value.items())
-    return str(value)
+    return "nan" if value is None else str(value)

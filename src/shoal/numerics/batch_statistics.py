@@ -349,10 +349,11 @@ class StepBuffers:
             now = self._now(name)
             if now.shape != value.shape:
                 raise _reshaped(name, value.shape, now.shape)
-            kept = in_graph and not isinstance(now, nn.Parameter) and self._is_written(name)
-            if now.dtype == value.dtype and not kept:
+            # Autograd refuses a tensor that it needs and that counts another write. What counts none may be written.
+            is_needed = in_graph and self._version(name) != self._versions.get(name)
+            if now.dtype == value.dtype and (isinstance(now, nn.Parameter) or not is_needed):
                 same.append((now, value))
-            else:  # a forward has put one of another dtype there, as under autocast
+            else:  # so is one of another dtype, as a forward under autocast puts it there
                 home, key = self._homes[name]
                 home[key] = value.clone()
         _copy(same)

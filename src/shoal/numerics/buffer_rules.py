@@ -85,8 +85,10 @@ def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, 
     return found
 
 
-def explaining(observed: Sequence[Observed], rounding: Rounding) -> tuple[str, ...]:
+def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 0.0) -> tuple[str, ...]:
     """Rules that explain all that was observed of a buffer, the best first.
+
+    `scale`: the size of the largest value of its module. Moves of less than the rounding of that have no other meaning.
 
     Of several the first is right for most of what else may be true. What no grain has changed in this way or that is
     the smallest and the largest of equal values, too: `max` before `same`. A maximum that the same batch moves again is
@@ -129,14 +131,15 @@ def explaining(observed: Sequence[Observed], rounding: Rounding) -> tuple[str, .
     if not is_complex:
         found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(name, rule)]
     if is_float or is_complex:
-        # Means of values that cancel, as of what a norm gives, are rounding: as small as that of numbers about 1.
+        # Means of values that cancel, as of what a norm gives, are rounding.
         moves = (float((value - one.before).abs().max()) for one in observed for value in (one.together, *one.apart))
-        found += ["mean"] if holds("mean", _mean) or (not found and max(moves) < torch.finfo(torch.float32).eps) else []
-    # Grains that differ by little more than rounding: only what is as near as the nearest explains them. Of rules of
-    # which none is exact a mean is the likeliest: a moving one with a small momentum.
+        is_rounding = not found and max(moves) < torch.finfo(torch.float32).eps * scale
+        found += ["mean"] if holds("mean", _mean) or is_rounding else []
+    # Where grains differ by little more than rounding, the rules that come nearest are first. If none is exact, a mean
+    # is the likeliest of these: a moving one with a small momentum.
     nearest = min((distances[name] for name in found if name in distances), default=0.0)
-    found = [name for name in found if distances.get(name, 0.0) <= 10 * nearest + 1e-3]
-    return tuple(sorted(found, key=lambda name: name != "mean") if nearest > 0 else found)
+    far = {name for name in found if distances.get(name, 0.0) > 10 * nearest + 1e-3}
+    return tuple(sorted(found, key=lambda name: (name in far, nearest > 0 and name != "mean")))
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -96,6 +96,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             for prefix, module in ({} if gathers else modules).items()
             for key, parameter in module._parameters.items()
         }
+        self._recurrent = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
         self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
@@ -164,6 +165,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             if held.get(key) is not parameter:
                 held[key] = parameter
                 self.replaced.add(name)
+                refresh_recurrent(self._recurrent)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]
@@ -262,6 +264,13 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         """Name, home and key of each number that has changed."""
         found = [(place, place[1][place[2]]) for place in self.places()]
         return [place for place, value in found if isinstance(value, int | float) and not isinstance(value, bool)]
+
+
+def refresh_recurrent(modules: Iterable[nn.Module]) -> None:
+    """Let recurrent layers, which keep a list of their weights besides, list those that they have now."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _own(parameter: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import CertificateError
 from shoal.runs.job_sources import changed
 
-SCHEMA = 1
+SCHEMA = 2  # 2 names the code of the job's modules
 # Sections of a plan that change nothing in what is computed.
 _IRRELEVANT = ("data", "prediction")
 

@@ -225,8 +225,8 @@ def by_grain(coupled: str, grains: int, grain_size: int) -> str:
     else:
         return ""
     return (
-        f"verified are the numbers of grains of {grain_size} samples, not those of the whole batch of "
-        f"{grains * grain_size}, since {place}: {remedy}"
+        f"the numbers are those of grains of {grain_size} samples, not of the whole batch of {grains * grain_size}, "
+        f"since {place}: {remedy}"
     )
 
 

@@ -143,13 +143,19 @@ class Look:
         sizes = [grain.size for grain in grains.grains]
         rules: dict[str, tuple[str, ...]] = {}
         ordered: list[str] = []
+
+        def largest(name: str) -> float:
+            home = self._computer.model.get_submodule(name.rpartition(".")[0])
+            beside = (*home.parameters(recurse=False), *home.buffers(recurse=False))
+            return max((float(t.detach().abs().max()) for t in beside if t.numel() and not t.is_meta), default=0.0)
+
         for name in (name for name in names if name in start):
             own = [
                 Observed(before[name], whole[1][name], [part[1][name] for part in parts], sizes[: len(parts)])
                 for before, whole, parts in seen
             ]
             if any(one.moves for one in own):
-                rules[name] = explaining(own, rounding)
+                rules[name] = explaining(own, rounding, largest(name))
                 ordered += [name] if is_in_order(own[0]) else []
         return BufferLook(rules, tuple(ordered), fuse is False, fuse is not None)
 
@@ -298,7 +304,8 @@ class Look:
         first = run(one)
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         found = {*kept.changed_parameters(), *kept.written_parameters()}
-        if self._together(bool(found)) and computer.gathers and found <= trained:
+        writes, writes_frozen = self._together(bool(found)), self._together(bool(found - trained))
+        if writes and computer.gathers and not writes_frozen:
             # Ranks that gather each other's parts keep what all of them write alike.
             computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
             found = set()
@@ -495,12 +502,12 @@ def _distance(found: Any, first: Any) -> float:
 
 
 def _own_first(names: Collection[str]) -> str:
-    """The first of this rank's names of what any rank has found. Raises: PeerError where this rank has none."""
+    """Return the first of this rank's names. Raises: PeerError where only other ranks have found any."""
     if not names:
         raise PeerError(
             given="this rank's part of the model",
-            conflict="it is well, and another rank's is refused",
-            remedy="see what that rank says",
+            conflict="another rank refuses its own part, and this rank has found nothing",
+            remedy="read the message of that rank",
         )
     return min(names)
 

@@ -413,9 +413,11 @@ class StepRunner:
         self._output = None  # of a look, say
         with passes.scope(microbatch):
             total, weight = parts.computer.loss(batch)
-            if not parts.buffers.is_empty:
+            change = not parts.buffers.is_empty
+            if change:
                 parts.computer.check_buffers(parts.buffers)
-            scaled, sums = passes.loss(microbatch, total, weight, parts.buffers.zeros())
+            zeros = parts.buffers.zeros() if change else parts.buffers.nothing
+            scaled, sums = passes.loss(microbatch, total, weight, zeros)
             if parts.strategy.syncs_every_microbatch and not scaled.requires_grad:
                 scaled = self._nothing(microbatch.step)
             self._output = None
@@ -428,7 +430,7 @@ class StepRunner:
                 if is_out_of_memory(error) or is_lost_peer(error):
                     raise
                 raise user_error("the backward", error) from error
-            if not parts.buffers.is_empty:  # which the backward writes too, where the job recomputes modules itself
+            if change:  # which the backward writes too, where the job recomputes modules itself
                 parts.strategy.add_buffers(microbatch, passes.weighted_buffers(microbatch))
         passes.leave()
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.training.coupling import MIXES
+from shoal.training.coupling import MIXES, REREAD
 from shoal.training.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
 
 # A fit explains a divergence where it leaves less than this of it.
 _LEFT = 0.02
-# What is said of an initial value whose module model() returns again and again.
+# Said of a model that is the same module each time model() is called.
 MADE_BEFORE = "a module that was made before model() was called"
 
 
@@ -152,6 +152,9 @@ def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
         _, _, coupled = said.partition(": ")
+        if coupled == REREAD:
+            yield f"{coupled}: draw from torch's, Python's or numpy's global generators, and count no reads"
+            return
         yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
         if coupled.startswith(MIXES):
             yield f"{coupled}: a sample's loss depends on the others of its grain; where that is meant: Job(fuse=False)"

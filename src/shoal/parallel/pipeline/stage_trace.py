@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.numerics.no_trace import refresh_recurrent
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 
@@ -294,19 +295,12 @@ def without_data(module: nn.Module, device: torch.device) -> Iterator[tuple[Fake
     try:
         for home, key, value in homes:
             home[key] = fakes[id(value)]
-        _refresh(module)
+        refresh_recurrent(module.modules())
         yield mode, named
     finally:
         for home, key, value in homes:
             home[key] = value
-        _refresh(module)
-
-
-def _refresh(module: nn.Module) -> None:
-    """Recurrent layers keep a list of their weights besides."""
-    for part in module.modules():
-        if isinstance(part, nn.RNNBase):
-            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        refresh_recurrent(module.modules())
 
 
 def fake_of(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:

@@ -33,7 +33,8 @@ from shoal.plans.layout import Layout
 
 # The group of all ranks, and of those that hold the same of the model where they are not all.
 WORLD, REPLICAS = "world", "replicas"
-# A step's sums are 11 float64 numbers (loss total, weight, samples, 8 words of digest) and the weighted buffers. In a
+# A step's sums are 12 float64 numbers (loss total, weight, samples, microbatches with a gradient, 8 words of digest)
+# and the weighted buffers. In a
 # float32 bucket all but the loss take four numbers each. A rank's row about the next step has 15 numbers; an agreement
 # on an error that nobody has is the word "null" and its length.
 NUM_STEP_SUMS, NUM_LIMBS, NUM_FLAGS, ROW_NUMBERS = 12, 4, 2, 15
