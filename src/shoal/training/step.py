@@ -156,7 +156,9 @@ class StepRunner:
         """
         if not self._probed:
             return self._probe(fetched)
-        if fetched.step + 1 in LATER_STEPS:
+        computer = self._parts.computer
+        if fetched.step + 1 in LATER_STEPS or computer.has_evaluated:
+            computer.has_evaluated = False
             grains = self._loader.first_grains(fetched.step)
             look = functools.partial(self._look.state, grains) if grains is not None else (lambda: None)
             with self._own_collectives_refused():

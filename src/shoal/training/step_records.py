@@ -169,6 +169,7 @@ class StepRecords:
         with self.timed("evaluation"):
             metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
+        self._parts.computer.has_evaluated = count > 0
         for name, why in self._parts.evaluator.without_value.items():
             self._around.note(f"evaluation after step {state.step}: {name} has no value: {why}")
         watched = self._parts.job.watched

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import shoal
 from shoal.checkpoint import weights_sha256
 from shoal.distributed.mesh import alone
-from shoal.errors import ShoalError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import all_generators
 from shoal.plans.plan import Plan
 from shoal.training.engine import Engine, Options, build
@@ -252,3 +252,24 @@ def test_several_metrics_that_run_the_model_again_are_said() -> None:
     assert said is not None
     assert "4 forwards" in said
     assert cheap.rehearse() is None
+
+
+class CarriesLater(nn.Linear):
+    """Adds what it has given before, once it was evaluated so often."""
+
+    after, evaluated, last = 2, 0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if not self.training:
+            self.evaluated += 1
+        elif self.evaluated >= self.after:
+            y, self.last = y + 0.1 * self.last, y.detach().mean()
+        return y
+
+
+def test_state_that_begins_with_an_evaluation_is_found_after_it() -> None:
+    """Not before one of the steps 2, 10 and 100, before which shoal looks in any case."""
+    length = {"eval_data": ROWS, "global_batch": 20, "grains": 2, "length": shoal.Steps(4)}
+    with pytest.raises(JobError, match="leaves in last"):
+        trained(job(model=lambda: CarriesLater(3, 1), **length))
