@@ -65,6 +65,13 @@ RUN_OPTIONS: Table = {
     ),
     "--devices: between two limits": Says(PLAIN.with_("--devices", "1:16"), "the planner chose one device", PLAIN),
     "--devices: under a launcher": Refuses(Call(arguments=("--devices", "3"), ranks=2), "WORLD_SIZE=2"),
+    "--devices: with variables left over": Refuses(
+        Call(
+            arguments=("--devices", "2"),
+            environment={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        ),
+        "unset RANK",
+    ),
     "--devices: of a run with other degrees": Says(
         Call(
             arguments=("--resume", "--devices", "1", "--steps", "4"),

@@ -91,7 +91,9 @@ def _run(options: RunOptions) -> int:
         request = request.with_devices(world_size)
         if environment.single_host:
             request = request.with_own_sums()
-        refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
+        left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
+        source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
+        refuse(other_world(request.plan, World(world_size, source)))
         for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
             os.environ.setdefault(name, text)
         return _train(request, environment, Signals(impatient=True), unprepared=True)
