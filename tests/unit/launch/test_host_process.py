@@ -15,26 +15,27 @@ from shoal.launch.host_process import _Answers, _refuse_differences
 from shoal.runs.version import __version__
 
 
-def asked(folder: Path, **changes: Any) -> dict[str, Any]:
+def asked(folder: Path, seconds: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """A command's request, whose clock is so many seconds ahead of this one."""
     return {
         "folder": str(folder),
         "out": str(folder),
         "address": None,
         "version": __version__,
-        "time": time.time(),
+        "time": time.time() + seconds,
         **changes,
     }
 
 
 def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
-    _refuse_differences(asked(tmp_path, time=time.time() - 30))
+    _refuse_differences(asked(tmp_path, -30))
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"time": time.time() - 3600}, r"a clock that is 36\d\d s ahead"),
-        ({"time": time.time() + 3600}, r"a clock that is 3[56]\d\d s behind"),
+        ({"seconds": -3600}, r"a clock that is 36\d\d s ahead"),
+        ({"seconds": 3600}, r"a clock that is 3[56]\d\d s behind"),
         ({"version": "9.9"}, f"shoal {__version__}, where the command has 9.9"),
         ({"out": "/nowhere/run"}, "no folder /nowhere/run"),
         ({"out": "/nowhere/run", "version": "9.9"}, "no folder /nowhere/run, shoal"),
