@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import itertools
 import signal
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
 from shoal.data.quarantine import Fetched, Quarantine, with_replaced
-from shoal.data.sample_digest import Ids, grain_words, words_of_steps
+from shoal.data.sample_digest import Ids, grain_words, spread, words_of_steps
 from shoal.data.sample_workers import SampleWorkers
 from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, ShoalError
@@ -32,6 +34,8 @@ from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
+# In exact mode up to so many samples are read twice, for about so long.
+_REPEATED_SAMPLES, _REPEATED_SECONDS = 256, 0.2
 
 
 @dataclass  # made in every step
@@ -182,7 +186,7 @@ class Loader(ABC):
         yield self.filler(step)
 
     def check_repeats(self, step: int) -> None:  # noqa: B027 - a stream is read once
-        """Read the first two grains of `step` twice. Raises: DataError for a sample that is not the same again."""
+        """Read two grains of `step` twice, and samples all over the set. Raises: DataError where one differs."""
 
     @abstractmethod
     def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
@@ -313,6 +317,12 @@ class MapLoader(Loader):
             keys = [random_key(self._fetcher.order.seed, "data", step, grain.index) for grain in grains]
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
+                # Some that are spread over the whole set: a transform may draw for some samples alone.
+                until = time.monotonic() + _REPEATED_SECONDS
+                some = spread(np.arange(min(len(source), _REPEATED_SAMPLES)), len(source))
+                for ids in np.array_split(some, -(-len(some) // 8)):
+                    if time.monotonic() < until:
+                        source.check_repeats([ids], keys)
 
     def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
         grains = self._order.grains(step)[:count]

@@ -15,6 +15,7 @@ Ids = npt.NDArray[np.int64]
 DIGEST_WORDS = 8
 # Grains of which one array is written; of fewer a text each costs less.
 _MANY = 16
+_GOLDEN = 0.6180339887498949
 EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
 
 
@@ -68,3 +69,8 @@ def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
     """The digest after a step: SHA-256 over the digest before it and the sum of the step's grain digests."""
     return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()
+
+
+def spread(places: Ids, num_samples: int) -> Ids:
+    """Return the ids of samples that lie all over a set, for the places 0, 1, 2, ...; some may be there twice."""
+    return (places * _GOLDEN % 1.0 * num_samples).astype(np.int64)

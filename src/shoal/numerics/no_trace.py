@@ -98,6 +98,8 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         }
         self._recurrent = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
         self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
+        self._trained = {} if model is None else dict(model.named_parameters())
+        self.hooked: set[str] = set()  # parameters from which `restore` has removed a hook
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
             for prefix, module in modules.items()
@@ -113,6 +115,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._registered = [[dict(home) for home in homes] for homes in self._hooks]
+        self._on_gradients = {name: {n for home in _hooks_on(p) for n in home} for name, p in self._trained.items()}
         self._guard = None
         watched = [
             *(data for data, *_ in self._was.values()),
@@ -187,7 +190,15 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         _set_generators(self._generators)
 
     def _restore_hooks(self) -> None:
-        """Remove the modules' new hooks and put back those that were removed; shoal's own stay as they are."""
+        """Remove new hooks on modules and parameters, and put back the modules' that were removed.
+
+        Hooks of shoal's on modules stay as they are.
+        """
+        for name, parameter in self._trained.items():
+            for home in _hooks_on(parameter):
+                for number in [number for number in home if number not in self._on_gradients[name]]:
+                    del home[number]
+                    self.hooked.add(name)
         for homes, registered in zip(self._hooks, self._registered, strict=True):
             if all(home.keys() == before.keys() for home, before in zip(homes, registered, strict=True)):
                 continue
@@ -271,6 +282,11 @@ def refresh_recurrent(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+def _hooks_on(parameter: Tensor) -> list[Any]:
+    """A parameter's hooks by number: on its gradient, and after that is accumulated."""
+    return [home for home in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if home]
 
 
 def _own(parameter: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from shoal.data.sample_digest import spread
 from shoal.data.source import MapSource, Source, TensorSource, digest_of_samples
 from shoal.launch.in_child import look_in_child
 from shoal.training.engine import Engine
@@ -16,7 +17,6 @@ from shoal.training.engine import Engine
 _PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
 _SECONDS = 0.2
 _CHILD_SECONDS = 10.0
-_GOLDEN = 0.6180339887498949
 
 
 def data_digests(engine: Engine, saved: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
@@ -59,7 +59,7 @@ def _digests(source: MapSource, most: int) -> Iterator[str]:
             break
         places = np.arange(done, min(done + size, len(source)))
         # All of a small set; of a large one some that are spread over it, however many there are.
-        ids = places if len(source) <= sum(_PARTS) else (places * _GOLDEN % 1.0 * len(source)).astype(np.int64)
+        ids = places if len(source) <= sum(_PARTS) else spread(places, len(source))
         try:
             digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
         except Exception:  # which a step tells

@@ -83,7 +83,10 @@ class Look:
                     widened(computer.model, torch.float32),
                     self._computer.no_trace() as wide,
                 ):
-                    found = self._policy(microbatch, buffers, wide, precision.wide())
+                    seen = self._policy(microbatch, buffers, wide, precision.wide())
+                    wide.restore()
+                    self._refuse_unrestored(wide)  # which is told of the run's own precision
+                    found = seen
                 kept.restore()
             if found is None:
                 found = self._policy(microbatch, buffers, kept, precision)
@@ -147,7 +150,14 @@ class Look:
         def largest(name: str) -> float:
             home = self._computer.model.get_submodule(name.rpartition(".")[0])
             beside = (*home.parameters(recurse=False), *home.buffers(recurse=False))
-            return max((float(t.detach().abs().max()) for t in beside if t.numel() and not t.is_meta), default=0.0)
+            return max(
+                (
+                    float(t.detach().abs().max())
+                    for t in beside
+                    if t.is_floating_point() and t.numel() and not t.is_meta
+                ),
+                default=0.0,
+            )
 
         for name in (name for name in names if name in start):
             own = [
@@ -185,9 +195,16 @@ class Look:
             computer.look_seconds += time.perf_counter() - began
 
     def _refuse_unrestored(self, kept: NoTrace) -> None:
-        """Raises: JobError for a parameter that a forward has replaced, or has written unseen."""
+        """Raises: JobError for a parameter that a forward has replaced, hooked, or written unseen."""
         if kept.replaced:
             raise replaced(min(kept.replaced))
+        if kept.hooked:
+            raise JobError(
+                given=f"a model or loss that registers a hook on parameter {min(kept.hooked)} while it computes",
+                conflict="each forward adds another hook, and each process computes as many forwards as it has "
+                "microbatches",
+                remedy="register the hook once, in model(): shoal calls it once a step with the mean gradient",
+            )
         lost = kept.unrestored()
         if lost:
             raise JobError(
@@ -384,11 +401,17 @@ class Look:
             total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
         return float(total), float(weight)
 
+    def _agree(self, one: Tensor, other: Tensor) -> bool:
+        """Tell whether two written values are the same: to the bit in exact mode, else but for rounding."""
+        if self._computer.exact:
+            return same_bits(one, other)
+        return torch.allclose(one, other, rtol=1e-5, equal_nan=True)
+
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
         """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
         for name in sorted((first.keys() | second.keys()) & trained):
             one, other = first.get(name), second.get(name)
-            if one is None or other is None or not same_bits(one, other):
+            if one is None or other is None or not self._agree(one, other):
                 module = name.rpartition(".")[0] or "the model"
                 renormalises = isinstance(self._computer.model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
                 raise JobError(

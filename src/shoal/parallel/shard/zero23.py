@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
@@ -195,6 +196,8 @@ def _refuse_replaced(unit: nn.Module, root: nn.Module) -> None:
         for one in group.fsdp_params:
             place = one._module_info
             now = getattr(place.module, place.param_name, None)
+            if isinstance(now, FakeTensor):  # a run without data, of a pipeline's stage
+                continue
             if now is not one.sharded_param and now is not getattr(one, "_unsharded_param", None):
                 home = next((name for name, module in root.named_modules() if module is place.module), "")
                 raise replaced(f"{home}.{place.param_name}".lstrip("."))
