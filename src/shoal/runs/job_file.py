@@ -22,7 +22,7 @@ from shoal.runs.job_module import JobModule, imported_from, located, split_targe
 from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
 from shoal.runs.read_files import files_read
-from shoal.runs.remedies import remedy
+from shoal.runs.remedies import NO_PACKAGE, remedy
 from shoal.runs.user_frames import place_of, traceback_of
 
 # A setting: text, as the command line has it, or {"value": JSON} from Python, where a text would not tell the type.
@@ -337,10 +337,11 @@ def _raised(where: str, error: Exception) -> JobFileError:
     place = place_of(error)
     if isinstance(error, SyntaxError):
         place = f" at {error.filename}:{error.lineno}"
+    told = remedy(error, has_line=bool(place))
     found = JobFileError(
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",
-        remedy=f"{remedy(error, has_line=bool(place))}; the file must run by itself under `python`",
+        remedy=told if NO_PACKAGE in str(error) else f"{told}; the file must run by itself under `python`",
     )
     found.traceback_text = traceback_of(error)
     return found

@@ -21,6 +21,8 @@ _SHAPES = re.compile(
 )
 _NUMBERED = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Assertion .*n_classes", re.I)
 _UNPACKED = re.compile(r"values to unpack|cannot unpack")
+# Python's words for a relative import in a file of no package.
+NO_PACKAGE = "no known parent package"
 _OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after collation"
 
 
@@ -63,6 +65,10 @@ def _of_tensors(error: BaseException) -> bool:
 def _of_kind(error: BaseException, line: str) -> str:
     if isinstance(error, SystemExit):
         return "let the job's code return, or raise what is wrong"
+    if isinstance(error, ImportError) and NO_PACKAGE in text_of(error):
+        return (
+            "put an __init__.py into the folder of the package, or give the dotted name: shoal run package.module:job"
+        )
     if isinstance(error, ImportError):
         name = getattr(error, "name", None)
         package = f" ({name.partition('.')[0]})" if name else ""
