@@ -66,9 +66,7 @@ def _of_kind(error: BaseException, line: str) -> str:
     if isinstance(error, SystemExit):
         return "let the job's code return, or raise what is wrong"
     if isinstance(error, ImportError) and NO_PACKAGE in text_of(error):
-        return (
-            "put an __init__.py into the package's folder, or give the dotted name: shoal run package.module:job"
-        )
+        return "put an __init__.py into the package's folder, or give the dotted name: shoal run package.module:job"
     if isinstance(error, ImportError):
         name = getattr(error, "name", None)
         package = f" ({name.partition('.')[0]})" if name else ""

@@ -64,7 +64,7 @@ def test_of_shapes_and_dtypes_the_batch_is_told(act: Callable[[], Any]) -> None:
         (lambda: __import__("no_such.part"), "install what is imported (no_such) in the environment that runs shoal"),
         (
             lambda: exec("from .part import x", {"__name__": "a", "__package__": ""}),
-            "put an __init__.py into the folder",
+            "put an __init__.py into the pack",
         ),
         (lambda: Path("/nowhere/a shape").read_text(), "give a path that is there wherever a rank runs"),
         (lambda: nn.Module()(1), "give that module a method forward"),
