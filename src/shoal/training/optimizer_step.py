@@ -29,7 +29,7 @@ from shoal.numerics.gradient_norm import (
 from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import LEARNT, TOTAL, WEIGHT, QueuedSums, Strategy
+from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local, replaced
 from shoal.plans.grains import random_key
 from shoal.training.direct_step import DirectStep
@@ -325,7 +325,7 @@ class Updater:
         scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
         norm = rounded_tensor(summed_norm) * scale.abs()
         finite = torch.stack((sums.sums[TOTAL] / weight, scale, norm)).isfinite().all()
-        good = fine & finite & (weight > 0) & (sums.sums[LEARNT] > 0) & is_settled(summed_norm)
+        good = fine & finite & (weight > 0) & is_settled(summed_norm)
         if self._job.clip_norm is not None:
             scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
         if gradients:

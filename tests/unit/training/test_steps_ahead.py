@@ -148,6 +148,30 @@ def failing(step: int) -> Callable[[nn.Module, Any], tuple[Tensor, Tensor]]:
     return loss
 
 
+def constant_from(step: int) -> Callable[[nn.Module, Any], tuple[Tensor, Tensor]]:
+    """A loss without a gradient from the forward of that step on; 8 of a step's grains are together."""
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        total, weight = shoal.cross_entropy(model(batch[0]), batch[1])
+        calls.append(len(batch[1]) == 16 and torch.is_grad_enabled())
+        return total.detach() if sum(calls) >= step else total, weight
+
+    return loss
+
+
+def test_a_batch_without_a_gradient_is_an_error_and_trains_nothing() -> None:
+    found = []
+    for late in (False, True):
+        with waiting(late):
+            found.append(trained(job(loss=constant_from(6))))
+    at_once, late_one = found
+    assert "depends on no trainable parameter" in late_one.error
+    assert late_one.error == at_once.error
+    assert late_one.state["step"] == at_once.state["step"]
+    assert late_one.result == at_once.result
+
+
 def test_an_error_ends_the_run_after_the_last_good_step(tmp_path: Path) -> None:
     """Also one that would not come again; the state of the step before is saved, as where each is read at once."""
     found = []
