@@ -96,9 +96,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             for prefix, module in ({} if gathers else modules).items()
             for key, parameter in module._parameters.items()
         }
-        self._recurrent = [module for module in modules.values() if isinstance(module, nn.RNNBase)]
+        self._modules = list(modules.values())
         self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
-        self._trained = {} if model is None else dict(model.named_parameters())
+        self._named = {} if model is None else dict(model.named_parameters())
         self.hooked: set[str] = set()  # parameters from which `restore` has removed a hook
         self._buffers = {
             f"{prefix}.{key}".lstrip("."): (module._buffers, key)
@@ -115,7 +115,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._was_buffer = {n: (home[k], home[k].detach().clone()) for n, (home, k) in self._buffers.items()}
         self._was = {n: (p.data, p.requires_grad, p.grad, _mark(p)) for n, p in self._parameters.items()}
         self._registered = [[dict(home) for home in homes] for homes in self._hooks]
-        self._on_gradients = {name: {n for home in _hooks_on(p) for n in home} for name, p in self._trained.items()}
+        self._on_gradients = {name: {n for home in _hooks_on(p) for n in home} for name, p in self._named.items()}
         self._guard = None
         watched = [
             *(data for data, *_ in self._was.values()),
@@ -168,7 +168,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             if held.get(key) is not parameter:
                 held[key] = parameter
                 self.replaced.add(name)
-                refresh_recurrent(self._recurrent)
+                refresh_recurrent(self._modules)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for name, (home, key) in self._buffers.items():
                 tensor, value = self._was_buffer[name]
@@ -194,7 +194,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
         Hooks of shoal's on modules stay as they are.
         """
-        for name, parameter in self._trained.items():
+        for name, parameter in self._named.items():
             for home in _hooks_on(parameter):
                 for number in [number for number in home if number not in self._on_gradients[name]]:
                     del home[number]

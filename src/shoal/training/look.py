@@ -355,6 +355,7 @@ class Look:
         elif writes:  # the forwards above have left other state than that of `one` from the beginning
             kept.restore()
             run(one)
+        leaves_state = self._together(bool(kept.changes()))
         allowed = find_state(
             kept,
             lambda: run(other),
@@ -364,7 +365,8 @@ class Look:
             together=self._together,
             divided=computer.divided,
         )
-        self._refuse_read(kept, lambda: run(one), allowed)
+        if leaves_state:
+            self._refuse_read(kept, lambda: run(one), allowed)
         return allowed
 
     def _refuse_read(self, kept: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
