@@ -504,3 +504,39 @@ def state_reset_in_each_forward():
         return total_of(model(batch[0]), batch)
 
     return {"model": Frames, "loss": loss, "train_data": points}
+
+
+class CentredByLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.center = mlp(), torch.zeros(16)
+
+    def forward(self, x):
+        if self.training:
+            self.center = x.detach().mean(0)
+            return self.net(x)
+        return self.net(x - self.center)
+
+
+@habit("state", "refused", why=CARRIED, names=("center",))
+def read_in_evaluation_alone():
+    """Training keeps the mean of its last batch, which only evaluation subtracts."""
+    return {"model": CentredByLast, "eval_data": Points}
+
+
+class CountedEvaluations(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("evaluated", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.training:
+            self.evaluated += 1
+        return self.net(x) * (1 if self.training else self.evaluated)
+
+
+@habit("state", "refused", why="how many batches a process evaluates depends on the layout", names=("evaluated",))
+def counted_evaluations():
+    """A buffer counts the batches of evaluations, and their outputs are multiplied by it."""
+    return {"model": CountedEvaluations, "eval_data": Points}

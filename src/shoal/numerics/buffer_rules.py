@@ -37,8 +37,9 @@ class Observed:
 
     @property
     def moves(self) -> bool:
-        """Whether any of the forwards has left another value."""
-        return not all(_equal(self.before, value) for value in (self.together, *self.apart))
+        """Whether any of the forwards has left another value, or the same one in another dtype."""
+        after = (self.together, *self.apart)
+        return not all(self.before.dtype == value.dtype and _equal(self.before, value) for value in after)
 
 
 @dataclass(frozen=True)
@@ -236,14 +237,21 @@ def without_rule(name: str) -> JobError:
     )
 
 
-def no_rule(kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True) -> JobError:
+def no_rule(
+    kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True, rarely: bool = False
+) -> JobError:
     """The error for buffers that no rule explains; `kinds`: of their modules, by the buffers' names.
 
-    `ordered`: one keeps samples in their order. `seen`: some rank had several grains to look at.
+    `ordered`: one keeps samples in their order. `seen`: some rank had several grains to look at. `rarely`: these have
+    moved none, other grains of the step have.
     """
     it = "it" if len(kinds) == 1 else "one of them"
     if ordered:
         cause = f"{it} keeps samples in their order, and each microbatch would put its own in the same place"
+    elif rarely:
+        cause = (
+            "its first grains move no such buffer, where others do: how the parts of a batch make its value is not seen"
+        )
     elif seen:
         cause = (
             f"the value that a batch leaves in {it} does not follow from the values that parts of the batch leave: it "

@@ -228,6 +228,8 @@ class LossComputer:
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
         self.exact, self.compiles, self.gathers = exact, compiles, gathers
         self.look_seconds = 0.0  # of all looks so far
+        # Sums of an evaluation's first samples, by which a look finds what training leaves for it.
+        self.evaluation: Callable[[], tuple[float, ...]] | None = None
         self.has_evaluated = False  # since the last look for state: what an evaluation leaves is state too
         self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)

@@ -136,7 +136,9 @@ def compare(
     no_sum = _no_sum(fused, sums)
     if no_sum:
         return fused, sums, no_sum
-    return fused, sums, _padded(loss, whole, parts, fused) or _mixed(together, apart, _ROUNDING[itemsize])
+    rounding = _ROUNDING[itemsize]
+    same_batch = not _differ(_rows(whole.batch), [_rows(part.batch) for part in parts], rounding)
+    return fused, sums, _padded(loss, whole, parts, fused) or _mixed(together, apart, rounding, same_batch=same_batch)
 
 
 def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Microbatch], fused: Sums) -> str:
@@ -200,12 +202,14 @@ def _no_sum(fused: Sums, parts: list[Sums]) -> str:
     return ""
 
 
-def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
+def _mixed(together: _Calls, apart: list[_Calls], rounding: float, *, same_batch: bool) -> str:
     for key, call in together.items():
         others = [calls[key] for calls in apart if key in calls]
         if len(others) < len(apart):
             continue
         if _differ(call.given, [other.given for other in others], rounding):
+            if not call.name and same_batch:
+                return _IN_THE_LOSS
             if not call.name:
                 return "what collate makes of a sample depends on the others of its batch, and the loss on that"
             continue

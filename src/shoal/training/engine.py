@@ -229,6 +229,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     how["writing"] = sharded_model.division.writing
     how["gathers"] = plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
+    computer = LossComputer(job, model, precision, policy, evaluate, divided=divided, **how)
+    computer.evaluation = None if compiles else functools.partial(evaluations.first_sums, model)
     shares, kept = plan.shares_memory, callbacks or None
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)
     return Engine(
@@ -241,7 +243,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
-        computer=LossComputer(job, model, precision, policy, evaluate, divided=divided, **how),
+        computer=computer,
         buffers=_buffers(job, plan, sharded_model, order if isinstance(data.source, MapSource) else None),
         updater=updater,
         loader=loader,

@@ -22,7 +22,7 @@ from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
 from shoal.distributed.own_collectives import own_collectives_refused
-from shoal.errors import ShoalError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
@@ -30,6 +30,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
+from shoal.training.look import differ, find_state
 from shoal.training.preflight import refuse_other_samples
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Evaluator:
         if self.source is None:
             return {}, 0
         self.without_value = {}
-        gathered = self._mesh.gather_json(self._computed(model))
+        gathered = self._mesh.gather_json(collectively(self._mesh, self._divided, lambda: self._computed(model)))
         refuse_other_samples(self._name, [part["first"] for part in gathered])
         self._heartbeat.enter("away")
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
@@ -104,25 +105,49 @@ class Evaluator:
         return metrics, count
 
     def rehearse(self, model: nn.Module) -> None:
-        """Computes this rank's first chunk as an evaluation does, to find now what would raise there; changes nothing.
+        """Compute this rank's first chunk as an evaluation does, to find now what would raise there; changes nothing.
 
-        A stream is not begun. Collective: all ranks. Raises: as `evaluate`.
+        A stream is not begun. Collective: all ranks. Raises: as `evaluate`; JobError for state that changes a metric.
         """
         if isinstance(self.source, MapSource):
             several = self._mesh.world_size > 1
             refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
-            with NoTrace(model, {**self._metrics, self._name: self.source.data}), refused:
-                self._computed(model, most_chunks=1)
+            with NoTrace(model, {**self._metrics, self._name: self.source.data}) as kept, refused:
+                collectively(self._mesh, self._divided, lambda: self._rehearsed(model, kept))
 
-    def _computed(self, model: nn.Module, most_chunks: int | None = None) -> dict[str, Any]:
+    def _rehearsed(self, model: nn.Module, kept: NoTrace) -> None:
+        first = self.first_sums(model)
+        together = (lambda told: any(self._mesh.gather_json(told))) if self._divided else bool
+        written = kept.changed_buffers()
+        if together(bool(written)):
+            if together(differ(self.first_sums(model), first)):
+                raise JobError(
+                    given=f"a metric that depends on buffer {min(written, default='of another rank')}, which the model "
+                    "writes while it is evaluated",
+                    conflict="each rank evaluates other samples, so that the metric depends on the number of devices",
+                    remedy="write the buffer in training alone: if self.training: ...",
+                )
+            kept.restore()
+            self.first_sums(model)
+        chunks = (functools.partial(self.first_sums, model, chunk) for chunk in (1, 0))
+        find_state(kept, *chunks, first, self._job.allow_state, together=together, divided=self._divided)
+
+    def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
+        """Return all metrics' totals and weights over one of this rank's first chunks; nothing of a stream."""
+        if not isinstance(self.source, MapSource):
+            return ()
+        sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
+        return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
+
+    def _computed(self, model: nn.Module, chunks: slice = slice(None)) -> dict[str, Any]:
         training = model.training
         model.eval()
         try:
-            return collectively(self._mesh, self._divided, lambda: self._local_sums(model, most_chunks))
+            return self._local_sums(model, chunks)
         finally:
             model.train(training)
 
-    def _local_sums(self, model: nn.Module, most_chunks: int | None) -> dict[str, Any]:
+    def _local_sums(self, model: nn.Module, chunks: slice) -> dict[str, Any]:
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
@@ -130,7 +155,7 @@ class Evaluator:
         meets = self._syncs_every_microbatch and self._evaluate is None
         calls: list[bool] = []
         handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
-        for size, batch in itertools.islice(self._batches(place), most_chunks):
+        for size, batch in itertools.islice(self._batches(place), chunks.start, chunks.stop):
             counted = self._mesh.counts_loss and size > 0
             if counted:
                 samples.append(size)
@@ -290,6 +315,10 @@ class EvaluationSets:
         """As an `Evaluator`, of each set."""
         for evaluator in self._by_name.values():
             evaluator.rehearse(model)
+
+    def first_sums(self, model: nn.Module) -> tuple[float, ...]:
+        """As an `Evaluator`, of all sets."""
+        return tuple(number for evaluator in self._by_name.values() for number in evaluator.first_sums(model))
 
 
 def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:

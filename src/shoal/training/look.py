@@ -100,14 +100,15 @@ class Look:
         with self._watching() as kept:
             self._state(grains, kept)
 
-    def buffers(self, grains: Microbatch, names: Sequence[str]) -> BufferLook:
-        """Which rules explain what forwards of these grains leave in buffers, from two different starts.
+    def buffers(self, grains: Microbatch, names: Sequence[str], *, widens: bool = True) -> BufferLook:
+        """Return the rules that explain what forwards of these grains leave in buffers, from two different starts.
 
-        In float64, where the whole model is here and computes in it. Raises: what the model raises.
+        `widens`: in float64, where the whole model is here and computes in it; else in the run's own precision, which
+        some buffers take. Raises: what the model raises.
         """
         computer, device = self._computer, self._computer.precision.device
-        ways = [] if computer.divided else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
-        ways += [] if computer.cut else [(computer.precision.wide(), COARSE)]
+        ways = [] if computer.divided or not widens else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
+        ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
         with self._watching() as kept, self._without_gradients():
             for precision, rounding in ways:
                 # Suppressed for a model that computes in its own dtype only, or one that raises in any.
@@ -345,7 +346,7 @@ class Look:
             )
         if computer.exact:
             kept.restore()
-            if self._together(_differ(run(one), first)):
+            if self._together(differ(run(one), first)):
                 raise JobError(
                     given="a loss or model whose first batch, computed twice, gives two losses",
                     conflict="it draws from a source of randomness that shoal cannot seed, such as a generator of its "
@@ -367,7 +368,27 @@ class Look:
         )
         if leaves_state:
             self._refuse_read(kept, lambda: run(one), allowed)
+            self._refuse_evaluated(kept, lambda: run(one), lambda: run(other))
         return allowed
+
+    def _refuse_evaluated(self, kept: NoTrace, one: Callable[[], Any], other: Callable[[], Any]) -> None:
+        """Raises: JobError for state that a forward leaves and an evaluation reads."""
+        computer = self._computer
+        if computer.evaluation is not None:
+            kept.restore()
+            first = computer.evaluation()
+            kept.restore()
+            one()
+            find_state(
+                kept,
+                other,
+                computer.evaluation,
+                first,
+                computer.job.allow_state,
+                together=self._together,
+                divided=computer.divided,
+                evaluates=True,
+            )
 
     def _refuse_read(self, kept: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
         """Raises: JobError for an optimizer that reads what a forward leaves."""
@@ -437,6 +458,7 @@ def find_state(
     *,
     together: Callable[[bool], bool] = bool,
     divided: bool = False,
+    evaluates: bool = False,
 ) -> tuple[str, ...]:
     """Return the names of the state that is allowed, where a forward leaves some.
 
@@ -448,17 +470,18 @@ def find_state(
         allow_state: Patterns of names that are known not to matter.
         together: Combines a yes or no of the ranks that compute the model together.
         divided: Whether such ranks do. Their state is not told apart, and no counter is tried.
+        evaluates: Whether `one` is an evaluation after the training of `other`, which leaves no further state.
 
     Raises:
         JobError: State changes what `one` gives.
     """
 
     def matters(found: Any) -> bool:
-        if not together(_differ(found, first)):
+        if not together(differ(found, first)):
             return False
         kept.restore()  # kernels that add in another order each time are no state
         again = one()
-        return together(_differ(found, first, 4 * _distance(again, first)))
+        return together(differ(found, first, 4 * _distance(again, first)))
 
     changes = kept.changes()
     allowed = {change.name for change in changes if _allows(allow_state, change.name)}
@@ -479,7 +502,8 @@ def find_state(
     kept.keep_state(but=allowed)
     values: dict[str, list[Any]] = {}
     grows = any(kinds[name] == "container" for name in names)
-    for number in range(1 + (_MOST_REPEATS if together(grows) else _REPEATS)):
+    repeats = 0 if evaluates else _MOST_REPEATS if together(grows) else _REPEATS
+    for number in range(1 + repeats):
         found = None
         with contextlib.suppress(Exception):  # of a forward that the training may never come to
             found = one()
@@ -494,15 +518,16 @@ def find_state(
                 other()
                 kept.keep_state(only=name)
                 with contextlib.suppress(Exception):
-                    if _differ(one(), first):
+                    if differ(one(), first):
                         culprits.append(name)
-            raise _state_error(culprits or names, kinds, "" if number == 0 else " after some more forwards")
+            when = " in an evaluation" if evaluates else " after some more forwards" if number else ""
+            raise _state_error(culprits or names, kinds, when)
         kept.keep_state(but=allowed)
     # Counters, which may matter later: numbers that each forward of the same samples has changed by as much.
     counters = {
         name
         for name, seen in values.items()
-        if name not in allowed and seen[0] != seen[1] and len({b - a for a, b in itertools.pairwise(seen)}) == 1
+        if name not in allowed and len(seen) > 1 and seen[0] != seen[1] and len({b - a for a, b in itertools.pairwise(seen)}) == 1
     }
     for name, home, key in kept.numbers() if not divided else ():
         for jump in _JUMPS if name in counters else ():
@@ -511,13 +536,13 @@ def find_state(
             found = first
             with contextlib.suppress(Exception):  # of a count that the model was never made for
                 found = one()
-            if _differ(found, first):
+            if differ(found, first):
                 raise _state_error([name], kinds, f" after {jump} more forwards")
     return tuple(sorted(allowed))
 
 
-def _differ(found: Any, first: Any, noise: float = 0.0) -> bool:
-    """Whether two results are not the same, NaN being NaN."""
+def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
+    """Tell whether two results are not the same, NaN being NaN."""
     pairs = zip(found, first, strict=True)
     return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
 

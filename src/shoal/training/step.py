@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -146,7 +146,7 @@ class StepRunner:
                 raise_together(self._parts.mesh, no_gradient(sums.weight))
             if not sums.flags.redo:
                 return computed
-            self._agree_on(computed.proposal, fetched.step)
+            self._agree_on(computed.proposal, fetched.step, in_step=True)
             fetched = self._fetch_again(fetched.step)
 
     def looked_at(self, fetched: FetchedStep) -> FetchedStep:
@@ -191,14 +191,24 @@ class StepRunner:
     def _propose(self, first: Microbatch | None) -> ProbeResult:
         if first is None:
             return ProbeResult(self._parts.computer.computation)
+        computer, divided = self._parts.computer, self._parts.sharded_model.divided
+        whole = grains = self._loader.first_grains(first.step) or first
+        # In exact mode no forward of a step has several grains; a look has, to see whether samples mix.
+        meets = divided or self._parts.strategy.syncs_every_microbatch
+        if not computer.exact or meets or not computer.job.fuse:
+            whole = first
         try:
-            if self._parts.computer.exact:
+            if computer.exact:
                 self._loader.check_repeats(first.step)
             with self._own_collectives_refused():
-                return self._look.policy(first, self._loader.first_grains(first.step) or first, self._parts.buffers)
+                return self._look.policy(whole, grains, self._parts.buffers)
         except Exception as error:
-            if not is_out_of_memory(error) or self._parts.sharded_model.divided:
+            if not is_out_of_memory(error) or divided:
                 raise
+            if whole is not first:
+                torch.cuda.empty_cache()
+                with self._own_collectives_refused():
+                    return self._look.policy(first, first, self._parts.buffers)
             # Nothing is known of the model yet: fewer grains, and the same question again.
             return ProbeResult(self._fewer_grains(error), too_large=True)
 
@@ -215,9 +225,12 @@ class StepRunner:
         torch.cuda.empty_cache()
         return replace(computation, grains_per_microbatch=computation.effective_grains // 2)
 
-    def _agree_on(self, proposal: MicrobatchPolicy | None, step: int | None) -> MicrobatchPolicy:
+    def _agree_on(
+        self, proposal: MicrobatchPolicy | None, step: int | None, *, in_step: bool = False
+    ) -> MicrobatchPolicy:
         """The most careful of all ranks' proposals, with the rules of buffers as `step` shows them, where there is one.
 
+        `in_step`: the proposals are of a step's own forwards, which have moved the buffers that are new in them.
         Collective: all ranks, one JSON gather, and another one where a buffer needs a rule.
         """
         computer, buffers = self._parts.computer, self._parts.buffers
@@ -226,22 +239,23 @@ class StepRunner:
         for document in filter(None, told):
             agreed = agreed.with_care_of(MicrobatchPolicy.from_json(document))
         before = computer.computation
-        has_parted = before.fuse and not agreed.fuse and agreed.grains_per_microbatch > 1
+        has_parted = before.fuse and not agreed.fuse and (agreed.grains_per_microbatch > 1 or computer.exact)
         if has_parted or (agreed.randomness == "opaque" and before.randomness != "opaque"):
             self._note(f"grain by grain: {computer.why_not_fused(agreed)}")
         computer.computation = agreed
         buffers.watch(agreed.buffers, dict(agreed.rules))
         if step is not None and ((agreed.buffers and self._without_rule(agreed)) or buffers.declared):
-            self._find_rules(step)
+            self._find_rules(step, {*agreed.buffers} - {*before.buffers} if in_step else frozenset())
         return computer.computation
 
     def _without_rule(self, agreed: MicrobatchPolicy) -> list[str]:
         known = dict(agreed.rules)
         return [name for name in agreed.buffers if name not in known and self._parts.buffers.settled(name) is None]
 
-    def _find_rules(self, step: int) -> None:
+    def _find_rules(self, step: int, moving: Collection[str]) -> None:
         """Finds rules of buffers from the first grains of a step, and leaves out the buffers that no grain moves.
 
+        `moving`: those that the step has moved, such as one that takes the dtype of the run's computation.
         Collective: all ranks, one JSON gather. Raises: JobError on every rank, for a buffer that no rule explains.
         """
         parts, computer, buffers = self._parts, self._parts.computer, self._parts.buffers
@@ -251,11 +265,11 @@ class StepRunner:
         if names:
             buffers.restore()
             divided = parts.sharded_model.divided
-            own = collectively(parts.mesh, divided, functools.partial(self._look_at_buffers, step, names))
+            own = collectively(parts.mesh, divided, functools.partial(self._look_at_buffers, step, names, moving))
             told = parts.mesh.gather_json(asdict(own) if own is not None else None)
             looks = [BufferLook(**document) for document in filter(None, told)]
             seen = {name for look in looks for name in look.rules}
-            moved = {name for name in agreed.buffers if name not in names or name in seen or not looks}
+            moved = {n for n in agreed.buffers if n not in names or n in seen or n in moving or not looks}
         mixes = agreed.randomness == "opaque" or not computer.job.fuse or any(look.mixes for look in looks)
         for name in (name for name in names if name in moved):
             found = [look.rules[name] for look in looks if name in look.rules]
@@ -270,7 +284,8 @@ class StepRunner:
             homes = dict(parts.sharded_model.model.named_modules())
             kinds = {name: _kind(homes.get(name.rpartition(".")[0])) for name in unexplained}
             ordered = any(not kinds.keys().isdisjoint(look.ordered) for look in looks)
-            raise no_rule(kinds, ordered=ordered, seen=bool(looks))
+            rarely = not any(kinds.keys() & look.rules.keys() for look in looks)
+            raise no_rule(kinds, ordered=ordered, seen=bool(looks), rarely=bool(looks) and rarely)
         said = {name: rule for name, rule in rules.items() if rule != "mean" or (mixes and name in names)}
         if said and rules != dict(agreed.rules):
             self._note(f"buffers: {in_words(said)}")
@@ -279,14 +294,14 @@ class StepRunner:
         )
         buffers.watch(computer.computation.buffers, rules)
 
-    def _look_at_buffers(self, step: int, names: list[str]) -> BufferLook | None:
+    def _look_at_buffers(self, step: int, names: list[str], moving: Collection[str]) -> BufferLook | None:
         """This rank's look; None where it has no two grains to compare."""
         for count in (LOOKED_GRAINS, 2):
             first = self._loader.first_grains(step, count)
             if first is None or len(first.grains) < 2:
                 return None
             try:
-                return self._look.buffers(first, names)
+                return self._look.buffers(first, names, widens=not moving)
             except Exception as error:
                 if not is_out_of_memory(error) or self._parts.sharded_model.divided or count == 2:
                     raise
@@ -317,7 +332,7 @@ class StepRunner:
         if failures.errors:
             raise_together(self._parts.mesh, step.error)
         if failures.redo:
-            self._agree_on(step.proposal, number)
+            self._agree_on(step.proposal, number, in_step=True)
 
     def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
         """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""

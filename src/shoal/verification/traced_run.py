@@ -126,6 +126,7 @@ def trace_rank(
 
             conductor = Conductor(engine, around, engine.first_state(), last, writer, crew=crew)
             recorder.servers = conductor.servers
+        engine.rehearse()
         recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         opened.callback(recorder.close)
         if plan.serves:

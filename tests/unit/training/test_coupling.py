@@ -256,3 +256,12 @@ def test_samples_that_differ_when_they_are_read_again_are_not_called_mixed() -> 
     seen = found(nn.Linear(3, 1), plain, data=Noisy())
     assert seen.coupled == REREAD
     assert "global generators" in meaning(seen.coupled, 4, 4)
+
+
+def normalised_in_the_loss(model: nn.Module, batch: Any) -> Any:
+    x = batch[0]
+    return mse(model((x - x.mean(0)) / x.std(0)), batch[1])
+
+
+def test_a_loss_that_normalises_over_the_batch_is_named_and_not_collate() -> None:
+    assert found(nn.Linear(3, 1), normalised_in_the_loss).coupled == f"{MIXES}, in the loss function"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 import shoal
 from shoal.data.source import Opened
 from shoal.distributed.mesh import alone
-from shoal.errors import DataError
+from shoal.errors import DataError, JobError
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan, PrecisionSection
 from shoal.training.engine import Options, build
 from shoal.training.evaluation import Evaluator
 from shoal.training.preflight import judged
+from shoal.training.step import StepRunner
 
 CPU = torch.device("cpu")
 
@@ -227,3 +229,69 @@ def test_a_rehearsal_leaves_no_trace_in_metrics_and_model() -> None:
         engine.close()
     assert calls == [0]
     assert not hasattr(engine.model, "calls")
+
+
+class Centred(nn.Linear):
+    """Subtracts in evaluation the mean of the last batch of the training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.center = x.mean()
+        return super().forward(x - getattr(self, "center", 0.0) if not self.training else x)
+
+
+class CountedEvaluations(nn.Linear):
+    """Counts its evaluations in a buffer, by which it multiplies."""
+
+    num_evaluated: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("num_evaluated", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.num_evaluated += 1
+        return super().forward(x) * (1 if self.training else self.num_evaluated)
+
+
+class Remembered(nn.Linear):
+    """Adds in evaluation what it has given before."""
+
+    before = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if not self.training:
+            y = y + self.before
+            self.before = y.detach().mean()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (lambda: Centred(1, 1), "state that a forward leaves in center.*in an evaluation"),
+        (CountedEvaluations, "buffer num_evaluated"),
+        (lambda: Remembered(1, 1), "state that a forward leaves in before"),
+    ],
+)
+def test_a_metric_that_depends_on_the_batches_before_is_refused(model: Callable[[], nn.Module], named: str) -> None:
+    job = shoal.Job(
+        model=model,
+        loss=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=list(torch.rand(8, 1)),
+        eval_data=list(torch.rand(8, 1)),
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(1),
+    )
+    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    try:
+        with pytest.raises(JobError, match=re.compile(named, re.DOTALL)):
+            engine.rehearse()
+            runner = StepRunner(engine, engine.loader, print)
+            runner.looked_at(runner.fetch(0))
+    finally:
+        engine.close()

@@ -21,6 +21,7 @@ from shoal.checkpoint import weights_sha256
 from shoal.distributed.mesh import alone
 from shoal.training.engine import Options, build
 from shoal.training.preflight import judged
+from shoal.training.step import StepRunner
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -125,3 +126,46 @@ def test_who_draws_between_two_steps_changes_nothing() -> None:
     (quiet, num_quiet), (loud, num_loud) = found
     assert loud == quiet
     assert num_loud == num_quiet + 1
+
+
+def mean_over_batch(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
+
+
+def test_exact_mode_says_that_a_loss_is_no_sum_over_samples() -> None:
+    made = job(model=layered(2), train_data=DATA, loss=mean_over_batch)
+    plan = judged(made, shoal.Plan(execution={"exact": True})).plan
+    engine = build(made, plan, alone(torch.device("cpu")), Options())
+    notes: list[str] = []
+    runner = StepRunner(engine, engine.loader, notes.append)
+    runner.looked_at(runner.fetch(0))
+    engine.close()
+    assert any("the mean of theirs, and not the sum" in note for note in notes), notes
+
+
+class Rounding(nn.Module):
+    """Keeps a table in a buffer, in the dtype of what it computes."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if self.table.dtype != y.dtype:
+            self.table = self.table.to(y.dtype)
+        return y * self.table
+
+
+def test_a_buffer_that_takes_the_dtype_of_the_computation_ends_no_step_in_a_loop() -> None:
+    made = job(model=Rounding, train_data=DATA, length=shoal.Steps(2))
+    plan = judged(made, shoal.Plan(precision={"compute": "bfloat16"})).plan
+    engine = build(made, plan, alone(torch.device("cpu")), Options())
+    around = Surroundings(lambda text: None, lambda *record: None, lambda: False)
+    outcome = engine.trainer(None, 2, around, RecordWriter(None)).train()
+    engine.close()
+    assert outcome.state.step == 2
+
