@@ -237,9 +237,7 @@ def without_rule(name: str) -> JobError:
     )
 
 
-def no_rule(
-    kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True, rarely: bool = False
-) -> JobError:
+def no_rule(kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True, rarely: bool = False) -> JobError:
     """The error for buffers that no rule explains; `kinds`: of their modules, by the buffers' names.
 
     `ordered`: one keeps samples in their order. `seen`: some rank had several grains to look at. `rarely`: these have

@@ -129,8 +129,15 @@ class Evaluator:
                 )
             kept.restore()
             self.first_sums(model)
-        chunks = (functools.partial(self.first_sums, model, chunk) for chunk in (1, 0))
-        find_state(kept, *chunks, first, self._job.allow_state, together=together, divided=self._divided)
+        find_state(
+            kept,
+            lambda: self.first_sums(model, 1),
+            lambda: self.first_sums(model),
+            first,
+            self._job.allow_state,
+            together=together,
+            divided=self._divided,
+        )
 
     def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
         """Return all metrics' totals and weights over one of this rank's first chunks; nothing of a stream."""

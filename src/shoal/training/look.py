@@ -107,7 +107,11 @@ class Look:
         some buffers take. Raises: what the model raises.
         """
         computer, device = self._computer, self._computer.precision.device
-        ways = [] if computer.divided or not widens else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
+        ways = (
+            []
+            if computer.divided or not widens
+            else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
+        )
         ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
         with self._watching() as kept, self._without_gradients():
             for precision, rounding in ways:
@@ -527,7 +531,10 @@ def find_state(
     counters = {
         name
         for name, seen in values.items()
-        if name not in allowed and len(seen) > 1 and seen[0] != seen[1] and len({b - a for a, b in itertools.pairwise(seen)}) == 1
+        if name not in allowed
+        and len(seen) > 1
+        and seen[0] != seen[1]
+        and len({b - a for a, b in itertools.pairwise(seen)}) == 1
     }
     for name, home, key in kept.numbers() if not divided else ():
         for jump in _JUMPS if name in counters else ():

@@ -17,7 +17,7 @@ from shoal.distributed.mesh import alone
 from shoal.errors import DataError, JobError
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan, PrecisionSection
-from shoal.training.engine import Options, build
+from shoal.training.engine import Engine, Options, build
 from shoal.training.evaluation import Evaluator
 from shoal.training.preflight import judged
 from shoal.training.step import StepRunner
@@ -287,11 +287,15 @@ def test_a_metric_that_depends_on_the_batches_before_is_refused(model: Callable[
         grains=2,
         length=shoal.Steps(1),
     )
-    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    with pytest.raises(JobError, match=re.compile(named, re.DOTALL)):
+        begin(build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False)))
+
+
+def begin(engine: Engine) -> None:
+    """All looks that come before the first step."""
     try:
-        with pytest.raises(JobError, match=re.compile(named, re.DOTALL)):
-            engine.rehearse()
-            runner = StepRunner(engine, engine.loader, print)
-            runner.looked_at(runner.fetch(0))
+        engine.rehearse()
+        runner = StepRunner(engine, engine.loader, print)
+        runner.looked_at(runner.fetch(0))
     finally:
         engine.close()

@@ -168,4 +168,3 @@ def test_a_buffer_that_takes_the_dtype_of_the_computation_ends_no_step_in_a_loop
     outcome = engine.trainer(None, 2, around, RecordWriter(None)).train()
     engine.close()
     assert outcome.state.step == 2
-
