@@ -42,7 +42,7 @@ class Certificate:
             raise CertificateError(
                 given=f"{path} of schema {schema}",
                 conflict=f"this version reads schema {SCHEMA}",
-                remedy="verify again with this version",
+                remedy="run shoal verify again, with this version",
             )
         return cls(path, document, hashlib.sha256(content).hexdigest())
 
