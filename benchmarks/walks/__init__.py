@@ -1,0 +1,1 @@
+"""Five walks through the package, as a reader makes them: how many modules a question leads through."""

@@ -1,0 +1,68 @@
+"""A small job that says when a walk begins and ends; WALK in the environment is which one."""
+
+import os
+import signal
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from benchmarks.walks.walk import walk
+
+WALK, STEP = os.environ["WALK"], 4
+# Of the step that is walked: calls of the loss so far.
+CALLS: list[int] = []
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        y = self.last(torch.tanh(self.first(x)))
+        if WALK == "gradient" and len(CALLS) == 2:
+            y.register_hook(lambda gradient: walk.begin())
+        return y
+
+
+def model():
+    if WALK == "plan":
+        walk.end()
+    return Net()
+
+
+def loss(model, batch):
+    if CALLS and CALLS[0]:
+        CALLS.append(1)
+        if WALK == "microbatch" and len(CALLS) == 3:
+            walk.begin()
+        if (WALK == "microbatch" and len(CALLS) == 4) or (WALK == "gradient" and len(CALLS) == 3):
+            walk.end()
+    return shoal.cross_entropy(model(batch[0]), batch[1])
+
+
+class Marks(shoal.Callback):
+    """Marks the step that is walked, and sends SIGTERM where that is the walk."""
+
+    def on_step(self, run, record):
+        if run.step == STEP and run.rank == 0:
+            CALLS.append(1)
+            if WALK == "sigterm":
+                walk.begin()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def job():
+    x = torch.sin(torch.arange(64 * 8.0)).view(64, 8)
+    return shoal.Job(
+        model=model,
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        train_data=lambda: TensorDataset(x, (x.sum(1) > 0).long()),
+        callbacks=[Marks()],
+        global_batch=16,
+        grains=4,
+        length=shoal.Epochs(3),
+    )
