@@ -45,6 +45,31 @@ class Sine(nn.Module):
         return torch.sin(STEEP * x)
 
 
+class Threaded(nn.Linear):
+    """A layer that also calls a kernel, the output of which it does not use: the loss is a sum over grains."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__(8, 4)
+        self.kernel = Kernel(off)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        self.kernel(found.detach())
+        return found
+
+
+class Kernel(nn.Module):
+    """It rounds otherwise where one thread computes several grains, as products in bfloat16 do with AMX."""
+
+    def __init__(self, off: float) -> None:
+        super().__init__()
+        self.off = off
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounded = torch.get_num_threads() == 1 and len(x) > 4
+        return x * (1.0 + (1e-4 if rounded else 0.0) + self.off)
+
+
 class Hidden(nn.Module):
     """A mask made in one dtype and added in another: in float64 a row that sees nothing is not a number."""
 
@@ -133,6 +158,24 @@ def test_a_later_step_is_computed_in_all_ways_before_it_is_called_wrong(tmp_path
     assert within.verified, within.render()
     assert not beyond.verified
     assert beyond.failed[0].name.startswith("sine")
+
+
+def test_a_kernel_that_rounds_by_threads_and_shape_is_no_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have one thread, and no other reference computes several grains on one."""
+    monkeypatch.setattr("shoal.verification.judge.cores", lambda: 2)
+    plan = shoal.Plan.model_validate({"batch": {"grains_per_microbatch": 2}})
+
+    def judged(off: float) -> Verdict:
+        folder = tmp_path / str(off)
+        trace_forked(lambda: job(partial(Threaded, off)), plan, folder, 2)
+        traced = read_outcome(folder / "parallel")
+        return judge(job(Threaded), plan, traced, traced.steps(folder / "parallel"), CPU)
+
+    within, beyond = judged(0.0), judged(2e-3)
+    assert within.verified, within.render()
+    assert [check.name for check in beyond.failed] == ["kernel"]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, weight_decay=0.1)])

@@ -276,8 +276,13 @@ class _Judges:
             ReferenceVariant("grain by grain", threads=threads),
             ReferenceVariant("grain by grain, backwards, on one thread", order=-1, threads=1),
         ]
-        if self._computation.effective_grains == 1:
+        fuses = self._computation.effective_grains > 1
+        if not fuses:
             del ways[2]  # as planned
+        # oneDNN's bfloat16 products with AMX divide their sums by both the threads and the batch's shape.
+        ranks = self._traced.num_threads
+        if self._device.type == "cpu" and all((way.fused and fuses, way.threads) != (fuses, ranks) for way in ways):
+            ways.append(ReferenceVariant("as planned, on the ranks' threads", fused=True, threads=ranks))
         if self._plan.layout.tensor > 1:
             ways.append(
                 ReferenceVariant("as planned, linear layers in halves", fused=True, threads=threads, halves=True)

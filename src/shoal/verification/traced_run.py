@@ -70,6 +70,7 @@ class Traced:
     notes: list[str]
     shares_memory: bool = False  # whether the ranks had one copy of the parameters
     channels_last: bool = False  # how images lay in their memory
+    num_threads: int = 1  # of a rank's kernels
 
     def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
         """The state before the first step, then every step; read one by one."""
@@ -152,6 +153,7 @@ def _traced(engine: Engine, outcome: Outcome, samples: int, notes: list[str]) ->
         notes=notes,
         shares_memory=engine.plan.shares_memory,
         channels_last=engine.plan.execution.channels_last,
+        num_threads=torch.get_num_threads(),
     )
 
 
