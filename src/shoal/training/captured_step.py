@@ -152,17 +152,15 @@ class StepGraph:
         Operations on tensors alone: what Python does besides is done in the capture, and in no replay.
         """
         parts, updater = self._parts, self._parts.updater
-        parts.strategy.begin(self._microbatch.step, self._factor)
-        parts.buffers.begin()
+        passes = ForwardBackward(parts, self._factor)
+        passes.begin(self._microbatch.step)
         with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
             total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
             if not total.requires_grad:
                 raise no_gradient(1.0)
             parts.computer.check_buffers(parts.buffers)
             sums = self._sums(total.detach(), weight, parts.buffers.zeros())
-            passes = ForwardBackward(parts, self._factor)
-            parts.strategy.backward(self._microbatch, passes.scaled(total), sums, True)
-            parts.strategy.add_buffers(self._microbatch, passes.weighted_buffers(self._microbatch))
+            passes.backward(self._microbatch, total, sums, last=True)
         parts.buffers.restore()
         queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])
         good, norm = updater.prepare(queued, (queued.failures == 0).all() & ~self._masked, self.shape.scale)

@@ -128,11 +128,7 @@ class _DrawlessScope(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, computation: MicrobatchPolicy, draws: DrawWatch | None) -> None:
-        self._computation, self._given, self._draws = computation, draws, draws or DrawWatch()
-
-    def serves(self, computation: MicrobatchPolicy, draws: DrawWatch | None) -> bool:
-        """Whether it is a scope of these, and need not be made anew."""
-        return draws is not None and self._given is draws and self._computation is computation
+        self.computation, self.given, self._draws = computation, draws, draws or DrawWatch()
 
     def __enter__(self) -> None:
         self._draws.begin()
@@ -143,8 +139,8 @@ class _DrawlessScope(contextlib.AbstractContextManager[None]):
         elif self._draws.end():
             self._draws.forget()
             if self._draws.is_unclear:
-                raise RedoError(self._computation, "the model, or something before it, has begun to draw")
-            raise RedoError(replace(self._computation, randomness="scoped"), "the model has begun to draw")
+                raise RedoError(self.computation, "the model, or something before it, has begun to draw")
+            raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
 
 
 @dataclass(frozen=True)
@@ -262,10 +258,10 @@ class LossComputer:
         `draws` watches over those of steps that follow each other.
         """
         if self._computes_plainly and self.computation.randomness == "none":
-            drawless = self._drawless
-            if drawless is None or not drawless.serves(self.computation, draws):
-                drawless = self._drawless = _DrawlessScope(self.computation, draws)
-            return drawless
+            known = self._drawless
+            if known is None or draws is None or known.given is not draws or known.computation is not self.computation:
+                known = self._drawless = _DrawlessScope(self.computation, draws)
+            return known
         return self._scope(microbatch, grains)
 
     @functools.cached_property

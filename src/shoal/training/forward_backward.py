@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.data.loader import Microbatch
+from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.distributed.mesh import Mesh
+from shoal.errors import ShoalError
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.draw_watch import DrawWatch
+from shoal.numerics.grain_randomness import NotFusibleError
+from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -140,10 +144,13 @@ class ForwardBackward:
     parts: StepParts
     factor: float
     draws: DrawWatch | None = None
+    scale: float = 1.0  # of a loss total as the backward begins with it: the factor, where the strategy has not got it
 
     def begin(self, step: int) -> None:
         """Starts the step, perhaps again: no gradients, no sums."""
-        self.parts.strategy.begin(step, self.factor)
+        parts = self.parts
+        parts.strategy.begin(step, self.factor)
+        self.scale = 1.0 if parts.strategy.begins_with_factor and parts.pipeline is None else self.factor
         if not self.parts.buffers.is_empty:
             self.parts.buffers.begin()
 
@@ -191,21 +198,32 @@ class ForwardBackward:
             microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
         )
 
-    def loss(
-        self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The loss to begin the backward with, and what the microbatch adds to the step's sums. Raises: LossError."""
-        parts = self.parts
-        counts_loss = parts.mesh.counts_loss
+    def sums(self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+        """Return what a microbatch adds to the step's sums. Raises: LossError."""
+        parts, counts_loss = self.parts, self.parts.mesh.counts_loss
         sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
         if parts.observer_looks:
             parts.observer.loss(total.detach(), weight)
-        return self.scaled(total), sums
+        return sums
 
-    def scaled(self, total: Tensor) -> Tensor:
-        """The loss to begin the backward with: times the factor, but where the strategy begins with that."""
-        begins_with_factor = self.parts.strategy.begins_with_factor and self.parts.pipeline is None
-        return total if begins_with_factor or self.factor == 1.0 else total * self.factor
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, *, last: bool) -> None:
+        """Add the gradients of a microbatch, its sums, and what it has left in the buffers. Raises: UserCodeError.
+
+        The buffers are read after the backward, which writes them too where the job recomputes modules itself.
+        `last`: of the step's on this rank.
+        """
+        strategy = self.parts.strategy
+        self.parts.clock.mark("backward")
+        try:
+            strategy.backward(microbatch, total if self.scale == 1.0 else total * self.scale, sums, last)
+        except (NotFusibleError, ShoalError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) or is_lost_peer(error):
+                raise
+            raise user_error("the backward", error) from error
+        if self.parts.buffers.names:
+            strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
 
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""

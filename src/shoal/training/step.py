@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.data.loader import Loader, MapLoader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
-from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
+from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.job import Job
 from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.draw_watch import DrawWatch
-from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums, buffer_sums
@@ -434,21 +433,11 @@ class StepRunner:
             if change:
                 parts.computer.check_buffers(parts.buffers)
             zeros = parts.buffers.zeros() if change else parts.buffers.nothing
-            scaled, sums = passes.loss(microbatch, total, weight, zeros)
-            if parts.strategy.syncs_every_microbatch and not scaled.requires_grad:
-                scaled = self._nothing(microbatch.step)
+            sums = passes.sums(microbatch, total, weight, zeros)
+            if parts.strategy.syncs_every_microbatch and not total.requires_grad:
+                total = self._nothing(microbatch.step)
             self._output = None
-            parts.clock.mark("backward")
-            try:
-                parts.strategy.backward(microbatch, scaled, sums, last)
-            except (NotFusibleError, ShoalError):
-                raise
-            except Exception as error:
-                if is_out_of_memory(error) or is_lost_peer(error):
-                    raise
-                raise user_error("the backward", error) from error
-            if change:  # which the backward writes too, where the job recomputes modules itself
-                parts.strategy.add_buffers(microbatch, passes.weighted_buffers(microbatch))
+            passes.backward(microbatch, total, sums, last=last)
         passes.leave()
 
     def _fill(self, microbatch: Microbatch, last: bool) -> None:

@@ -289,9 +289,8 @@ class BatchPasses:
         unknown = sorted(self.buffers.moved(every=not self._base.training.fuse))
         if unknown:
             raise without_rule(unknown[0])
-        loss, sums = self._passes.loss(microbatch, total, weight, self.buffers.zeros())
-        self._way.strategy.backward(microbatch, loss, sums, self._last)
-        self._way.strategy.add_buffers(microbatch, self._passes.weighted_buffers(microbatch))
+        sums = self._passes.sums(microbatch, total, weight, self.buffers.zeros())
+        self._passes.backward(microbatch, total, sums, last=self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:
