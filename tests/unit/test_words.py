@@ -1,9 +1,12 @@
 """Class names and the glossary. The rules on docstrings are in words.py."""
 
 import ast
+import json
 import re
 from collections.abc import Mapping
 
+import pytest
+from tests.unit import words
 from tests.unit.test_house import PACKAGE, ROOT, _modules
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
@@ -76,3 +79,34 @@ def test_glossary_mistakes_are_found() -> None:
     terms = [f"term {number:02}" for number in range(MAX_TERMS + 1)]
     many = head + "".join(f"| **{term}** | A. | b |\n" for term in terms)
     assert len(glossary_mistakes(many, " ".join(terms))) == 1
+
+
+# ----------------------------------------------------------------------------------------- rules with offenders left
+
+
+@pytest.mark.parametrize("rule", words.SHRINKING, ids=lambda rule: rule.__name__)
+def test_offenders_only_become_fewer(rule: words.Rule) -> None:
+    listed: dict[str, int] = json.loads(words.LEFT.read_text("utf-8"))[rule.__name__]
+    now = words.offenders(rule, PACKAGE)
+    more = [path for path, count in now.items() if count > listed.get(path, 0)]
+    assert not more, {path: rule((PACKAGE / path).read_text("utf-8")) for path in more}
+    assert now == listed, "fewer than listed: python -m tests.unit.words"
+
+
+@pytest.mark.parametrize(
+    ("rule", "source", "count"),
+    [
+        (words.first_lines_not_imperative, 'def f():\n    """The size."""', 1),
+        (words.first_lines_not_imperative, 'def f():\n    """Returns a size."""', 1),
+        (words.first_lines_not_imperative, 'def f():\n    """Whether it is one."""', 1),
+        (words.first_lines_not_imperative, 'def f():\n    """`a` by name."""', 1),
+        (words.first_lines_not_imperative, 'def f():\n    """Return a size."""', 0),
+        (words.first_lines_not_imperative, 'def f():\n    """Process a batch."""', 0),
+        (words.first_lines_not_imperative, '@property\ndef f():\n    """The size."""', 0),
+        (words.bare_participles, "found = 1\nself._kept = 2", 2),
+        (words.bare_participles, "def told(asked): ...", 2),
+        (words.bare_participles, "found_names = held.size", 0),
+    ],
+)
+def test_an_offender_is_found(rule: words.Rule, source: str, count: int) -> None:
+    assert len(rule(source)) == count

@@ -1,8 +1,10 @@
 """Rules on the words of docstrings, for test_house.py, and what each of them finds and passes."""
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 # What opens a sentence whose subject is no noun; a label before it ("Loader: what ...") changes nothing in that.
 PRONOUNS = r"what|who|whom|whose|it|he|she|they|we|you|this one|these|those|that|everything|something|all that"
@@ -89,3 +91,85 @@ INNOCENT = [
     (participles_as_nouns, '"""The given plan, found by a search. Kept."""\n"""Found by no docstring."""'),
     (participles_as_nouns, 'def f():\n    """Ranks that were found."""\n    return "Found of it."'),
 ]
+
+
+# ------------------------------------------------------------------------------------------------ rules with offenders
+
+# By rule and module how many offenders are left. The numbers only fall, and a module without any has no entry:
+# `python -m tests.unit.words` writes those of now where they are smaller.
+LEFT = Path(__file__).with_name("words_left.json")
+# Openings of a first line that is no request to the function: no sentence, or one about something else.
+_OPENINGS = (
+    r"(?:The|An?|All|Each|Every|Any|No|None|One|Some|Such|Several|Two|Both|Its?|Th(?:is|ese|ose|at)|Whether|How|What|Who"
+    r"|Whose|Which|Where|When|Why|So many|As|Of|By|For|In|On|At|With|Without|From|To|After|Before|True"
+    r"|Found|Told|Held|Kept|Made|Given)\b|[(`]"
+)
+# Imperatives that end with an s, as a third person does.
+_IMPERATIVES = {
+    "Access",
+    "Address",
+    "Bypass",
+    "Compress",
+    "Cross",
+    "Discuss",
+    "Express",
+    "Guess",
+    "Pass",
+    "Press",
+    "Process",
+}
+_PARTICIPLES = {"found", "told", "held", "kept", "made", "asked", "taken"}
+
+
+def first_lines_not_imperative(source: str) -> list[str]:
+    """Docstrings of functions, but for properties, whose first line does not say what the function is to do."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not (text := ast.get_docstring(node)):
+            continue
+        if any(getattr(one, "id", getattr(one, "attr", "")).endswith("property") for one in node.decorator_list):
+            continue
+        first = text.split()[0].rstrip(".,:")
+        is_third_person = first.endswith("s") and first not in _IMPERATIVES
+        if re.match(_OPENINGS, text) or is_third_person or not re.fullmatch(r"[A-Z][a-z-]+", first):
+            found.append(f"{node.name}: {text.splitlines()[0]}")
+    return found
+
+
+def bare_participles(source: str) -> list[str]:
+    """Names of functions, arguments, variables and attributes that are a participle and say nothing of what it is."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.arg):
+            names = [node.arg]
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.id if isinstance(node, ast.Name) else node.attr]
+        else:
+            names = []
+        found += [f"line {node.lineno}: {name}" for name in names if name.strip("_") in _PARTICIPLES]
+    return found
+
+
+SHRINKING: list[Rule] = [first_lines_not_imperative, bare_participles]
+
+
+def offenders(rule: Rule, package: Path) -> dict[str, int]:
+    """How many a rule finds in each module of a package, by its path."""
+    counts = {p.relative_to(package).as_posix(): len(rule(p.read_text("utf-8"))) for p in sorted(package.rglob("*.py"))}
+    return {path: count for path, count in counts.items() if count}
+
+
+def main() -> None:
+    """Write the numbers that have fallen."""
+    package = Path(__file__).resolve().parents[2] / "src" / "shoal"
+    left = json.loads(LEFT.read_text("utf-8")) if LEFT.exists() else {}
+    for rule in SHRINKING:
+        now, before = offenders(rule, package), left.get(rule.__name__)
+        left[rule.__name__] = now if before is None else {p: min(n, before.get(p, 0)) for p, n in now.items()}
+    LEFT.write_text(json.dumps(left, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
