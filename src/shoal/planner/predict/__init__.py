@@ -1,1 +1,1 @@
-"""Performance model: seconds and bytes of a step under a plan, from values alone."""
+"""Performance model: seconds and bytes of a step under a plan, computed from values without torch."""

@@ -1,4 +1,4 @@
-"""Arrays of a rank's units for the accounts (shoal.plans.accounting), from a profile."""
+"""Inputs of the memory and traffic accounts (shoal.plans.accounting) for a rank's units, from a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.plans.plan import LayoutSection, Plan
 
 
 class Accounts:
-    """Arrays of ranks, made once for all plans that give a rank the same units."""
+    """Cache of account inputs, computed once for all plans that give a rank the same units."""
 
     def __init__(self) -> None:
         self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
@@ -21,7 +21,7 @@ class Accounts:
         self._units: dict[tuple[Held, int], tuple[tuple[tuple[Array, ...], ...], int]] = {}
 
     def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
-        """The largest parts of a body's weights."""
+        """Return the largest rank's part of each weight of a body, on a tensor axis of this degree."""
         key = body, tensor
         if key not in self._of_bodies:
             self._of_bodies[key] = tuple(
@@ -30,7 +30,7 @@ class Accounts:
         return self._of_bodies[key]
 
     def gradients(self, plan: Plan, held: Held, *, on_cpu: bool) -> Gradients:
-        """Gradients of a rank with these units."""
+        """Return the gradients of a rank with these units, in the reduce dtype of the plan."""
         tensor, reduce = plan.layout.tensor, plan.precision.reduce
         key = held, tensor, reduce, on_cpu
         if key not in self._gradients:
@@ -41,7 +41,7 @@ class Accounts:
     def sharding(
         self, plan: Plan, layout: LayoutSection, held: Held, microbatches: int = 1, *, rounds: bool = True
     ) -> Sharding:
-        """How fully_shard divides what a rank has of a model: each block, and as one unit all the rest."""
+        """Return the units that fully_shard makes of a rank's part of the model: one per block, one for the rest."""
         precision = plan.precision
         key = held, layout.tensor
         if key not in self._units:
@@ -50,7 +50,7 @@ class Accounts:
             others = tuple(unit.body for unit in held.units if not unit.body.repeated)
             if (others, layout.tensor) not in self._rests:
                 self._rests[others, layout.tensor] = tuple(a for repeated, own in arrays if not repeated for a in own)
-            rest = self._rests[others, layout.tensor]  # one object, by which it is priced once
+            rest = self._rests[others, layout.tensor]  # prices are cached by the identity of this tuple
             self._units[key] = (*blocks, rest), _behind_blocks(held.units, layout.tensor)
         units, behind = self._units[key]
         return Sharding(
@@ -68,6 +68,6 @@ class Accounts:
 
 
 def _behind_blocks(units: Sequence[Unit], tensor: int) -> int:
-    """Elements behind the last block, whose gradients are there first."""
+    """Count the trained elements after the last block. The backward produces their gradients first."""
     last = max((place for place, unit in enumerate(units) if unit.body.repeated), default=-1)
     return sum(w.numel_of(tensor) for unit in units[last + 1 :] for w in unit.body.weights if w.trainable)

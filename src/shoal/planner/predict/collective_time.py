@@ -1,8 +1,8 @@
-"""Seconds of a collective: latency and bandwidth of the links that a group of ranks crosses, per algorithm.
+"""Seconds of a collective, by algorithm, from the latency and bandwidth of the links between its ranks.
 
-A ring takes n - 1 hops a pass and moves (n - 1) / n of the bytes over its slowest link (Thakur, Rabenseifner and
-Gropp 2005); a double binary tree takes 2 log2 n hops and moves all of them (Sanders, Speck and Traeff 2009). Sizes
-are those of nccl-tests: see plans/accounting/collectives.py.
+A ring takes n - 1 hops per pass and moves (n - 1) / n of the bytes over its slowest link (Thakur, Rabenseifner and
+Gropp 2005). A double binary tree takes 2 log2 n hops and moves all bytes (Sanders, Speck and Traeff 2009). Message
+sizes follow nccl-tests: see plans/accounting/collectives.py.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
 from shoal.plans.accounting.collectives import REPLICAS, WORLD
 from shoal.plans.plan import LayoutSection
 
-_MANY_BYTES = 1e15  # beside which latencies are nothing
+_MANY_BYTES = 1e15  # large enough that latencies are negligible
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: how many, how many of them on one host, and how many such groups share a host's links."""
+    """Communicating ranks: their number, their number per host, and the number of such groups on a host."""
 
     size: int
     per_host: int
-    neighbours: int = 1  # groups on the same host that communicate at the same time, this one with them
+    neighbours: int = 1  # groups on the same host that communicate at the same time, including this group
 
     @property
     def hosts(self) -> int:
-        """Hosts that the group spans."""
+        """Number of hosts that the group spans."""
         return ceil(self.size / self.per_host)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster, and where ranks sit on it: rank r on host r // devices_per_host."""
+    """Links of a cluster and the position of ranks on it: rank r is on host r // devices_per_host."""
 
     cluster: Cluster
     _known: dict[tuple[str, float, RankGroup], float] = field(default_factory=dict, compare=False, repr=False)
 
     def group(self, size: int, stride: int) -> RankGroup:
-        """The ranks r, r + stride, ... of an axis of `size`, whose neighbours on the axis are `stride` ranks apart."""
+        """Return the group of ranks r, r + stride, ... of an axis with `size` ranks."""
         return _group(size, stride, self.cluster.devices_per_host)
 
     def axis(self, layout: LayoutSection, name: str) -> RankGroup:
-        """A group by its name in the accounts: an axis of a layout, WORLD, or REPLICAS; tensor ranks are neighbours."""
+        """Return the group with this name in the accounts: an axis of the layout, WORLD or REPLICAS."""
         inner = layout.tensor * layout.context
         if name == "shard":
             size, stride = layout.shard, inner
@@ -64,7 +64,7 @@ class Network:
         return self.group(size, stride)
 
     def hop(self, size: int, stride: int) -> RankGroup:
-        """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""
+        """Return the slowest pair of neighbours on an axis. If the axis spans hosts, the network joins the pair."""
         on_host = self.cluster.devices_per_host
         return self.group(2, stride) if size * stride <= on_host else RankGroup(2, 1, max(1, min(on_host, stride)))
 
@@ -73,7 +73,7 @@ class Network:
         return self.cluster.within
 
     def rate(self, kind: str, group: RankGroup, num_bytes: float) -> float:
-        """Bytes a second of bus bandwidth that a collective of a group reaches, its latency aside."""
+        """Return the bus bandwidth in bytes per second of a collective of a group, without latency."""
         return self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
 
     def _narrowest(self, group: RankGroup, reached: Callable[[Link, int], float]) -> float:
@@ -83,14 +83,14 @@ class Network:
             rate = reached(link, group.per_host)
             rates.append(rate / (group.per_host * group.neighbours) if link.shared else rate)
         if group.hosts > 1:
-            # All of a host's rings leave it at once, each through one of its ranks; a ring uses every NIC of its own.
+            # All rings of a host leave it at the same time, each through one rank. A ring uses every NIC of its own.
             rates.append(reached(self._between(), group.hosts) / group.neighbours)
         return min(rates, default=float("inf"))
 
     def least_per_byte(self, kind: str, group: RankGroup) -> float:
-        """Lower bound of a collective's seconds a byte, of any size and algorithm.
+        """Return a lower bound of a collective's seconds per byte, for any size and algorithm.
 
-        At the best of each link. A tree's bytes travel no faster than a ring's.
+        The bound uses the best rate of each link. A tree moves bytes no faster than a ring.
         """
         own = self._least_per_byte(kind, group)
         if group.hosts > 1 or self._in_shared_memory is None:
@@ -111,15 +111,15 @@ class Network:
         return self.cluster.between
 
     def latency(self, group: RankGroup) -> float:
-        """Seconds of a hop from one rank to the next, the slowest of them."""
+        """Return the seconds of the slowest hop between two ranks of the group."""
         return self._between().latency_seconds if group.hosts > 1 else self._within().latency_seconds
 
     def call(self, group: RankGroup) -> float:
-        """Seconds of starting a collective."""
+        """Return the seconds of starting a collective."""
         return self._between().call_seconds if group.hosts > 1 else self._within().call_seconds
 
     def seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
-        """Seconds of one collective of `num_bytes` by itself. 0 for a lone rank."""
+        """Return the seconds of one collective of `num_bytes` without overlap; 0 for a lone rank."""
         key = kind, num_bytes, group
         found = self._known.get(key)
         if found is None:
@@ -127,24 +127,24 @@ class Network:
         return found
 
     def all_reduce(self, algorithm: str, num_bytes: float, group: RankGroup) -> float:
-        """Seconds of an all_reduce by one of shoal's algorithms, where it was measured by itself; else of any."""
+        """Return the seconds of an all_reduce by this algorithm if measured, else those of any all_reduce."""
         link, n = self.cluster.algorithms.get(algorithm), group.size
         if link is None or group.hosts > 1 or n == 1 or num_bytes <= 0:
             return self.seconds("all_reduce", num_bytes, group)
         return link.sum_seconds(num_bytes, n)
 
     def asked(self, algorithm: str, kind: str, num_bytes: float, group: RankGroup) -> float:
-        """Seconds of a collective among ranks that divide a model or its update, under a plan with that all_reduce."""
+        """Return the seconds of a model-parallel or optimizer collective. `algorithm`: the plan's all_reduce."""
         return self.serving(algorithm, group).seconds(kind, num_bytes, group)
 
     def serving(self, algorithm: str, group: RankGroup) -> Network:
-        """This network as such ranks have it: a process group in shared memory where the plan and a host allow one."""
+        """Return the network of a model-parallel group: shared memory if the plan selects it on one host."""
         shares = algorithm == SHARED_MEMORY and group.hosts == 1
         return (self._in_shared_memory if shares else None) or self
 
     @cached_property
     def _in_shared_memory(self) -> Network | None:
-        """This network as a process group in shared memory sees a host, where one was measured."""
+        """This network with the measured links of a process group in shared memory; None if not measured."""
         link = self.cluster.algorithms.get(PROCESS_GROUP)
         return Network(replace(self.cluster, within=link)) if link is not None else None
 
@@ -155,7 +155,7 @@ class Network:
         if kind in ("send", "recv"):
             return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(num_bytes, group)
         moved = num_bytes / self.rate(kind, group, num_bytes) * (n - 1) / n
-        # Each step of a ring is as slow as its slowest hop, which has a message to send in every one of them.
+        # Each step of a ring takes as long as the slowest hop, since every hop sends a message in every step.
         hops = (n - 1) * self.latency(group)
         if kind == "all_reduce":
             ring = 2 * (moved + hops)
@@ -178,7 +178,7 @@ class Network:
         return self._between().reached("send", num_bytes, 2) / group.neighbours
 
     def _to_all(self, num_bytes: float, group: RankGroup) -> float:
-        """Each rank sends the n-th part of its bytes to each other; what leaves the host goes over its NICs."""
+        """Return the seconds of an all_to_all: each rank sends 1/n of its bytes to each other, off-host by NICs."""
         n = group.size
         outside = (n - group.per_host) / n
         seconds = (n - 1) * (self.latency(group) if group.hosts > 1 else self._hop_within(group)) / 4

@@ -1,7 +1,7 @@
-"""Error bar of a prediction, from the errors of published rows like it (docs/planner.md).
+"""Error bars of predictions, from the errors of similar published rows (docs/planner.md).
 
-`published_errors.toml` is written by `python -m benchmarks.published errors` from predictions of published rows, which
-are made from the catalogue alone.
+`python -m benchmarks.published errors` writes `published_errors.toml` from predictions of published rows. These
+predictions use only the catalogue.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, Final, NamedTuple
 
 from shoal.plans.plan import LayoutSection
 
-FEWEST_ROWS: Final = 8  # of which quantiles are taken
-BEYOND: Final = 2.0  # times the predicted seconds
+FEWEST_ROWS: Final = 8  # fewest rows for a quantile
+BEYOND: Final = 2.0  # ratio of measured to predicted seconds above which a row is not in the quantiles
 ANY: Final = "any"
-_APART: Final = 3.0  # A model with more times the parameters of the largest published one, or fewer, is unlike them.
+_APART: Final = 3.0  # largest ratio of parameters to the nearest published model that counts as similar
 _SIZES: Final = ((1e9, "below 1 B parameters"), (1e10, "1 to 10 B parameters"))
 
 
 class Likeness(NamedTuple):
-    """Group of rows by the device's family, the model's size and the layout's kind; each may be `ANY`."""
+    """Group of rows by the device's family, the model's size and the layout's kind. Each may be `ANY`."""
 
     family: str
     size: str
     layout: str
 
     def wider(self) -> Iterable[Likeness]:
-        """This group and those that contain it, the narrowest first: a device's rows tell most, a size's least."""
+        """Yield this group and its supersets, the narrowest first. The device matters most, the size least."""
         yield self
         yield self._replace(size=ANY)
         yield self._replace(size=ANY, layout=ANY)
@@ -39,11 +39,10 @@ class Likeness(NamedTuple):
 
 
 class ErrorBar(NamedTuple):
-    """Factors of predicted seconds between which four of five published steps were, all of language models.
+    """Range of factors of the predicted seconds that contains four of five published steps of language models.
 
-    `num_rows`: how many rows `like` it that is of, and `parameters` of their smallest and their largest model. Apart
-    from them `num_beyond` took over twice what was predicted: stalls of a network or a program, which no prediction
-    has.
+    `num_rows`: number of rows in the group `like`. `parameters`: sizes of its smallest and largest model. `num_beyond`:
+    further rows that took over twice the predicted time, through stalls that no prediction covers.
     """
 
     low: float
@@ -55,7 +54,7 @@ class ErrorBar(NamedTuple):
 
 
 def likeness(device: str, parameters: float, layout: LayoutSection) -> Likeness:
-    """The group of a prediction for a model of so many parameters on a device of the catalogue."""
+    """Return the group of a prediction for a model with this many parameters on a device of the catalogue."""
     family = re.split(r"[-_@ ]", device)[0].upper()
     size = next((name for most, name in _SIZES if parameters < most), "over 10 B parameters")
     if layout.pipeline > 1:
@@ -70,16 +69,16 @@ def likeness(device: str, parameters: float, layout: LayoutSection) -> Likeness:
 
 
 def error_bar(like: Likeness, parameters: float) -> ErrorBar | None:
-    """The error bar of the narrowest group of a device's rows that has enough, of models of about so many parameters.
+    """Return the error bar of the narrowest group of the device with enough rows and similar model sizes.
 
-    None where no published row is like it.
+    Returns None if no published row is similar.
     """
     known = (_bar(group) for group in like.wider() if group.family != ANY and group in _groups())
     return next((bar for bar in known if bar.parameters[0] / _APART <= parameters <= bar.parameters[1] * _APART), None)
 
 
 def of_device(like: Likeness) -> ErrorBar | None:
-    """The error bar of all rows of the device; None where there are none."""
+    """Return the error bar of all rows of the device, or None if there are none."""
     group = Likeness(like.family, ANY, ANY)
     return _bar(group) if group in _groups() else None
 

@@ -1,8 +1,8 @@
-"""Exposed communication time of a rank: sums of gradients, gathered parameters, and the update.
+"""Exposed communication time of a rank: gradient sums, parameter gathers, and the optimizer update.
 
-The collectives are those of the accounts (shoal.plans.accounting), which a run is compared with; here each is priced.
-On a GPU collectives run beside the compute that can hide them. On a CPU the cores that compute move every byte of a
-collective too, so that nothing of it is hidden.
+The accounts (shoal.plans.accounting), which a run is compared with, list the collectives. This module prices them. On a
+GPU, collectives overlap with compute that can hide them. On a CPU nothing is hidden, since the cores that compute also
+move the bytes of collectives.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from shoal.plans.accounting.model_parallel import Partial, completed
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES
 from shoal.plans.plan import LayoutSection, Plan
 
-_UPDATE = "update"  # under this name a device tells how fast an optimizer is
-# Schemes of compression that only cast: of the others what they compute is not known. Bytes that a gradient's element
-# moves on a CPU: into its bucket, to 16 bits and back, less what is counted of the bucket as it is sent.
+_UPDATE = "update"  # key of the optimizer's rate in `Device.operators`
+# Compression schemes that only cast; the compute of other schemes is unknown. `_CAST_BYTES`: bytes moved on a CPU per
+# gradient element (copy into the bucket, cast to 16 bits and back), minus those counted when the bucket is sent.
 _CASTS = ("bfloat16", "float16")
 _CAST_BYTES = (4 + 4) + 2 * (4 + 2) - 2 * 2
 
 
 class Sums(NamedTuple):
-    """Seconds of a rank's gradient sums: of all buckets, of the last, and of all bytes at once."""
+    """Seconds of a rank's gradient sums: all buckets, the last bucket, and all bytes in one message."""
 
     num_buckets: int
     total: float
@@ -72,7 +72,7 @@ class Exchanged:
 
     @cached_property
     def shard(self) -> ShardExchanges:
-        """Exchanges of fully_shard."""
+        """The exchanges of fully_shard."""
         return ShardExchanges(self.network, self.accounts)
 
     # -------------------------------------------------------------------------------------------------- the gradients
@@ -80,9 +80,9 @@ class Exchanged:
     def gradients(
         self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], behind: float, *, waits: bool
     ) -> float:
-        """Exposed seconds of gradient sums over data and shard ranks, and of a step's small sums; the most of a rank.
+        """Return the exposed seconds of gradient sums over replicas and of a step's small sums, for the slowest rank.
 
-        `behind`: seconds of the last backward, which may hide them; `waits`: the device does, for the host.
+        `behind`: seconds of the last backward, which may hide the sums. `waits`: True if the device waits for the host.
         """
         layout = plan.layout
         if layout.world_size == 1:
@@ -111,7 +111,7 @@ class Exchanged:
         return sum(weight.trainable for unit in self.profile.units for weight in unit.body.weights)
 
     def _sums(self, plan: Plan, held: Held) -> Sums:
-        """The buckets of a rank on a GPU, which are summed one after the other."""
+        """Return the seconds of the gradient buckets of a rank on a GPU, which are summed one by one."""
         layout = plan.layout
         group = self.network.axis(layout, REPLICAS)
 
@@ -138,9 +138,10 @@ class Exchanged:
         )
 
     def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterator[list[SizedCollective]]:
-        """Collectives of each bucket of a rank's gradients, in the order in which they are sent.
+        """Yield the collectives of each gradient bucket of a rank, in sending order.
 
-        Of other programs equal ones. Beside a sum that is cast a bucket has small ones: its scale, what goes as it is.
+        Programs without shoal's buckets have equal ones. A bucket that is cast also has small collectives: its scale,
+        and the elements that are not cast.
         """
         layout, program = plan.layout, self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
@@ -158,7 +159,7 @@ class Exchanged:
         yield [SizedCollective(REPLICAS, kind, -(-num_bytes // count), count)]
 
     def _on_cores(self, plan: Plan, computer: DeviceModel, rank: Rank) -> float:
-        """Copied into their buckets as the backward makes them, which are then summed by those who compute."""
+        """Return the seconds in which a CPU rank copies its gradients into buckets and sums the buckets."""
         layout = plan.layout
         ranks, group = layout.data * layout.shard, self.network.axis(layout, REPLICAS)
 
@@ -167,7 +168,7 @@ class Exchanged:
 
         seconds = 0.0
         for one in chain.from_iterable(self._buckets(plan, rank.held, on_cpu=True)):
-            if one.kind == "all_gather":  # each rank adds up what it has of the others
+            if one.kind == "all_gather":  # each rank sums the other ranks' parts itself
                 bucket = one.num_bytes / ranks
                 summed = self.network.seconds(one.kind, one.num_bytes, group) + (ranks - 1) * moved(3 * bucket)
             else:
@@ -179,9 +180,10 @@ class Exchanged:
         return seconds
 
     def agreed(self, num_devices: int, is_divided: bool, *, apart: bool, num_used: int = 0) -> float:
-        """A step's sums and the ranks' agreement, where they travel `apart`, and the norm of a divided model.
+        """Return the seconds of a step's small collectives: sums and agreement if `apart`, norm if `is_divided`.
 
-        `num_used`: parameters of which ranks say whether they had a gradient.
+        `apart`: sums and agreement are messages of their own. `num_used`: number of parameters for which ranks report
+        whether they had a gradient.
         """
         if not self.program.own_buckets:
             return 0.0
@@ -195,7 +197,7 @@ class Exchanged:
         return self._known.once(("agreed", everyone, is_divided, apart, num_used), compute)
 
     def _completed(self, plan: Plan, held: Held) -> float:
-        """Gradients that each rank has a part of: of blocks over a context axis, of tied weights between stages."""
+        """Return the seconds of summing partial gradients: blocks over a context axis, tied weights over stages."""
         layout = plan.layout
         if not self.program.own_buckets or layout.context * layout.pipeline == 1:
             return 0.0
@@ -222,7 +224,7 @@ class Exchanged:
         return [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
 
     def ends(self, share: Share) -> float:
-        """Sequences of a microbatch put together behind the blocks of a context axis, gradients before them."""
+        """Return the all_gather seconds per microbatch at both ends of the blocks that a context axis divides."""
         if share.context == 1 or not self.program.own_buckets:
             return 0.0
         blocks = [unit.body for unit in self.profile.units if unit.body.repeated]
@@ -235,7 +237,10 @@ class Exchanged:
     # ------------------------------------------------------------------------------------------------- the parameters
 
     def parameters(self, plan: Plan, ranks: Ranks, slowed: float) -> float:
-        """Exposed seconds of parameter gathers and gradient scatters on the busiest rank, which computes meanwhile."""
+        """Return the exposed seconds of parameter gathers and gradient scatters on the busiest rank.
+
+        `slowed`: fraction of a collective's time by which the collective slows the compute that hides it.
+        """
         level, microbatches = plan.shard.level, ranks.microbatches
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0
@@ -252,7 +257,7 @@ class Exchanged:
             back = gathered(backwards, again, exchanges.scatters[::-1], slowed) - sum(backwards)
             return once, back, gathered(backwards, again, nothing, slowed) - sum(backwards) if late else 0.0
 
-        # Of as many microbatches or more, and of other schedules, the busiest rank is one and the same.
+        # The busiest rank does not depend on the schedule or, beyond one, on the number of microbatches.
         late = plan.shard.reduce != "every_microbatch"
         once, back, quiet = self._known.once(("exposed", busiest, id(exchanges), level, slowed, late), compute)
         if microbatches == 1 or not late:
@@ -260,10 +265,10 @@ class Exchanged:
         return once * microbatches + back + quiet * (microbatches - 1)
 
     def copied(self, plan: Plan, computer: DeviceModel, ranks: Ranks) -> float:
-        """Seconds in which the cores copy what fully_shard gathers and scatters, beside the exchanges themselves.
+        """Return the seconds of CPU copies for the gathers and scatters of fully_shard, without the collectives.
 
-        A rank's part into what is sent and all parts into parameters; gradients into what is sent, and what comes back
-        into a rank's own.
+        A gather copies the rank's part into the message and all parts into parameters. A scatter copies gradients into
+        the message and the result into the rank's part.
         """
         held, times = ranks.busiest.held, 2 if plan.shard.level == "parameters" else 1
         touched = ranks.busiest.size.touched
@@ -278,9 +283,9 @@ class Exchanged:
         return seconds
 
     def _apart(self, plan: Plan, held: Held) -> float:
-        """Seconds of a microbatch's gathers and scatters, one after the other, of each large parameter by itself.
+        """Return the seconds per microbatch of unhidden gathers and scatters, one large parameter at a time.
 
-        As `plans.accounting` counts a unit's: gathered for the forward and again for the backward, and scattered.
+        `plans.accounting` counts the same for a unit: a gather for the forward, one for the backward, and a scatter.
         """
         group, times = self.network.axis(plan.layout, "shard"), 2 if plan.shard.level == "parameters" else 1
         gathered, reduced = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
@@ -296,12 +301,12 @@ class Exchanged:
     # ----------------------------------------------------------------------------------------------------- the update
 
     def update(self, plan: Plan, computer: DeviceModel, ranks: Sequence[Rank], *, bound: bool = False) -> float:
-        """The reads and writes of clipping and update, and under ZeRO-1 the updated parameters handed out, of a rank.
+        """Return the seconds of clipping and update on the slowest rank, with the broadcast of parameters under ZeRO-1.
 
-        It is the rank that takes longest. `bound`: at least so long, and cheaper to say.
+        `bound`: return a lower bound that is cheaper to compute.
         """
         layout, seconds = plan.layout, self._rewritten(plan, computer, [rank.size for rank in ranks])
-        if plan.shares_memory:  # the ranks meet before it, over the norm, and after it
+        if plan.shares_memory:  # the ranks synchronize before the update, over the norm, and after it
             return max(seconds) + self._price(layout, agreement(layout.world_size), plan.collectives.all_reduce)
         if layout.shard == 1 or plan.shard.level != "optimizer":
             return max(seconds)
@@ -310,7 +315,7 @@ class Exchanged:
         return max(own + others for own, others in zip(seconds, handed_out, strict=True))
 
     def _rewritten(self, plan: Plan, computer: DeviceModel, sizes: Sequence[StageSize]) -> list[float]:
-        """Seconds of the reads and writes by ranks of these sizes."""
+        """Return the seconds of memory traffic and launches of clipping and update, for each of these rank sizes."""
         profile, device, program = self.profile, computer.device, self.program
         owners, launches, passes = plan.num_owners, profile.optimizer_launches, profile.optimizer_passes
         has_part = plan.shards_model or plan.shares_memory  # under ZeRO-1 each rank has all gradients
@@ -330,9 +335,9 @@ class Exchanged:
         return found
 
     def _handed_out(self, plan: Plan, rank: Rank, agreed: float, bound: bool) -> float:
-        """Each owner's parameters to the others, by broadcasts of pieces; before that all agree that it went well.
+        """Return the seconds of the ZeRO-1 parameter exchange: an agreement, then broadcasts of pieces by each owner.
 
-        At least one message an owner, and no less than all bytes in one.
+        The bound counts one start per owner, and all bytes in a single message.
         """
         layout, held, algorithm = plan.layout, rank.held, plan.collectives.all_reduce
         group = self.network.axis(layout, "shard")
@@ -356,10 +361,10 @@ class Exchanged:
 
 
 def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:
-    """The weights of blocks that are trained."""
+    """Return the trained weights of the blocks."""
     return (w for unit in units if unit.body.repeated for w in unit.body.weights if w.trainable)
 
 
 def _named(unit: Unit, weight: Weight) -> str:
-    """A weight's name in the model: within a repeated body it is relative to its unit's."""
+    """Return a weight's name in the model. Names in repeated bodies are relative to the unit."""
     return f"{unit.name}.{weight.name}" if unit.body.repeated else weight.name

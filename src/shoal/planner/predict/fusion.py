@@ -1,4 +1,4 @@
-"""Fusion of elementwise operators, as Inductor compiles a block: a chain of them becomes one kernel."""
+"""Fusion of elementwise operators into one kernel per chain, as Inductor compiles a block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.planner.profile.values import NOTHING, Amount, Operation, OperationKi
 
 
 def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations with the work of each chain in its last one; the others start no kernel and move nothing.
+    """Fuse each chain into its last operation. The other operations then launch nothing and move no memory.
 
-    A chain is of operators that only move memory, of one phase and divided alike, between two that multiply. Each
-    reads what the one before it wrote, which stays in registers: memory has what else they read, and what the last
-    one writes. What autograd would have kept within a chain is computed again in the backward's own kernel.
+    A chain is consecutive operators of kind MEMORY with the same phase and tensor cut. Each operator reads the output
+    of the one before from registers. Memory traffic is their other inputs and the last output. The backward's own
+    kernel recomputes what autograd would save within a chain.
     """
     found: list[Operation] = []
     for key, group in groupby(operations, _chain):
@@ -24,7 +24,7 @@ def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 
 
 def _chain(operation: Operation) -> tuple[Phase, TensorCut] | None:
-    """What operators of one chain have in common; None of those that are in none."""
+    """Return the key that all operators of a chain share, or None for an operator that is in no chain."""
     return (operation.phase, operation.cut) if operation.kind is OperationKind.MEMORY else None
 
 

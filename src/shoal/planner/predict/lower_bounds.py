@@ -1,6 +1,6 @@
-"""Lower bounds of a step's seconds and bytes, from the cheapest to those that know all of a plan but its waits.
+"""Lower bounds of a step's seconds and bytes, from the cheapest to those that miss only the waits of a plan.
 
-Each is told by fewer of a plan's settings than a prediction, so that a search excludes many plans at once.
+Each bound depends on fewer settings than a prediction, so a search excludes many plans at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.planner.predict.share import Share, divided
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 
-# What sums of bytes in another order may differ by, as a share of them.
+# Largest relative difference of sums of bytes in another order.
 ROUNDED = 1e-9
 
 # -------------------------------------------------------------------------------------------------------- degrees alone
@@ -26,10 +26,10 @@ ROUNDED = 1e-9
 
 @dataclass(frozen=True)
 class Floors:
-    """Lower bounds of a model's units on one device and its links.
+    """Lower bounds of the seconds of a model's units on one device and its links.
 
-    Of each operation and exchange what grows with the samples, as fast as the device and the links ever are; what a
-    microbatch takes whatever its size is left out, so that it holds for all of them.
+    The bounds count only the part of each operation and exchange that grows with the samples, at the best rate of
+    device and links. Costs per microbatch are not counted, so the bounds hold for every microbatch size.
     """
 
     computer: DeviceModel
@@ -39,9 +39,9 @@ class Floors:
     _known: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], ...]] = field(default_factory=dict, repr=False)
 
     def seconds(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
-        """Of the busiest rank of so many, for so many samples: its part of all units, and of equal ones a whole number.
+        """Return a lower bound for the busiest rank: its part of all units, with whole numbers of equal units.
 
-        Ranks of a tensor axis may divide what lies between the divided layers or not: the faster of the two.
+        Sequence parallelism is open on a tensor axis: the bound takes the faster choice.
         """
         key = tensor, context
         if key not in self._known:
@@ -50,14 +50,14 @@ class Floors:
         return samples * min(_busiest(bodies, pipeline) for bodies in self._known[key])
 
     def _of_bodies(self, share: Share) -> tuple[tuple[int, float], ...]:
-        """How many units have each body, and seconds of a sample in one of them."""
+        """Return the number of units of each body and the seconds per sample of one of them."""
         counts = Counter(unit.body for unit in self.units)
         of = {body: share.of(body, self.program.divides_ends) for body in counts}
         return tuple((count, self._body(body, of[body])) for body, count in counts.items())
 
     def _body(self, body: Body, share: Share) -> float:
         work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
-        if self.program.overlaps_exchanges:  # as little as a part of each is waited for
+        if self.program.overlaps_exchanges:  # the exposed part of each exchange may be negligible
             return work
         return work + (self._tensor(body, share) + self._context(body, share)) / share.context
 
@@ -78,13 +78,13 @@ class Floors:
 
 
 def _busiest(bodies: Sequence[tuple[int, float]], ranks: int) -> float:
-    """Of ranks that divide these units one has its part of all, and of equal ones one has a whole number."""
+    """Return a lower bound for the busiest of `ranks` ranks: the average, or a whole number of equal units."""
     whole = sum(count * seconds for count, seconds in bodies) / ranks
     return max([whole, *(-(-count // ranks) * seconds for count, seconds in bodies)])
 
 
 def ideal(computer: DeviceModel, operation: Operation) -> float:
-    """Seconds of a sample's part of an operation on one rank, at the best that the device does."""
+    """Return a lower bound of an operation's seconds per sample on one rank."""
     device = computer.device
     flops = operation.flops.per_sample / (WINOGRAD if operation.winograd else 1.0)
     if not operation.launches:
@@ -105,13 +105,13 @@ def ideal(computer: DeviceModel, operation: Operation) -> float:
         return flops / (peak * max(best, _measured(computer, dtype)))
     filled = 1.0
     if device.multiprocessors and operation.k.fixed and not operation.k.per_sample:
-        # A tile takes k steps and those that fill it; where k is divided, or its sum split, these weigh more.
+        # A tile takes k steps plus the steps that fill it, which weigh more if k is divided or its sum is split.
         filled += K_FILL * peak / max(device.flops.get("float16", 0.0), peak) / operation.k.fixed
     return flops * filled / (peak * best)
 
 
 def _attention(computer: DeviceModel, operation: Operation) -> float:
-    """The most of the peak that fused attention reaches; exact on a GPU where its rows and heads have one size."""
+    """Return the largest fraction of the peak that fused attention reaches; exact on a GPU for fixed sizes."""
     if (curve := computer.attention_lengths(operation.phase)) is not None:
         return _best(curve)
     fraction = computer.attention_fraction(operation.phase)
@@ -121,7 +121,7 @@ def _attention(computer: DeviceModel, operation: Operation) -> float:
 
 
 def _measured(computer: DeviceModel, dtype: str) -> float:
-    """The most that a convolution of this dtype was measured to reach; 0 where none was."""
+    """Return the largest measured fraction of the peak of a convolution in this dtype, or 0 if not measured."""
     device = computer.device
     curves = [_best(curve) for name, curve in device.convolution.items() if name.startswith(dtype)]
     windows = [max(known.values()) for name, known in device.windows.items() if name.startswith(dtype)]
@@ -136,7 +136,7 @@ def _best(curve: Curve) -> float:
 
 
 class BlockBytes(NamedTuple):
-    """Bytes that a rank has for each of its equal blocks, for each of them and each microbatch in flight, and once."""
+    """Bytes of a rank: per block, per block and microbatch in flight, and once."""
 
     block: float
     microbatch: float
@@ -144,10 +144,10 @@ class BlockBytes(NamedTuple):
 
 
 def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memory: float) -> float:
-    """Bytes of the fullest rank, however so many blocks are divided over ranks with these microbatches in flight.
+    """Return a lower bound of the bytes of the fullest rank, for any division of the blocks over the ranks.
 
-    A rank with n blocks has once + n a, where a is what it has for a block: it can be no less than where all ranks are
-    as full. Where whole numbers of blocks do not fit into `memory`, it is more than that.
+    A rank with n blocks needs once + n a bytes, with a bytes per block. The fullest rank needs least if all ranks are
+    equally full. If whole blocks do not fit into `memory`, the result is larger than `memory`.
     """
     each = [of.block + number * of.microbatch for number in in_flight]
     if min(each) <= 0:
@@ -161,7 +161,10 @@ def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memo
 
 
 class BlockStates(NamedTuple):
-    """Bytes of a rank beside activations, for each of its equal blocks and once; a byte of these takes `kept`."""
+    """Bytes of a rank without activations: per block and once.
+
+    `kept`: bytes of memory that one byte of activations takes.
+    """
 
     number: int  # blocks of the model
     block: float
@@ -169,13 +172,13 @@ class BlockStates(NamedTuple):
     kept: float
 
     def with_activations(self, size: BlockSize) -> BlockBytes:
-        """Bytes with the activations of microbatches."""
+        """Return the bytes including the activations of microbatches."""
         return BlockBytes(self.block, self.kept * size.saved, self.once + self.kept * size.transient)
 
     def is_crowded(self, size: BlockSize, pipeline: int, microbatches: int, memory: float) -> bool:
-        """Whether `least_peak` under 1f1b is more than `memory`: blocks that fit on all ranks are too few.
+        """Check whether `least_peak` under 1f1b exceeds `memory`: the ranks together have room for too few blocks.
 
-        Ranks are added up from the emptiest, and those with all microbatches in flight at once.
+        The sum goes from the emptiest rank on. The ranks with all microbatches in flight are added at once.
         """
         each, once = self.kept * size.saved, self.once + self.kept * size.transient
         if self.block + each <= 0:
@@ -193,23 +196,23 @@ class BlockStates(NamedTuple):
             room += fitting
             if room >= self.number:
                 return False
-            if room + (most - in_flight) * fitting < self.number:  # the others have no more
+            if room + (most - in_flight) * fitting < self.number:  # the remaining ranks have no more room
                 return True
         return True
 
 
 class BlockSize(NamedTuple):
-    """Bytes of activations of a block: those that a microbatch leaves, and beside these in a backward."""
+    """Activation bytes of a block: saved per microbatch, and transient in its backward."""
 
     saved: float = 0.0
     transient: float = 0.0
 
 
 class Blocks(NamedTuple):
-    """Blocks of a model that stages do not cut: how many, and the seconds of one microbatch on each of them.
+    """Equal blocks of a model that stages do not cut: their number, and seconds of one microbatch on a block.
 
-    `longest`: seconds of the longest other unit; `last`: of the last one; `through`: of all units, there and back,
-    without the gradients of weights.
+    `longest`: seconds of the longest other unit. `last`: seconds of the last unit. `through`: seconds of forward and
+    backward of all units, without the gradients of weights.
     """
 
     number: int = 0
@@ -219,14 +222,14 @@ class Blocks(NamedTuple):
     through: float = 0.0
 
     def busiest(self, ranks: int) -> float:
-        """Seconds of the busiest rank of a pipeline, however the blocks are divided.
+        """Return a lower bound of the seconds of the busiest pipeline rank, for any division of the blocks.
 
-        Where it has no more than n = ceil(number / ranks) blocks, no other rank has, and the rank with the longest
-        other unit has those that are left.
+        If no rank has more than n = ceil(number / ranks) blocks, the rank with the longest other unit has the remaining
+        blocks.
         """
         most, seconds, longest = -(-self.number // ranks), self.seconds, self.longest
         left = self.number - (ranks - 1) * most
-        # Comparisons, since a search asks for this hundreds of thousands of times.
+        # Comparisons instead of max: a search calls this hundreds of thousands of times.
         busiest = left * seconds + longest if left > 0 else longest
         if most * seconds > busiest:
             busiest = most * seconds
@@ -237,10 +240,10 @@ class Blocks(NamedTuple):
 
 @cache
 def even_shares(pipeline: int, microbatches: int) -> float:
-    """Parts of one microbatch's activations that fill the fullest rank of a pipeline, however blocks are divided.
+    """Return the divisor that turns one microbatch's activations into a lower bound for the fullest pipeline rank.
 
-    Rank r has min(p - r, m) microbatches in flight under 1f1b, and no schedule has fewer. Where all ranks are as full,
-    which is least for the fullest, rank r has blocks in inverse proportion to them.
+    Rank r has min(p - r, m) microbatches in flight under 1f1b, and no schedule has fewer. The fullest rank has least if
+    all ranks are equally full. Then rank r has blocks in inverse proportion to its microbatches in flight.
     """
     return sum(1 / min(pipeline - rank, microbatches) for rank in range(pipeline)) * (1 + ROUNDED)
 
@@ -249,7 +252,7 @@ def even_shares(pipeline: int, microbatches: int) -> float:
 
 
 class PipelineShape(NamedTuple):
-    """A schedule on so many ranks with so many stages each, of so many microbatches."""
+    """Pipeline schedule, number of ranks, stages per rank, and microbatches."""
 
     schedule: str
     pipeline: int
@@ -258,25 +261,26 @@ class PipelineShape(NamedTuple):
 
 
 def filled(seconds: float, turns: PipelineShape, end: float = 0.0, through: float = 0.0) -> float:
-    """Seconds that no division into stages goes below; `seconds` of one microbatch on all of them together.
+    """Return a lower bound of the seconds of a pipeline, for any division into stages.
 
-    end: seconds of one microbatch on the last unit, which the last stage has. through: of one there and back through
-    all of them, without the gradients of weights, which are all that zero_bubble puts off.
+    `seconds`: one microbatch on all stages. `end`: one microbatch on the last unit, which is on the last stage.
+    `through`: forward and backward of one microbatch without gradients of weights, the only work that zero_bubble
+    defers.
 
-    Let T be the seconds of one microbatch on all stages, m the microbatches, p the ranks, x the last rank's part of T.
-    The last rank begins when a microbatch has come down the others, and the step ends when the last gradient has gone
-    up them: T - x + m x. The busiest of the others has at least (T - x) / (p - 1) of each microbatch. The larger of the
-    two is least where they are equal; where even x = 0 does not make them so, the step takes T.
+    Let T be `seconds`, m the microbatches, p the ranks, and x the last rank's part of T. The last rank begins after the
+    first microbatch has passed the others. The step ends after the last gradient has passed them: T - x + m x. The
+    busiest other rank needs at least (T - x) / (p - 1) per microbatch. The larger of both is least if they are equal.
+    If they differ even at x = 0, the step takes T.
     """
     ranks, microbatches = turns.pipeline, turns.microbatches
     even = seconds * microbatches / ranks
     if ranks == 1:
         return even
-    if turns.schedule == "zero_bubble":  # no microbatch waits for all of T
+    if turns.schedule == "zero_bubble":  # no bound from T: weight gradients are deferred
         return max(even, through)
-    if turns.schedule == "gpipe":  # all wait for the slowest stage, which is no faster than the average one
+    if turns.schedule == "gpipe":  # all stages wait for the slowest one, which is no faster than the average
         return max(even, seconds * (1.0 + (microbatches - 1) / (ranks * turns.stages)))
-    if turns.stages > 1:  # the first microbatch passes all stages, there and back
+    if turns.stages > 1:  # the first microbatch passes all stages forward and backward
         return max(even, seconds + (microbatches - 1) * end)
     last = max(0.0, (microbatches - ranks + 1) / (microbatches * ranks - ranks + 1))
     return max(even, seconds + (microbatches - 1) * max(end, last * seconds))

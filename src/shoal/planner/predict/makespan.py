@@ -1,4 +1,4 @@
-"""Makespan of a pipeline: seconds from the first forward to the last rank's end, under a schedule."""
+"""Makespan of a pipeline: seconds from the first forward to the end of the last rank under a schedule."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shoal.plans.schedule import Action, ActionKind, actions, simulate
 
 
 def makespan(shape: PipelineShape, stages: Sequence[Passes], message: float) -> float:
-    """Seconds of a step's passes over these stages, each of which waits for a message that takes so long."""
+    """Return the seconds of all passes of a step over these stages. `message`: seconds between two stages."""
     forwards = [one.forward_seconds + message for one in stages]
     backwards = [one.backward_seconds + message for one in stages]
     inputs = [one.backward_seconds - one.weight_seconds + message for one in stages]
     weights = [one.weight_seconds for one in stages]
     if shape.schedule == "1f1b":
         return _in_turns(forwards, backwards, (), shape.microbatches)
-    if shape.schedule == "zero_bubble":  # the first rank's backwards are one, see `actions`
+    if shape.schedule == "zero_bubble":  # the first rank does not split its backwards, see `actions`
         return _in_turns(forwards, [backwards[0], *inputs[1:]], weights, shape.microbatches)
 
     def seconds(action: Action) -> float:
@@ -34,14 +34,14 @@ def makespan(shape: PipelineShape, stages: Sequence[Passes], message: float) -> 
 def _in_turns(
     forwards: Sequence[float], backwards: Sequence[float], weights: Sequence[float], microbatches: int
 ) -> float:
-    """What `simulate` returns, to the bit, of one stage a rank whose forwards and backwards take turns.
+    """Return what `simulate` returns, to the bit, for schedules of one stage per rank that alternate the passes.
 
-    A search asks for it of thousands of pipelines: here no action is an object. Rank r of P has done P - r - 1 + m
-    forwards before its backward m, and `weights`, where they are put off, of microbatch m - r after that backward.
+    A search calls this for thousands of pipelines, so no action becomes an object. Rank r of P runs P - r - 1 + m
+    forwards before its backward of microbatch m. Deferred `weights` passes of microbatch m - r follow that backward.
     """
     ranks = range(len(forwards))
     clocks = [0.0 for _ in ranks]
-    sent: list[list[float]] = [[] for _ in ranks]  # when each forward ends
+    sent: list[list[float]] = [[] for _ in ranks]  # end time of each forward, by rank
     for turn in range(microbatches):
         above: list[float] = []
         for rank in ranks:

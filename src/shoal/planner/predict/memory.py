@@ -1,4 +1,4 @@
-"""Peak memory of one rank by category, from its stage's size and its microbatches in flight."""
+"""Peak memory of one rank by category, from the size of its stage and its microbatches in flight."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class StageSize:
-    """Elements of a stage's parameters on one rank, and bytes of activation a microbatch."""
+    """Elements of a stage's parameters on one rank, and bytes of activations per microbatch."""
 
     numel: float
     trainable: float
     parameter_bytes: float
     saved: float  # between the forward and the backward of a microbatch
-    transient: float  # beside what is saved, at the worst moment of the backward
+    transient: float  # in addition to `saved`, at the peak of the backward
 
     @property
     def touched(self) -> float:
-        """Bytes that a step goes through: activations, parameters, gradients and a state."""
+        """Bytes that a step touches: activations, parameters, gradients and one optimizer state."""
         return self.saved + 4 * self.parameter_bytes
 
 
 class Rank(NamedTuple):
-    """Pipeline rank at this place: its units, its size, its microbatches, and their activations in bytes."""
+    """Pipeline rank at index `place`: its units, their size, its microbatches in flight, and bytes of activations."""
 
     place: int
     held: Held
     size: StageSize
-    in_flight: float  # microbatches of all of its stages together whose activations would be as many bytes
+    in_flight: float  # equivalent number of microbatches on all stages of the rank
     activations: float
 
 
 def rank_at(place: int, held: Held, size: StageSize, in_flight: float) -> Rank:
-    """The rank with so many microbatches in flight."""
+    """Return the rank with `in_flight` microbatches in flight."""
     return Rank(place, held, size, in_flight, in_flight * size.saved + size.transient)
 
 
 class Sizes:
-    """Bytes of bodies, each computed once for each share of a sample."""
+    """Bytes of bodies, cached by the share of a sample."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -70,7 +70,7 @@ class Sizes:
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
     def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
-        """The sizes of a rank's units."""
+        """Return the size of a rank's units."""
         key = counts, share, recompute
         if key not in self._stages:
             self._stages[key] = self._stage(counts, share, recompute)
@@ -89,7 +89,7 @@ class Sizes:
         return StageSize(numel, trainable, num_bytes, saved, transient)
 
     def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
-        """(elements, those that are trained, bytes) of a unit's parameters on one of so many ranks."""
+        """Return the elements, trained elements and bytes of a unit's parameters on one tensor rank."""
         key = body, tensor
         if key not in self._known_weights:
             sizes = [(w, w.numel_of(tensor)) for w in body.weights]
@@ -98,7 +98,7 @@ class Sizes:
         return self._known_weights[key]
 
     def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
-        """(what a unit keeps of a microbatch, what its backward needs beside that)."""
+        """Return the bytes that a unit saves per microbatch, and the further bytes that its backward needs."""
         share = share.of(body, self._program.divides_ends)
         key = id(body), share, recompute
         found = self._known.get(key)
@@ -118,13 +118,13 @@ class Sizes:
         return kept, saved - kept + working
 
     def _parts_of(self, body: Body, share: Share) -> OperationBytes:
-        """Bytes of a unit's operations on one rank, whatever the samples are."""
+        """Return the bytes of a unit's operations on one rank, for any number of samples."""
         key = id(body), share.tensor, share.sequence
         if key not in self._parts:
             every, selective = body.operations, self._program.selective
             chosen = every if selective == "products" else kept_alternately(every)
             later = [o for o in every if o.phase is not Phase.FORWARD]
-            self._parts[key] = OperationBytes(  # those without bytes would add 0.0
+            self._parts[key] = OperationBytes(  # operations without bytes are skipped
                 [self._saved(body, o, share) for o in every if o.saved_bytes != NOTHING],
                 [_Part(o.selected_bytes, _output_divided(o, share)) for o in chosen if o.selected_bytes != NOTHING],
                 [(_Part(o.written_bytes, _output_divided(o, share)), o.phase is Phase.BACKWARD_INPUT) for o in later],
@@ -132,13 +132,13 @@ class Sizes:
         return self._parts[key]
 
     def _saved(self, body: Body, operation: Operation, share: Share) -> _Part:
-        """Bytes that autograd keeps for an operation; of a layer that is cast its input may be kept as it was cast."""
+        """Return the bytes that autograd saves for an operation. A cast layer may save the cast input."""
         cast = self._program.layers if self._program.keeps_cast and body.repeated and is_layer(operation) else None
         by = _saved_divided(operation, share, self._program)
         return _Part(operation.saved_bytes, by, 2 if cast is None else ITEMSIZE[cast])
 
     def _kept_on_purpose(self, body: Body, share: Share, saved: float, recompute: str) -> float:
-        """Bytes that a block keeps of `saved`, where the rest is computed again."""
+        """Return the part of a block's `saved` bytes that stays in memory under recomputation."""
         samples, selective = share.local_samples, self._program.selective
         entering = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
         if recompute == "full":
@@ -150,7 +150,7 @@ class Sizes:
 
 
 class _Part(NamedTuple):
-    """One rank's part of an operation's bytes: divided by `by`; of 16 bits an element there are `width` bytes."""
+    """One rank's part of an operation's bytes: `whole` divided by `by`, with `width` bytes per 16-bit element."""
 
     whole: Amount
     by: float
@@ -160,7 +160,7 @@ class _Part(NamedTuple):
 class OperationBytes(NamedTuple):
     """Bytes of a unit's operations on one rank: saved, kept by selective recomputation, and written in the backward.
 
-    Of what is written: whether the operation before reads it.
+    `written` pairs each part with whether the next operation reads it as its gradient.
     """
 
     saved: list[_Part]
@@ -173,9 +173,9 @@ def _sum(parts: Sequence[_Part], samples: float) -> float:
 
 
 def _working(written: Sequence[tuple[_Part, bool]], samples: float) -> float:
-    """Bytes beside what is saved at the worst moment of a backward: an operator's output, and the gradient it reads.
+    """Return the most bytes in use at once in a backward beside saved ones: an output, and the gradient that it reads.
 
-    That gradient is what the operator before it wrote.
+    The operator before wrote that gradient.
     """
     worst = before = 0.0
     for (whole, by, _), is_read in written:
@@ -188,21 +188,21 @@ def _working(written: Sequence[tuple[_Part, bool]], samples: float) -> float:
 
 
 def kept_alternately(operations: Sequence[Operation]) -> list[Operation]:
-    """Forward operations whose outputs are kept where that is attention and every second product, from the first on."""
+    """Return the forward operations with kept outputs: attention and every second product, from the first on."""
     layers = [o for o in operations if o.phase is Phase.FORWARD and o.kind is OperationKind.MATMUL]
     attention = [o for o in operations if o.phase is Phase.FORWARD and o.kind is OperationKind.ATTENTION]
     return layers[::2] + attention
 
 
 def _scores(operations: Sequence[Operation]) -> list[Operation]:
-    """From the attention's scores to their product with the values, where they are not fused."""
+    """Return the operations from the attention scores to their product with the values, if not fused."""
     forward = [o for o in operations if o.phase is Phase.FORWARD]
     places = [i for i, o in enumerate(forward) if o.flops.at(1) and o.batch.per_sample and o.k.at(1)]
     return forward[places[0] + 1 : places[-1] + 1] if len(places) > 1 else []
 
 
 def _saved_divided(operation: Operation, share: Share, program: Program) -> float:
-    """A column-parallel layer keeps its whole input, a row-parallel one its part."""
+    """Return the number of tensor ranks that divide a saved input. A column-parallel layer saves the whole input."""
     if operation.cut in (TensorCut.K, TensorCut.ALL, TensorCut.BATCH):
         return share.tensor
     if operation.cut is TensorCut.N and program.keeps_gathered:
@@ -224,9 +224,9 @@ _Bytes = dict[str, float]  # by category
 
 @dataclass(frozen=True)
 class Unrounded:
-    """Bytes of units that a rank gathers and scatters, where no row is rounded up, whatever the degree is.
+    """Bytes of the gathers and scatters of a rank's units on any shard degree, without rounding up rows.
 
-    `every`: gradients of several microbatches are scattered.
+    `every`: the gradients of every microbatch are scattered, and there are several.
     """
 
     gathered: int
@@ -236,7 +236,7 @@ class Unrounded:
     _known: dict[int, int] = field(default_factory=dict, repr=False)
 
     def on(self, degree: int) -> int:
-        """The most on one of so many ranks."""
+        """Return the largest number of bytes on one of `degree` ranks."""
         if degree not in self._known:
             scattered = scattered_peak(self.flat, self.waiting, degree, every=self.every)
             self._known[degree] = self.gathered + scattered
@@ -245,7 +245,7 @@ class Unrounded:
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of a rank's parameters, gradients and optimizer state, by the formulas that a run is compared with."""
+    """Bytes of parameters, gradients and optimizer state of a rank, by the formulas that a run is compared with."""
 
     profile: Profile
     program: Program
@@ -262,7 +262,7 @@ class States:
         return ITEMSIZE[plan.precision.reduce] if given is None else given
 
     def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> _Bytes:
-        """Bytes by category of a rank with these units."""
+        """Return the bytes by category of a rank with these units."""
         if not plan.shards_model:
             return self._whole(plan, held, size, on_cpu=on_cpu)
         sharding = self.accounts.sharding(plan, plan.layout, held, microbatches)
@@ -278,9 +278,9 @@ class States:
         }
 
     def least(self, plan: Plan, ranks: Sequence[Rank], microbatches: int) -> list[float]:
-        """Bytes that such ranks have at least, whatever rows are rounded up to and whoever owns which state.
+        """Return lower bounds of the bytes of these ranks, for any rounding of rows and any owners of states.
 
-        They shrink with the shard axis, and the data axis does not matter.
+        The bounds shrink with the shard degree and do not depend on the data degree.
         """
         per_element, shard = self._per_element, plan.layout.shard
         if plan.shards_model:
@@ -305,7 +305,7 @@ class States:
         return self._unrounded[key]
 
     def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
-        """Bytes that `least` has at least for each such block of a rank, and once where there is any."""
+        """Return lower bounds of the bytes that `least` counts per block, and once per rank with blocks."""
         shard, precision = plan.layout.shard, plan.precision
         state = self._per_element * size.trainable / shard
         if not plan.shards_model:
@@ -314,7 +314,7 @@ class States:
             return parameters + state + size.trainable * self._per_gradient(plan), 0.0
         gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
         stays = gathered if plan.shard.level == "gradients" else 0.0
-        # A block's gradients are whole when they are scattered, and a gathered one has another beside it.
+        # A block's gradients are whole until they are scattered, and two gathered blocks are in memory at once.
         own = size.parameter_bytes / shard + state + max(0.0, flat / shard - 1)
         return own + stays, 2 * gathered - stays + flat
 
@@ -335,7 +335,7 @@ class States:
         }
 
     def _most_owned(self, gradients: Gradients, num_owners: int) -> int:
-        """Elements of the owner with most of a rank's parameters."""
+        """Return the elements of the owner with the most of a rank's parameters."""
         key = id(gradients), num_owners
         if key not in self._owned:
             owners = owned(gradients.parameters, num_owners)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequence[float], slowed: float) -> float:
-    """Seconds until units that are gathered before they compute and scattered after have all done so.
+    """Return the seconds until all units are gathered, computed and scattered.
 
-    One unit is gathered ahead while another computes, as fully_shard prefetches; collectives are one after another on a
-    stream of their own. Compute beside a collective takes `slowed` of the collective's time longer.
+    The next unit is gathered while a unit computes, as fully_shard prefetches. Collectives run one by one on their own
+    stream. Compute that overlaps a collective takes longer by `slowed` times the collective's seconds.
     """
     computed = scattered = before = 0.0
     ready = stream = gathers[0] if gathers else 0.0
@@ -26,5 +26,5 @@ def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequ
 
 
 def hidden(total: float, last: float, behind: float) -> float:
-    """Exposed seconds of `total` ones of bucketed sums behind `behind` ones of backward: at least the last bucket."""
+    """Return the exposed seconds of bucketed sums during `behind` seconds of backward: at least the `last` bucket."""
     return max(min(last, total), total - behind) if total else 0.0

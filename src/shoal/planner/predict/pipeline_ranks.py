@@ -1,6 +1,6 @@
 """Stages, seconds and memory of each rank of a plan's pipeline.
 
-All is independent of the division of replicas into data and shard ranks, and computed once for all of these plans.
+The results do not depend on the split of replicas into data and shard ranks. All such plans share one computation.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from shoal.plans.schedule import in_flight, in_flight_by_stage
 
 
 class BusiestRank:
-    """Busiest rank of a pipeline: its units, their size and their passes of one microbatch, unit by unit and stage."""
+    """Busiest rank of a pipeline: its units, their size, and its passes of one microbatch by unit and by stage."""
 
     def __init__(
         self, held: Held, size: StageSize, passes: Sequence[Passes], of_body: Callable[[Body], Passes]
     ) -> None:
         self.held, self.size = held, size
         self.seconds = sum(p.forward_seconds + p.backward_seconds for p in passes)
-        self.last_seconds = sum(p.backward_seconds for p in passes)  # of the backward
+        self.last_seconds = sum(p.backward_seconds for p in passes)  # of one backward on all stages of the rank
         self._whole = together([(one, 1) for one in passes])
         ways = self._whole.forward, self._whole.backward
-        self.behind_seconds = sum(way.seconds - way.host - way.host_again for way in ways)  # the device is, of its host
+        self.behind_seconds = sum(
+            way.seconds - way.host - way.host_again for way in ways
+        )  # device time during which the host waits
         of_bodies = {body: of_body(body) for body, _ in held.counts}
         of_units = [of_bodies[unit.body] for unit in held.units]
         self.unit_forwards = [p.forward_seconds for p in of_units]
         self.unit_backwards = [p.backward_seconds for p in of_units]  # in the order of the units
-        self.unit_seconds = sum(self.unit_forwards), sum(self.unit_backwards)  # one after the other
+        self.unit_seconds = sum(self.unit_forwards), sum(self.unit_backwards)  # without overlap
 
     def spent(self, microbatches: int) -> dict[str, float]:
-        """Passes of so many microbatches by the terms of a step."""
+        """Return the seconds by step term of the passes of this many microbatches."""
         terms = dict.fromkeys(("compute", "recompute", "tensor", "context"), 0.0)
         for way in (self._whole.forward, self._whole.backward):
             terms["compute"] += way.work * microbatches
@@ -56,7 +58,7 @@ class BusiestRank:
 
 
 class CutModel:
-    """Model in stages, for one share of a sample and one recomputation: passes and sizes, each computed once."""
+    """Model in stages for one share of a sample and one recomputation mode, with cached passes and sizes."""
 
     def __init__(self, division: StageDivision, costs: StageCosts, sizes: Sizes, share: Share, recompute: str) -> None:
         self.division, self.share = division, share
@@ -67,14 +69,14 @@ class CutModel:
         self._fullest: dict[PipelineShape, tuple[Rank, ...]] = {}
 
     def passes(self, adds: bool) -> tuple[Passes, ...]:
-        """Of each stage, for one microbatch; `adds`: to the gradients of those before."""
+        """Return the passes of each stage for one microbatch. `adds`: gradients accumulate into earlier ones."""
         if adds not in self._passes:
             stage, share, again = self._costs.stage, self.share, self._recompute
             self._passes[adds] = tuple(self.division.each(lambda counts: stage(counts, share, again, adds)))
         return self._passes[adds]
 
     def busiest(self, ranks: int, adds: bool) -> BusiestRank:
-        """The one of so many ranks whose passes take longest."""
+        """Return the rank of a pipeline of this many ranks with the longest passes."""
         key = ranks, adds
         if key not in self._busiest:
             passes = self.passes(adds)
@@ -89,7 +91,7 @@ class CutModel:
         return self._busiest[key]
 
     def fullest(self, shape: PipelineShape) -> tuple[Rank, ...]:
-        """Of each size of a rank the first that has most microbatches in flight."""
+        """Return one rank per distinct stage size: the first one with the most microbatches in flight."""
         if shape not in self._fullest:
             most, held = self.in_flight(shape), self.division.held(shape.pipeline)
             found = ((max(places, key=most.__getitem__), size) for size, places in self._sized(shape.pipeline))
@@ -97,7 +99,7 @@ class CutModel:
         return self._fullest[shape]
 
     def _sized(self, ranks: int) -> list[tuple[StageSize, list[int]]]:
-        """The places of ranks by their sizes."""
+        """Group the indices of ranks by stage size."""
         if ranks not in self._by_size:
             found: dict[StageSize, list[int]] = {}
             for counts, places in self.division.alike(ranks):
@@ -109,12 +111,12 @@ class CutModel:
         return self._sizes.stage(counts, self.share, self._recompute)
 
     def every(self, shape: PipelineShape) -> list[Rank]:
-        """All ranks in order."""
+        """Return all ranks in order."""
         most, own = self.in_flight(shape), enumerate(self.division.held(shape.pipeline))
         return [rank_at(place, held, self._size(held.counts), most[place]) for place, held in own]
 
     def in_flight(self, shape: PipelineShape) -> tuple[float, ...]:
-        """Of each rank, in microbatches of all of its stages."""
+        """Return the microbatches in flight of each rank, in units of one microbatch on all stages of the rank."""
         schedule, ranks, per, microbatches = shape
         if schedule != "interleaved_1f1b" or ranks == 1:
             return evenly_in_flight(*shape)
@@ -124,7 +126,7 @@ class CutModel:
 
     @cached_property
     def _saved(self) -> list[float]:
-        """Bytes of activation that each stage saves of a microbatch."""
+        """Bytes of activations that each stage saves per microbatch."""
         return self.division.each(lambda counts: self._size(counts).saved)
 
     @cached_property
@@ -136,12 +138,12 @@ class CutModel:
 
 @lru_cache(maxsize=65536)
 def evenly_in_flight(schedule: str, ranks: int, per: int, microbatches: int) -> tuple[float, ...]:
-    """Microbatches in flight of each rank, each of whose stages has as many."""
+    """Return the microbatches in flight of each rank, if all stages of a rank save the same bytes."""
     return tuple(number / per for number in in_flight(schedule, ranks, per, microbatches)) if ranks > 1 else (1.0,)
 
 
 class Ranks:
-    """All pipeline ranks of a plan, and of all plans that differ from it in data and shard alone."""
+    """All pipeline ranks of a plan. Plans that differ only in the data and shard degrees share them."""
 
     def __init__(
         self, plan: Plan, device: Device, share: Share, microbatches: int, cut: Callable[[Ranks], CutModel]
@@ -149,36 +151,36 @@ class Ranks:
         self.plan, self.device, self.share, self.microbatches, self._cut = plan, device, share, microbatches, cut
         pipeline = plan.pipeline
         self.shape = PipelineShape(pipeline.schedule, plan.layout.pipeline, pipeline.stages_per_rank, microbatches)
-        self.adds = microbatches > 1  # gradients to those of microbatches before
+        self.adds = microbatches > 1  # gradients accumulate over microbatches
 
     @cached_property
     def model(self) -> CutModel:
-        """The model in the plan's stages."""
+        """The model cut into the plan's stages."""
         return self._cut(self)
 
     @cached_property
     def busiest(self) -> BusiestRank:
-        """The one whose passes take longest."""
+        """The rank with the longest passes."""
         return self.model.busiest(self.shape.pipeline, self.adds)
 
     @cached_property
     def fullest(self) -> tuple[Rank, ...]:
-        """Of each size the one that has most microbatches in flight."""
+        """One rank per distinct stage size: the first one with the most microbatches in flight."""
         return self.model.fullest(self.shape)
 
     @property
     def passes(self) -> tuple[Passes, ...]:
-        """Of each stage, for one microbatch."""
+        """The passes of each stage for one microbatch."""
         return self.model.passes(self.adds)
 
     @property
     def every(self) -> list[Rank]:
-        """All of them in order."""
+        """All ranks in order."""
         return self.model.every(self.shape)
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Whether plans of one search differ only in what their ranks do not depend on; where not sure, False."""
+    """Check whether the ranks of two plans of one search are surely equal. A False may be a missed match."""
     if one.pipeline is not other.pipeline or one.batch is not other.batch or one.memory is not other.memory:
         return False
     if one.tensor is not other.tensor or one.collectives is not other.collectives:
@@ -197,21 +199,21 @@ class Staging:
         self._segments = segments(work.profile.units, work.places)
         of_segments = groupby(tuple(unit.body for unit in segment) for segment in self._segments)
         self._runs = [(bodies, sum(1 for _ in alike)) for bodies, alike in of_segments]
-        self.parts = flat(self._segments)  # the units as far as stages can divide them
+        self.parts = flat(self._segments)  # the smallest parts that stages can consist of
         self._costs_on: dict[int, StageCosts] = {}
-        self._last: dict[int, Device] = {}  # for images with their channels last, by the device
+        self._last: dict[int, Device] = {}  # devices with channels_last rates, by the id of the plain device
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
         self._models: dict[tuple[object, ...], CutModel] = {}
         self._divisions: dict[tuple[int, ...], StageDivision] = {}
         self._held: dict[tuple[bool, tuple[Body, ...]], Held] = {}
-        self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by segments of each stage
+        self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by the number of segments of each stage
         self._latest: Ranks | None = None
 
     def ranks(self, plan: Plan) -> Ranks:
-        """The ranks of a plan.
+        """Return the ranks of a plan.
 
-        A search asks for those of a plan many times, and then for those of the next one of its family.
+        The latest result is cached, since a search requests one plan many times and then the next one of its family.
         """
         latest = self._latest
         if latest is None or (latest.plan is not plan and not _alike(latest.plan, plan)):
@@ -219,7 +221,7 @@ class Staging:
         return latest
 
     def device(self, plan: Plan) -> Device:
-        """The device of each rank of the plan."""
+        """Return the device that each rank of the plan runs on."""
         return self.ranks(plan).device
 
     def _device(self, plan: Plan) -> Device:
@@ -233,12 +235,12 @@ class Staging:
         return self._last[id(found)]
 
     def computer(self, device: Device) -> DeviceModel:
-        """The device as the program uses it."""
+        """Return the roofline model of the device under this program."""
         program, held = self._program, self._held_bytes
         return DeviceModel(device, program.fast_float32, program.attention, held, program.layers, program.fuses)
 
     def costs(self, plan: Plan) -> StageCosts:
-        """Costs of stages on the plan's device."""
+        """Return the stage costs on the plan's device."""
         return self._costs(self.device(plan))
 
     def _costs(self, device: Device) -> StageCosts:
@@ -247,7 +249,7 @@ class Staging:
         return self._costs_on[id(device)]
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
-        """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
+        """Return a rank's share of a microbatch and its microbatches per step, for the rank with most grains."""
         layout = plan.layout
         grains = -(-self._work.num_grains // (layout.data * layout.shard))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
@@ -258,7 +260,7 @@ class Staging:
         return self._shares[key], -(-grains // per)
 
     def _model(self, ranks: Ranks) -> CutModel:
-        """The model in the stages of a plan; the data and shard axes, the schedule and their number matter nothing."""
+        """Return the model in a plan's stages. The schedule and the data and shard degrees do not matter."""
         plan, share = ranks.plan, ranks.share
         num_stages, split, again = ranks.shape.pipeline * ranks.shape.stages, plan.pipeline.split, plan.memory.recompute
         key = id(ranks.device), num_stages, share, again, split
@@ -281,7 +283,7 @@ class Staging:
         return self._divided(stage_split.thresholds(units, flops, num_stages), num_stages)
 
     def _even(self, costs: StageCosts, num_stages: int, share: Share, again: str) -> StageDivision:
-        """Stages of as equal seconds as can be."""
+        """Cut the model into stages of nearly equal seconds."""
         runs = [(sum(costs.body(body, share, again, True).seconds for body in own), n) for own, n in self._runs]
         lengths = stage_split.balanced_lengths(runs, num_stages)
         lengths += (0,) * (num_stages - len(lengths))
@@ -292,30 +294,31 @@ class Staging:
         return self._balanced[lengths]
 
     def _divided(self, stages: stage_split.Stages, num_stages: int) -> StageDivision:
-        """One object for equal divisions; a model of fewer units leaves stages without any."""
+        """Return one shared object for equal divisions. Missing stages become empty ones."""
         stages += ((),) * (num_stages - len(stages))
         return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages, self._held))
 
     @cached_property
     def blocks(self) -> tuple[Body, int] | None:
-        """The block that comes most often where stages can be cut, and how often; None where the model has none."""
+        """The most frequent uncut block and its number of occurrences, or None for a model without blocks."""
         found = [(body, number) for body, number in self.bodies.most_common() if body.repeated]
         return found[0] if found else None
 
     @cached_property
     def bodies(self) -> Counter[Body]:
-        """The units that stages do not cut: each kind, and how many there are."""
+        """Number of units of each body, as far as stages can divide the model."""
         return Counter(unit.body for unit in self.parts)
 
     def size(self, body: Body, plan: Plan) -> StageSize:
-        """Of a rank with one such unit."""
+        """Return the size of a rank that has one unit with this body."""
         return self._sizes.stage(((body, 1),), self.ranks(plan).share, plan.memory.recompute)
 
 
 def _weighed(saved: Sequence[float], most: Sequence[int], in_all: int) -> float:
-    """Microbatches of all of a rank's stages with as many bytes as it holds: of each stage `most`, `in_all` together.
+    """Return the bytes that a rank keeps at most, in microbatches of all of its stages.
 
-    The last stage, which has the logits, holds fewer than the first.
+    Each stage keeps up to its entry of `most` microbatches, and all stages together keep `in_all`. `saved`: bytes per
+    stage. The last stage, which has the logits, keeps fewer microbatches than the first.
     """
     whole = sum(saved)
     if not whole:
@@ -328,9 +331,9 @@ def _weighed(saved: Sequence[float], most: Sequence[int], in_all: int) -> float:
 
 
 def _held_bytes(profile: Profile) -> Amount:
-    """Bytes that a step goes through between two uses of a tensor: on an average half of what its operators write.
+    """Estimate the bytes that a step touches between two uses of a tensor: half of all bytes that its operators write.
 
-    A saved activation waits for all that comes between its forward and its backward, a weight for the whole step.
+    A saved activation waits for everything between its forward and its backward, a weight for a whole step.
     """
     written = [o.written_bytes for unit in profile.units for o in unit.body.operations]
     return Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)

@@ -1,4 +1,4 @@
-"""Sizes of a product on one rank of a tensor axis, and the rows of its matrices that do not begin at 16 bytes."""
+"""Sizes of a matmul on one rank of a tensor axis, and rows of its matrices that are not aligned to 16 bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class MatrixRow(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the next row begins at a multiple of 16 bytes too, on every rank.
+        """Whether, on every rank, the next row also begins at a multiple of 16 bytes.
 
-        Ranks have the largest part or one less, as `plans.accounting.partition` divides; all wait for the slowest.
+        Each rank has the largest part or one element less, see `plans.accounting.partition`. All ranks wait for the
+        slowest.
         """
         fewest, most = self.length // self.ranks, -(-self.length // self.ranks)
         return fewest % ALIGNED == 0 and most % ALIGNED == 0
@@ -32,7 +33,7 @@ class MatrixRow(NamedTuple):
 
 
 def sizes_on_rank(operation: Operation, share: Share) -> tuple[float, float, float, float]:
-    """m, n, k and batch on one rank."""
+    """Return m, n, k and batch of a product on one rank."""
     samples, cut = share.local_samples, operation.cut
     m, n, k = operation.m.at(samples), operation.n.at(samples), operation.k.at(samples)
     batch = operation.batch.at(samples)
@@ -49,10 +50,11 @@ def sizes_on_rank(operation: Operation, share: Share) -> tuple[float, float, flo
 
 
 def unaligned_rows(operation: Operation, share: Share) -> tuple[MatrixRow, ...]:
-    """Rows of a product's matrices that are no multiple of 8 elements; none of a vector, which other kernels multiply.
+    """Return the rows of a product's matrices whose length is not a multiple of 8 elements.
 
-    A division of the batch (heads of an attention) leaves rows as they are. Of a view whose rows are further apart than
-    they are long, a rank's distance is not known: it counts as aligned where it is in the whole (see `operators.py`).
+    A product with a vector has none, since other kernels compute it. A division of the batch (heads of attention)
+    leaves rows unchanged. The row stride of a view may be larger than its length. A rank's stride is then unknown and
+    counts as aligned if the whole is (see `operators.py`).
     """
     if not operation.rows or min(sizes_on_rank(operation, share)[:3]) <= 1:
         return ()
@@ -65,7 +67,7 @@ def unaligned_rows(operation: Operation, share: Share) -> tuple[MatrixRow, ...]:
 
 
 def _divided_size(operation: Operation, share: Share) -> str:
-    """The name of the size that a tensor axis divides; empty where it is none of m, n, k."""
+    """Return the name of the size (m, n or k) that a tensor axis divides, or "" if it divides none."""
     if operation.cut is TensorCut.SEQUENCE:
         return "m" if share.sequence else ""
     return operation.cut.value if operation.cut in (TensorCut.M, TensorCut.N, TensorCut.K) else ""

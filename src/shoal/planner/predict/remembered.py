@@ -1,4 +1,4 @@
-"""Results of a computation by key, for costs that many plans share."""
+"""Cache of computed results by key, for costs that many plans share."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _Result = TypeVar("_Result")
 
 
 class Remembered:
-    """Results by key: a key's first part names what was computed, the others are all that it depends on."""
+    """Cache by key: the first part names the computation, the other parts are all of its inputs."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def once(self, key: tuple[object, ...], compute: Callable[[], _Result]) -> _Result:
-        """The result for a key, which is computed where it is asked for first."""
+        """Return the result of a key. The first call with the key computes the result."""
         try:
             found: _Result = self._found[key]
         except KeyError:

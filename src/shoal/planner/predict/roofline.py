@@ -1,7 +1,7 @@
-"""Roofline model of an operation's seconds, with two curves over the operation's size.
+"""Roofline model of the seconds of an operation, with two curves over the size of the operation.
 
-A GPU computes a matmul in waves of tiles: what the last wave leaves idle and what a short sum over k wastes is counted
-here; the catalogue says only how fast a large matmul is. See docs/planner.md for the formulas and their sources.
+A GPU computes a matmul in waves of tiles. This module models the idle part of the last wave and the cost of short sums
+over k. The catalogue gives only the rate of large matmuls. See docs/planner.md for the formulas and their sources.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, Opera
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 
-# Tiles that a GPU's matmul library chooses from, as (m, n), and the share of the large tile's rate that each reaches:
-# smaller tiles read more operands for each multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
+# Tiles that a GPU's matmul library chooses from, as (m, n, share of the large tile's rate). Smaller tiles read more
+# operands per multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
 _TILES: Final = (
     *((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85)),
     *((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6)),
 )
-# Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
+# Steps of k, at the half-precision rate, that a tile spends on filling and draining its pipeline.
 K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
-# A layer's input and its output's gradient are operands of two products each, and cast for both at once: 16 bits of an
-# element are read, and 8 are written as they lie and 8 transposed (Transformer Engine). Weights are cast once a step,
-# which is not counted, and float4 counts as 8 bits wherever bytes are.
+# A layer's input and its output's gradient are operands of two products each and are cast once for both. The cast reads
+# 16 bits per element and writes 8, plain and transposed (Transformer Engine). The cast of weights, once per step, is
+# not counted. float4 counts as 8 bits wherever bytes are counted.
 _CAST: Final = ("float8", "float4")
 _CAST_BYTES: Final = (2 + 1 + 1) / 2
-_ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
+_ALMOST: Final = 1 - 1e-9  # slack for rounding when a bound is compared
 
 
 class Cost(NamedTuple):
-    """Seconds of the device, and of the host that launches the work; the slower of the two counts."""
+    """Seconds of the device and of the host that launches its work. Both overlap."""
 
     device: float = 0.0
     host: float = 0.0
 
     def plus(self, other: Cost) -> Cost:
-        """Both, one after the other."""
+        """Return the sum of both costs."""
         return Cost(self.device + other.device, self.host + other.host)
 
     @property
     def seconds(self) -> float:
-        """Seconds of the slower one: the host runs ahead of the device, or the device waits for it."""
+        """Seconds of the slower side: the device waits for the host, or the host runs ahead of it."""
         return max(self.device, self.host)
 
 
@@ -57,7 +57,7 @@ NO_COST = Cost()
 
 
 def total(costs: Iterable[Cost]) -> Cost:
-    """All of them, one after the other."""
+    """Return the sum of all costs."""
     device = host = 0.0
     for cost in costs:
         device += cost.device
@@ -66,20 +66,20 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 def is_layer(operation: Operation) -> bool:
-    """Whether an operation is a product of a layer in 16 bits, which a program may cast to fewer."""
+    """Check whether an operation is a layer's matmul in 16 bits, which a program may cast to fewer bits."""
     is_product = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
     return is_product and ITEMSIZE.get(operation.dtype) == 2
 
 
 def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:
-    """Seconds of `batch` matmuls of m x k by k x n, without their memory traffic."""
+    """Return the seconds of `batch` matmuls of m x k by k x n, without memory traffic. `sizes`: m, n, k, batch."""
     m, n, k, batch = sizes
     flops = 2.0 * m * n * k * batch
     if not device.multiprocessors:
         return flops / (device.flops[dtype] * curve.at(flops) * device.sustained_at(dtype))
-    # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
+    # Only the top of the curve applies, the rate of large products: the waste of small ones is modelled below.
     peak, processors = device.flops[dtype] * curve.most, device.multiprocessors
-    if dtype not in ("float32", "float64"):  # tensor cores draw the power that holds the clock down
+    if dtype not in ("float32", "float64"):  # the power that tensor cores draw lowers the clock
         peak *= device.sustained_at(dtype)
     fill = K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
     per_tile = peak / processors
@@ -89,12 +89,12 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
         tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
         if tiles / processors * tile * k * _ALMOST > best:
-            continue  # however it is split, and its last wave were full
+            continue  # no split of a sum can be faster, even with a full last wave
         for split in _SPLITS:
             if split > 1 and split > most:
                 break
             waves = ceil(tiles * split / processors)
-            # Each part of a split sum is written and read once more in float32.
+            # Each part of a split sum is written to memory and read again in float32.
             extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
             seconds = waves * tile * (k / split + fill) + extra
             if seconds < best:
@@ -106,15 +106,15 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
 class DeviceModel:
     """Roofline model of a device under one program.
 
-    `held`: the bytes that a step goes through between two uses of a tensor. A CPU's caches serve what is smaller.
+    `held`: bytes that a step touches between two uses of a tensor. A CPU's caches keep what is smaller.
     """
 
     device: Device
     fast_float32: bool = False  # float32 matmuls on tensor cores as tf32
     attention: str = "flash2"  # which fused attention
     held: Amount = NOTHING
-    layers: str | None = None  # what the layers of repeated blocks are cast to before they multiply
-    fuses: bool = False  # elementwise operators of repeated blocks, on a GPU
+    layers: str | None = None  # dtype that layers of repeated blocks are cast to before they multiply
+    fuses: bool = False  # elementwise operators of repeated blocks are fused on a GPU
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
     _priced_whole: dict[tuple[Body, float, int], list[Cost]] = field(default_factory=dict, compare=False, repr=False)
     _priced_undivided: dict[tuple[Body, float], list[Cost | None]] = field(
@@ -122,14 +122,14 @@ class DeviceModel:
     )
 
     def dtype(self, dtype: str) -> str:
-        """The dtype that multiplies numbers of a dtype: a device without it uses the next it has."""
+        """Return the dtype that multiplies numbers of `dtype`: tf32 if enabled, float32 if the device lacks `dtype`."""
         flops = self.device.flops
         if dtype == "float32" and self.fast_float32 and "tf32" in flops:
             return "tf32"
         return dtype if dtype in flops else "float32"
 
     def operation(self, operation: Operation, share: Share) -> Cost:
-        """Seconds of one operation on one rank."""
+        """Return the cost of one operation on one rank."""
         device = self.device
         host = operation.launches * device.dispatch_seconds
         if not operation.launches:
@@ -159,14 +159,14 @@ class DeviceModel:
         return Cost(seconds + cast + operation.launches * device.launch_seconds, host)
 
     def _on_a_core(self, operation: Operation, compute: float, moved: tuple[float, float], held: float) -> float:
-        """Seconds of computing, as measured on operands in the caches, and then of what comes from beyond them.
+        """Return the seconds of an operation on a CPU: compute on cached operands, plus traffic from beyond the caches.
 
-        A core's prefetching hides little of it. A line of new memory is read before it is written, of one that was
-        read it is not; a stream writes as many bytes anew as it reads.
+        Prefetching hides little of that traffic. A core reads a line of new memory before the write, unless it has read
+        the line already. A stream writes as many new bytes as it reads.
         """
         read, written = moved
         num_bytes, device = read + written, self.device
-        if operation.name == "aten.addmm":  # the bias is laid out as the result, to which the product is added
+        if operation.name == "aten.addmm":  # the bias is expanded into the result, to which the product is added
             read, written = num_bytes, 2 * written
         in_place = operation.name.endswith("_") and operation.name not in _ANEW
         traffic = (read + (1 if in_place else 2) * written) / _STREAM_TRAFFIC
@@ -177,22 +177,22 @@ class DeviceModel:
         return max(memory, compute + beyond if compute else 0.0)
 
     def moved(self, num_bytes: float, held: float, name: str = "", *, in_place: bool = False) -> float:
-        """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`.
+        """Return the seconds in which an operator of this name reads and writes `num_bytes`.
 
-        `in_place`: no memory is asked for.
+        `held`: bytes that a step touches between two uses of a tensor. `in_place`: the operator allocates no memory.
         """
         if not num_bytes:
             return 0.0
         device = self.device
         place = num_bytes
-        if device.kind == "cpu":  # its operands were last touched long ago, or are new
+        if device.kind == "cpu":  # operands left the caches or are new
             place = max(num_bytes, min(held, STREAM_BYTES))
             place = min(place, STREAM_BYTES) if in_place else place
         fraction = device.memory.at(place)
         return num_bytes / (device.memory_bytes_per_second * min(fraction, device.operators.get(name, fraction)))
 
     def rewritten(self, num_bytes: float, held: float, name: str) -> float:
-        """Seconds of reading and writing so many bytes, where nothing is written that was not read."""
+        """Return the seconds of reading and writing `num_bytes`, if every written line was read before."""
         traffic = num_bytes / _STREAM_TRAFFIC if self.device.kind == "cpu" else num_bytes
         return self.moved(traffic, held, name, in_place=True)
 
@@ -208,7 +208,7 @@ class DeviceModel:
             return 2.0 * m * n * k * batch / rate + weights
         if operation.kind is OperationKind.CONVOLUTION and device.convolution:
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
-            if curve is not None:  # as measured: a library's convolutions depend on what they reuse
+            if curve is not None:  # the measured curve: a library's convolutions depend on data reuse
                 m, n, k, batch = sizes
                 rate = device.flops[dtype] * curve.at(intensity(m, n, k))
                 return 2.0 * m * n * k * batch / rate
@@ -216,10 +216,10 @@ class DeviceModel:
         return seconds / (WINOGRAD if self._spares(operation) else 1.0)
 
     def is_unaligned(self, operation: Operation, share: Share) -> bool:
-        """Whether an operation is a product in 16 bits of which a row does not begin at 16 bytes, on a GPU.
+        """Check whether an operation is a 16-bit matmul on a GPU with rows that do not begin at multiples of 16 bytes.
 
-        Its library then takes older kernels: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to
-        use Tensor Cores"; `unaligned` in gpus.toml has by how much they are slower.
+        The library then uses slower kernels: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to
+        use Tensor Cores". `unaligned` in gpus.toml is their relative speed.
         """
         if self.device.kind != "gpu" or self.device.unaligned == 1.0:
             return False
@@ -229,7 +229,7 @@ class DeviceModel:
         return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
 
     def spared(self, operation: Operation, samples: float) -> float:
-        """FLOPs of an operation that are counted and not executed."""
+        """Return the FLOPs of an operation that Winograd's algorithm does not execute."""
         return operation.flops.at(samples) * (1.0 - 1.0 / WINOGRAD) if self._spares(operation) else 0.0
 
     def _attention(self, operation: Operation, share: Share, parts: float) -> float:
@@ -243,18 +243,18 @@ class DeviceModel:
         return operation.flops.at(samples) / parts / (device.flops[self.dtype(operation.dtype)] * fraction)
 
     def attention_lengths(self, phase: Phase) -> Curve | None:
-        """The fraction of the peak over the positions that a row attends to, where it was measured so."""
+        """Return the fraction of the peak by the number of positions that a row attends to; None if not measured."""
         return self.device.attention_lengths.get(f"flash2_{_way(phase)}")
 
     def attention_fraction(self, phase: Phase) -> float:
-        """The fraction of the peak that long rows of wide heads reach."""
+        """Return the fraction of the peak that attention reaches with long rows and wide heads."""
         known, way = self.device.attention, _way(phase)
         return known.get(f"{self.attention}_{way}") or known.get(f"flash2_{way}", 0.5) * _FUSED[self.attention]
 
     def attention_filled(self, length: float, width: float) -> float:
-        """Utilization of a GPU's peak attention speed by so many positions and heads so wide; 1 at most.
+        """Return the utilization, at most 1, of the peak attention speed with this length and head width on a GPU.
 
-        The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
+        Tiles on the diagonal are computed whole, and a short row of tiles does not fill the pipeline.
         """
         if not self.device.multiprocessors:
             return 1.0
@@ -262,14 +262,14 @@ class DeviceModel:
         return length / (length + _ATTENTION_FILL) * min(1.0, float(((width or 128.0) / 128.0) ** _NARROW_HEADS))
 
     def each(self, body: Body, share: Share) -> list[Cost]:
-        """Each operation of a body; equal ones are computed once."""
+        """Return the cost of each operation of a body. Equal operations are computed once."""
         if body not in self._alike:
             places: dict[Operation, int] = {}
             alike = [places.setdefault(self._priced(o), len(places)) for o in self.operations(body)]
             self._alike[body] = list(places), alike
         distinct, alike = self._alike[body]
         key = body, share.local_samples, share.tensor
-        if key not in self._priced_whole:  # sequence parallelism divides nothing of these
+        if key not in self._priced_whole:  # sequence parallelism does not divide these operations
             known = zip(self._undivided(body, share.local_samples), distinct, strict=True)
             self._priced_whole[key] = [cost or self.operation(operation, share) for cost, operation in known]
         costs = self._priced_whole[key]
@@ -279,7 +279,7 @@ class DeviceModel:
         return [costs[place] for place in alike]
 
     def _undivided(self, body: Body, samples: float) -> list[Cost | None]:
-        """The operations that no tensor axis divides by itself; None for the others."""
+        """Return the cost of each distinct operation that no tensor axis divides, and None for the others."""
         key = body, samples
         if key not in self._priced_undivided:
             whole, share = (TensorCut.NONE, TensorCut.SEQUENCE), Share(samples)
@@ -288,7 +288,7 @@ class DeviceModel:
         return self._priced_undivided[key]
 
     def operations(self, body: Body) -> Iterable[Operation]:
-        """The operations of a body in the dtypes in which they are computed, and the kernels."""
+        """Return the operations of a body as the program runs them: with fused chains and the layers' dtype."""
         if not body.repeated:
             return body.operations
         if not (self.fuses and self.device.kind == "gpu"):
@@ -297,13 +297,13 @@ class DeviceModel:
         return (self._narrowed(replace(o, rows=()) if o.rows else o) for o in fused(body.operations))
 
     def _narrowed(self, operation: Operation) -> Operation:
-        """A layer's product in the dtype that the program casts it to, where the device multiplies that."""
+        """Return a layer in the dtype that the program casts it to, if the device multiplies that dtype."""
         if self.layers is None or self.layers not in self.device.flops or not is_layer(operation):
             return operation
         return replace(operation, dtype=self.layers)
 
     def _priced(self, operation: Operation) -> Operation:
-        """An operation without what its seconds do not depend on."""
+        """Return an operation without the fields that its seconds do not depend on."""
         named = operation.name if self.device.kind == "cpu" else ""
         operation = replace(operation, name=named, module="", saved_bytes=NOTHING, selected_bytes=NOTHING)
         if operation.kind is OperationKind.MEMORY:
@@ -312,7 +312,7 @@ class DeviceModel:
 
 
 def _window_rate(known: Mapping[str, float], window: tuple[int, ...]) -> float:
-    """The fraction of the peak of a convolution in two dims, from that of the nearest one that was measured."""
+    """Return the fraction of the peak of a convolution in two dims, from the nearest measured window."""
     channels, filters, taps, width, stride, padding = window
     key = nearest(tuple(known), (channels, filters, taps, width, stride))
     *_, near_taps, near_width, near_stride = map(int, key.split("-"))
@@ -321,7 +321,7 @@ def _window_rate(known: Mapping[str, float], window: tuple[int, ...]) -> float:
 
 
 def _inside(taps: int, width: int, stride: int, padding: int) -> float:
-    """The share of a convolution's products that are not with the zeros around an image, which kernels leave out."""
+    """Return the share of multiplications that are not with padding zeros, which kernels skip."""
     image = (width - 1) * stride + taps - 2 * padding
     firsts = [place * stride - padding for place in range(width)]
     within = sum(max(0, min(first + taps, image) - max(first, 0)) for first in firsts)
@@ -330,9 +330,9 @@ def _inside(taps: int, width: int, stride: int, padding: int) -> float:
 
 @lru_cache(maxsize=4096)
 def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
-    """Which of these windows is nearest: by the ratios of its five numbers, the stride's counting most.
+    """Return the measured window with the nearest ratios of the five numbers; the stride counts most.
 
-    A library has other kernels for other strides and rows: what is measured of one says nothing of another.
+    A library has separate kernels per stride and width, so a measurement of one predicts no other.
     """
 
     def distance(key: str) -> float:
@@ -343,7 +343,7 @@ def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
 
 
 def _filled(channels: int) -> float:
-    """The share of a block's lanes that so many channels fill; images of a few channels have kernels of their own."""
+    """Return the share of lanes that this many channels fill. Images with few channels have kernels of their own."""
     return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
 
 
@@ -351,21 +351,21 @@ def _way(phase: Phase) -> str:
     return "forward" if phase is Phase.FORWARD else "backward"
 
 
-# Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions with 2.25 times fewer products, of which transforms take a part.
+# Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions need 2.25 times fewer products; transforms cost part of the gain.
 WINOGRAD: Final = 1.7
-# Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
-# Dao, arXiv 2307.08691 (causal, A100). Version 3 is of Hopper; elsewhere it is version 2 that runs.
+# Default rates of fused attentions relative to FlashAttention-2, from Dao, arXiv 2307.08691 (causal, A100). Version 3
+# exists only on Hopper; other devices run version 2.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.0}
-# Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
-# from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
+# Time, in key positions, that a row of attention loses at its ends. `_NARROW_HEADS` is the exponent of the rate's fall
+# with heads narrower than 128. Both are from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
-# Of what a stream reads and writes, its traffic: what it writes is read before.
+# Memory traffic of a stream over the bytes that it reads and writes: written lines are read first.
 _STREAM_TRAFFIC: Final = 3 / 2
-# Operators that write over what they have not read.
+# In-place operators that do not read what they overwrite.
 _ANEW: Final = ("aten.copy_", "aten.fill_", "aten.zero_", "aten.random_", "aten.bernoulli_")
-# Float32 numbers of a 512-bit vector: oneDNN lays channels out in blocks of so many, but for the first layer's.
+# Float32 lanes of a 512-bit vector: the size of oneDNN's channel blocks, except in the first layer.
 _LANES: Final = 16
 _FEW_CHANNELS: Final = 4
-# Of channels in and out, taps, width and stride.
+# Weights of channels in, channels out, taps, width and stride in the distance of two windows.
 _WINDOW_WEIGHTS: Final = (1.0, 1.0, 2.0, 1.0, 16.0)
 _NARROW_HEADS: Final = 0.25

@@ -1,4 +1,4 @@
-"""Segments between legal pipeline cuts, where it is known before which modules the engine cuts a model."""
+"""Segments of a model between legal pipeline cuts, given the modules before which the engine can cut."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from shoal.planner.profile.values import Amount, Exchange, Operation, Phase, Unit, Weight
 
-# Units that no cut divides; a stage is some of these, one after the other.
+# Units that no cut divides. A stage is a run of segments.
 Segment = tuple[Unit, ...]
 
 
 def segments(units: Sequence[Unit], places: Sequence[str] | None) -> tuple[Segment, ...]:
-    """The units between the places, in order; each by itself where these are not known.
+    """Return the units between the places, in order. Each unit is a segment if `places` is None.
 
-    A unit that is no block, and has places within, is divided there by the modules that its operations are of.
+    A unit that is no block and has places within it is divided there, by the modules of its operations.
     """
     if places is None:
         return tuple((unit,) for unit in units)
@@ -22,7 +22,7 @@ def segments(units: Sequence[Unit], places: Sequence[str] | None) -> tuple[Segme
     left = list(places)
     for unit in units:
         for part in _divided(unit, places):
-            # What comes first within a place begins there: of nested lists the outer one is the place.
+            # The first part within a place begins there. Of nested lists the outer one is the place.
             begun = next((place for place in left if _within(part.name, place)), None)
             if begun is not None:
                 left.remove(begun)
@@ -38,7 +38,7 @@ def _within(module: str, place: str) -> bool:
 
 
 def _divided(unit: Unit, places: Sequence[str]) -> tuple[Unit, ...]:
-    """The parts of a unit; the first of them has its name."""
+    """Return the parts of a unit. The first part keeps the unit's name."""
     body = unit.body
     if body.repeated:
         return (unit,)
@@ -70,7 +70,10 @@ def _divided(unit: Unit, places: Sequence[str]) -> tuple[Unit, ...]:
 
 
 def _numbers(operations: Sequence[Operation], order: dict[str, int]) -> list[int]:
-    """Of each operation the place that it comes after, 0 before all: forwards go up the places, backwards down."""
+    """Return for each operation the number of the place before it, or 0 before all places.
+
+    Forwards go up the places, backwards go down.
+    """
     found, number, highest = [], 0, 0
     for operation in operations:
         own = _number(operation.module, order)
@@ -85,14 +88,14 @@ def _numbers(operations: Sequence[Operation], order: dict[str, int]) -> list[int
 
 
 def _number(module: str, order: dict[str, int]) -> int:
-    """The innermost place that a module is within; 0 where it is in none."""
+    """Return the number of the innermost place that contains a module, or 0 if none does."""
     return max((number for place, number in order.items() if _within(module, place)), default=0)
 
 
 def _weights(
     weights: Sequence[Weight], numbers: Sequence[int], operations: Sequence[Operation], order: dict[str, int]
 ) -> list[tuple[Weight, int]]:
-    """Each weight with the place that the first operation of its module comes after."""
+    """Return each weight with the number of the place before the first operation of its module."""
     first: dict[str, int] = {}
     for operation, number in zip(operations, numbers, strict=True):
         first.setdefault(operation.module, number)
@@ -101,7 +104,7 @@ def _weights(
 
 
 def _handed_on(operations: Sequence[Operation]) -> Amount:
-    """What the last of the forwards writes: an activation crosses a cut as it was made."""
+    """Return the bytes that the last forward operation writes, since an activation crosses a cut as it was made."""
     forwards = [
         o for o in operations if o.phase is Phase.FORWARD and (o.written_bytes.fixed or o.written_bytes.per_sample)
     ]
@@ -109,10 +112,10 @@ def _handed_on(operations: Sequence[Operation]) -> Amount:
 
 
 def _shared(exchanges: Sequence[Exchange], number: int) -> tuple[Exchange, ...]:
-    """An even part of each: which module an exchange is of is not known."""
+    """Return an even part of each exchange, since the module of an exchange is unknown."""
     return tuple(replace(e, bytes=Amount(e.bytes.fixed / number, e.bytes.per_sample / number)) for e in exchanges)
 
 
 def flat(parts: Sequence[Segment]) -> Segment:
-    """All units in order."""
+    """Return all units in order."""
     return tuple(unit for part in parts for unit in part)

@@ -1,4 +1,4 @@
-"""Seconds in which fully_shard gathers a rank's parameters and scatters its gradients, unit by unit."""
+"""Seconds of fully_shard's parameter gathers and gradient scatters on a rank, unit by unit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shoal.plans.plan import LayoutSection, Plan
 
 
 def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str) -> float:
-    """Seconds of collectives one after the other."""
+    """Return the seconds of collectives without overlap."""
     asked, collectives = network.asked, list(sent)
     groups = {name: network.axis(layout, name) for name in {one.group for one in collectives}}
     return sum(one.count * asked(algorithm, one.kind, one.num_bytes, groups[one.group]) for one in collectives)
 
 
 class UnitExchanges(NamedTuple):
-    """Seconds in which each unit of a rank is gathered, before a forward and before a backward, and scattered after."""
+    """Seconds per unit of a rank: gathers before a forward, gathers before a backward, and scatters."""
 
     gathers: list[float]
     again: list[float]
@@ -32,7 +32,7 @@ class UnitExchanges(NamedTuple):
 
 
 class _UnitSeconds(NamedTuple):
-    """Seconds in which a unit is gathered and scattered over the shard axis, and bytes of its part of the sum."""
+    """Seconds of one gather and one scatter of a unit on the shard axis, and bytes that replicas then sum."""
 
     gather: float
     scatter: float
@@ -41,16 +41,16 @@ class _UnitSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardExchanges:
-    """Exchanges of plans that divide parameters; those of equal units are priced once."""
+    """Exchanges of plans that divide parameters. Equal units are priced once."""
 
     network: Network
     accounts: Accounts
     _known: Remembered = field(default_factory=Remembered, repr=False)
 
     def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
-        """Exchanges of a rank with these units, of a plan on that layout.
+        """Return the exchanges of a rank with these units on that layout.
 
-        What is outside of the blocks is gathered before all others, and its gradients are scattered last.
+        The parameters outside of the blocks are gathered before all others, and their gradients are scattered last.
         """
         algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
 
@@ -72,7 +72,7 @@ class ShardExchanges:
         return self._known.once(("exchanges", *self._shard_key(plan, layout, held), data), compute)
 
     def totals(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[float, float]:
-        """Seconds of all gathers before a forward and of all scatters, one after the other: the sums of `exchanges`."""
+        """Return the total seconds of the gathers before a forward and of all scatters: the sums of `exchanges`."""
         if not held.units:
             return 0.0, 0.0
         algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
@@ -94,13 +94,13 @@ class ShardExchanges:
         return held, widths, layout.tensor, shard, plan.collectives.all_reduce
 
     def _on_shard(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[list[_UnitSeconds], set[int]]:
-        """The exchanges of each unit over the shard axis, and the bytes of the parts that are then summed."""
+        """Return the exchanges of each unit on the shard axis, and the distinct sizes in bytes of later sums."""
         of_shard = self._shard_key(plan, layout, held)
 
         def compute() -> tuple[list[_UnitSeconds], set[int]]:
             sharding = self.accounts.sharding(plan, layout, held)
             price = {}
-            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks share their arrays
+            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks are one object
                 key = "unit exchanges", id(unit), *of_shard[1:]
                 price[id(unit)] = self._known.once(key, partial(self._of_unit, sharding, unit, *of_shard[-2:]))
             return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}

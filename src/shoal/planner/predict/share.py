@@ -1,4 +1,4 @@
-"""Share of a body's work that one rank has."""
+"""Share of a body's work on one rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Share(NamedTuple):
     tensor: int = 1
     sequence: bool = False
     context: int = 1
-    all_reduce: str = "native"  # by which a tensor axis exchanges
+    all_reduce: str = "native"  # algorithm of the tensor axis
 
     def of(self, body: Body, divides_ends: bool) -> Share:
-        """The share of one body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
+        """Return the share of one body. Context and sequence parallelism may divide only blocks."""
         return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
 
     @property
     def local_samples(self) -> float:
-        """Samples, where a part of a sample's positions counts as that part of it."""
+        """Samples of the rank. A part of the positions of a sample counts as that fraction of the sample."""
         return self.samples / self.context
 
 
 def divided(operation: Operation, share: Share) -> float:
-    """By how much tensor parallelism divides an operation's work as a whole."""
+    """Return the factor by which tensor parallelism divides the work of an operation."""
     if operation.cut is TensorCut.NONE or (operation.cut is TensorCut.SEQUENCE and not share.sequence):
         return 1.0
     return float(share.tensor)

@@ -1,4 +1,4 @@
-"""Division of a model's units into pipeline stages: by the plan's names, equally, or balanced by seconds."""
+"""Division of a model's units into pipeline stages: by the names in a plan, equally, or balanced by seconds."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import TypeVar
 
 from shoal.planner.profile.values import Body, Unit
 
-# How near the slowest stage comes to the least that it can be, as a share of it.
+# Relative tolerance of the slowest stage's seconds above the optimum.
 _NEARLY = 1e-6
 
 _Part = TypeVar("_Part")
 Stages = tuple[tuple[Unit, ...], ...]
-Run = tuple[float, int]  # seconds of a unit, and how many such units come one after the other
+Run = tuple[float, int]  # seconds of a unit, and the number of consecutive units like it
 Counts = tuple[tuple[Body, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Units of one rank, and the number of each body among them."""
+    """Units of one rank, and how often each body occurs among them."""
 
     units: tuple[Unit, ...]
 
     @cached_property
     def counts(self) -> Counts:
-        """Bodies in the order of the units, each once."""
+        """Each distinct body in the order of the units, with its number of units."""
         return _counted(self.units)
 
     @cached_property
     def num_tensors(self) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return sum(weight.trainable for unit in self.units for weight in unit.body.weights)
 
 
@@ -42,19 +42,19 @@ class StageDivision:
     """Units of a model, stage by stage."""
 
     stages: Stages
-    # Units by their bodies, shared by all divisions of a model: what they cost is then computed once. The first rank's
-    # are told apart from equal ones, since what the batch keeps is there.
+    # Cache of `Held` by bodies, shared by all divisions of a model, so that costs are computed once. The first rank has
+    # its own entries, since only that rank keeps the batch.
     known: dict[tuple[bool, tuple[Body, ...]], Held] = field(default_factory=dict, repr=False)
     _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
     _alike: dict[int, list[tuple[Counts, list[int]]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
-        """Of each stage."""
+        """The bodies of each stage with their number of units."""
         return tuple(map(_counted, self.stages))
 
     def each(self, measured: Callable[[Counts], _Part]) -> list[_Part]:
-        """A value of each stage; of stages with the same bodies as often it is computed once."""
+        """Return a value per stage. Stages with equal bodies share one call of `measured`."""
         distinct, places = self._distinct
         known = [measured(counts) for counts in distinct]
         return [known[place] for place in places]
@@ -67,11 +67,11 @@ class StageDivision:
 
     @cached_property
     def firsts(self) -> tuple[str, ...]:
-        """The name of the first unit of each stage after the first; of empty stages none."""
+        """The name of the first unit of each stage after the first. Empty stages have no name."""
         return tuple(stage[0].name for stage in self.stages[1:] if stage)
 
     def held(self, ranks: int) -> tuple[Held, ...]:
-        """Units of each of so many ranks: stage s is on rank s % ranks."""
+        """Return the units of each of `ranks` ranks. Stage s is on rank s % ranks."""
         if ranks not in self._held:
             own = (tuple(chain.from_iterable(self.stages[rank::ranks])) for rank in range(ranks))
             self._held[ranks] = tuple(
@@ -81,7 +81,7 @@ class StageDivision:
         return self._held[ranks]
 
     def alike(self, ranks: int) -> list[tuple[Counts, list[int]]]:
-        """Which of so many ranks have the same bodies as often, in the order of the first of them."""
+        """Group the ranks that have equal bodies equally often, in the order of the first rank of each group."""
         if ranks not in self._alike:
             found: dict[Counts, list[int]] = {}
             for rank, held in enumerate(self.held(ranks)):
@@ -95,13 +95,17 @@ def _counted(units: Sequence[Unit]) -> Counts:
 
 
 def by_names(units: Sequence[Unit], split: Sequence[str]) -> Stages:
-    """A stage begins with each named unit. Names that are no unit's are left out."""
+    """Begin a stage at each named unit. Names that no unit has are ignored."""
     starts = [0, *(i for i, unit in enumerate(units) if i and unit.name in set(split)), len(units)]
     return tuple(tuple(units[a:b]) for a, b in pairwise(starts))
 
 
 def equal(units: Sequence[Unit], num_stages: int) -> Stages:
-    """As many blocks on each stage (the first ones one more where they do not divide), the rest on the outer stages."""
+    """Give each stage the same number of blocks, and the units around the blocks to the outer stages.
+
+    If the blocks do not divide evenly, the first stages have one more. With fewer blocks than stages, the units are
+    balanced by their number.
+    """
     blocks = [i for i, unit in enumerate(units) if unit.body.repeated]
     if len(blocks) < num_stages:
         return balanced(units, [1.0] * len(units), num_stages)
@@ -115,9 +119,9 @@ def equal(units: Sequence[Unit], num_stages: int) -> Stages:
 
 
 def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> Stages:
-    """A stage takes units until the sum passes its share of the whole, the one that passes it too (as nanotron).
+    """Fill each stage until the summed costs pass its share of the total, including the unit that passes it.
 
-    So the first ones have most, and the last ones may have none at all.
+    The first stages therefore have most units, and the last ones may be empty. This is the rule of nanotron.
     """
     found: list[list[Unit]] = [[]]
     total, passed = sum(costs), 0.0
@@ -131,14 +135,14 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
 
 
 def balanced(units: Sequence[_Part], seconds: Sequence[float], num_stages: int) -> tuple[tuple[_Part, ...], ...]:
-    """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
+    """Return contiguous stages with the fastest slowest stage; at most one stage per unit."""
     lengths = balanced_lengths([(one, sum(1 for _ in equal)) for one, equal in groupby(seconds)], num_stages)
     left = iter(units)
     return tuple(tuple(islice(left, length)) for length in lengths)
 
 
 def balanced_lengths(runs: Sequence[Run], num_stages: int) -> tuple[int, ...]:
-    """How many units each of such stages has, where `runs` are equal units."""
+    """Return the number of units of each balanced stage. `runs`: runs of equal units."""
     low = max((one for one, _ in runs), default=0.0)
     high = sum(chain.from_iterable(repeat(*run) for run in runs))
     taking = [run for run in runs if run[0] > 0]
@@ -149,7 +153,7 @@ def balanced_lengths(runs: Sequence[Run], num_stages: int) -> tuple[int, ...]:
 
 
 def _num_parts(runs: Sequence[Run], limit: float) -> int:
-    """The fewest parts of at most `limit` each."""
+    """Return the fewest contiguous parts of at most `limit` seconds each."""
     parts, filled = 1, 0.0
     for one, count in runs:
         fitting = int((limit - filled) / one)
@@ -163,7 +167,7 @@ def _num_parts(runs: Sequence[Run], limit: float) -> int:
 
 
 def _lengths(runs: Sequence[Run], limit: float, num_stages: int) -> tuple[int, ...]:
-    """Each stage is filled up to the limit, but leaves a unit to each of those after it."""
+    """Fill each stage up to `limit` seconds, but leave at least one unit for each later stage."""
     found, filled = [0], 0.0
     left = sum(count for _, count in runs)
     for one, count in runs:
@@ -176,7 +180,7 @@ def _lengths(runs: Sequence[Run], limit: float, num_stages: int) -> tuple[int, .
                 filled = 0.0
                 continue
             take = max(take, 1)
-            # What fills an empty stage fills those after it, as long as more are left than each needs.
+            # Following stages take as many equal units, as long as enough units are left for the stages behind them.
             same, full = 0, take in (1, fitting) and not found[-1] and after > 0 and one > 0
             if full and min(int((limit - take * one) / one), left - take - after) <= 0:
                 ahead = (left - after - take) // (take - 1) if take > 1 else count

@@ -1,4 +1,4 @@
-"""Seconds of one stage for one microbatch: its units' operations, and the exchanges inside of them."""
+"""Seconds of one stage for one microbatch: the operations of its units and the exchanges within them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from shoal.planner.profile.values import Body, Operation, OperationKind, Phase
 
 
 class Pass(NamedTuple):
-    """Forward or backward pass over a unit or a stage: seconds by term, of the device and of the host that launches."""
+    """Seconds by term of one forward or backward pass over a unit or stage, on the device and on its host."""
 
     work: float = 0.0
-    again: float = 0.0  # the forward repeated
+    again: float = 0.0  # recomputation of the forward
     tensor: float = 0.0
     context: float = 0.0
     host: float = 0.0
     host_again: float = 0.0
 
     def plus(self, other: Pass) -> Pass:
-        """Both, one after the other."""
+        """Return the sum of both passes, term by term."""
         return Pass(*map(add, self, other))
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of a pass on the device: exchanges and its work wait for each other."""
+        """Seconds of the pass on the device, where exchanges and work do not overlap."""
         return self.work + self.again + self.tensor + self.context
 
     @property
     def seconds(self) -> float:
-        """Seconds of a pass: the host runs beside the device."""
+        """Seconds of the pass: the larger of device and host seconds, since both run at the same time."""
         return max(self.device_seconds, self.host + self.host_again)
 
 
@@ -43,10 +43,10 @@ NO_PASS = Pass()
 
 
 class Passes:
-    """Three passes of a microbatch: forward, backward, and gradients of weights, which may be put off."""
+    """Passes of one microbatch: forward, backward of inputs, and backward of weights (which may be deferred)."""
 
     def __init__(self, forward: Pass, backward_input: Pass, backward_weight: Pass) -> None:
-        """`backward` is both parts of the backward as one; `weight_seconds` are within its seconds."""
+        """Derive `backward`, the sum of both backward parts. Its seconds include `weight_seconds`."""
         self.forward, self.backward_input, self.backward_weight = forward, backward_input, backward_weight
         self.backward = backward_input.plus(backward_weight)
         self.forward_seconds, self.backward_seconds = forward.seconds, self.backward.seconds
@@ -55,12 +55,12 @@ class Passes:
 
     @property
     def device_seconds(self) -> float:
-        """Forward and backward, on the device: of several units the sum of theirs."""
+        """Seconds of forward and backward on the device. They add up over units."""
         return self.forward.device_seconds + self.backward.device_seconds
 
 
 def together(parts: Sequence[tuple[Passes, int]]) -> Passes:
-    """Passes of so many of each of these, one after the other."""
+    """Return the sum of these passes. Each one counts as often as its number says."""
     forward = _together([(one.forward, count) for one, count in parts])
     backward_input = _together([(one.backward_input, count) for one, count in parts])
     return Passes(forward, backward_input, _together([(one.backward_weight, count) for one, count in parts]))
@@ -74,9 +74,10 @@ def _together(parts: Sequence[tuple[Pass, int]]) -> Pass:
 
 
 class BodyWork(NamedTuple):
-    """Passes of one unit without recomputation, which change none of them.
+    """Passes of one unit without recomputation, and the costs that recomputation adds.
 
-    `adding`: the gradients of weights, where they are added to those before. `again`: what recomputation repeats.
+    `adding`: backward of weights that accumulates into the gradients of earlier microbatches.
+    `again`: cost of the repeated operations, by recomputation mode ("full" or "selective").
     """
 
     forward: Pass
@@ -87,7 +88,7 @@ class BodyWork(NamedTuple):
 
 
 class StageCosts:
-    """Costs of bodies on one device under one program, each computed once for each share of a sample."""
+    """Costs of bodies on one device under one program, cached by the share of a sample."""
 
     def __init__(self, computer: DeviceModel, network: Network, program: Program) -> None:
         self.computer, self._network, self._program = computer, network, program
@@ -95,10 +96,10 @@ class StageCosts:
         self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
         self._operators: dict[tuple[int, float, int, bool], tuple[Cost, ...]] = {}
         self._work: dict[tuple[int, Share], BodyWork] = {}
-        self._places: dict[int, list[list[int]]] = {}  # of operations, by body
+        self._places: dict[int, list[list[int]]] = {}  # indices of operations by phase, by body
 
     def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
-        """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
+        """Return the summed passes of a stage. `adds`: gradients accumulate into those of earlier microbatches."""
         key = counts, share, recompute, adds
         found = self._stages.get(key)
         if found is None:
@@ -107,7 +108,7 @@ class StageCosts:
         return found
 
     def body(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
-        """The passes of one unit."""
+        """Return the passes of one unit. The arguments are those of `stage`."""
         share = share.of(body, self._program.divides_ends)
         key = id(body), share, recompute, adds
         found = self._known.get(key)
@@ -143,7 +144,7 @@ class StageCosts:
         )
 
     def _operators_of(self, body: Body, share: Share) -> tuple[Cost, ...]:
-        """Operators of a unit by phase, and those that selective recomputation repeats."""
+        """Return the cost of a unit's operators by phase, and of those that selective recomputation repeats."""
         same = id(body), share.local_samples, share.tensor, share.sequence
         if same not in self._operators:
             costs, operations = self.computer.each(body, share), body.operations
@@ -154,7 +155,7 @@ class StageCosts:
         return self._operators[same]
 
     def _added(self, body: Body, share: Share) -> Cost:
-        """Adding the gradients to those of the microbatches before: one read of each, one write."""
+        """Return the cost of gradient accumulation: both gradients are read and the sum is written."""
         held = self._program.gradient_bytes
         weights = [w for w in body.weights if w.trainable]
         num_bytes = sum(w.numel_of(share.tensor) * (w.itemsize + 2 * (held or w.itemsize)) for w in weights)
@@ -163,14 +164,14 @@ class StageCosts:
         return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
     def _selected(self, operations: Sequence[Operation]) -> list[int]:
-        """The places of the operations that selective recomputation computes again."""
+        """Return the indices of the operations that selective recomputation repeats."""
         forward = [(i, o) for i, o in enumerate(operations) if o.phase is Phase.FORWARD]
-        if self._program.selective == "products":  # the others are cheap, and computed again
+        if self._program.selective == "products":  # the other operations are cheap to repeat
             return [i for i, o in forward if o.kind is OperationKind.MEMORY]
         if self._program.selective == "alternate_products":
             products = [i for i, o in forward if o.kind is OperationKind.MATMUL]
             return [*(i for i, o in forward if o.kind is OperationKind.MEMORY), *products[1::2]]
-        # Between the scores and their product with the values.
+        # all_but_attention: from the scores to their product with the values
         places = [n for n, (_, o) in enumerate(forward) if o.kind is OperationKind.MATMUL and o.batch.per_sample]
         if places:
             return [i for i, _ in forward[places[0] : places[-1] + 1]]
@@ -183,31 +184,31 @@ class StageCosts:
         computer, samples = self.computer, share.local_samples
         for exchange in (one for one in body.exchanges if one.phase is phase):
             num_bytes = exchange.bytes.at(samples)
-            if computer.device.kind == "cpu":  # a sum is of a copy, slices are put together by one
+            if computer.device.kind == "cpu":  # a sum works on a copy, and slices are joined by a copy
                 total += computer.moved(2 * num_bytes, computer.held.at(samples))
             for kind in exchange.kinds(share.sequence):
                 total += self._network.asked(share.all_reduce, kind, num_bytes, group)
         return self._shown(total, share.tensor)
 
     def _shown(self, seconds: float, degree: int) -> float:
-        """Exposed seconds of an exchange among so many ranks."""
+        """Return the exposed seconds of an exchange among `degree` ranks."""
         if not self._program.overlaps_exchanges:
             return seconds
         return seconds / degree + self._program.contention * seconds * (1 - 1 / degree)
 
     def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
-        """The host's time for starting a unit's exchanges."""
+        """Return the host's cost of starting a unit's exchanges."""
         if share.tensor == 1:
             return NO_COST
         count = sum(exchange.phase is phase for exchange in body.exchanges) * (2 if share.sequence else 1)
         return Cost(0.0, count * self._program.call_seconds)
 
     def tensor_group(self, share: Share) -> RankGroup:
-        """Neighbouring ranks: the tensor axis is the innermost."""
+        """Return the group of a tensor axis. Its ranks are neighbours, since the axis is the innermost one."""
         return self._network.group(share.tensor, 1)
 
     def _context(self, body: Body, share: Share) -> float:
-        """Two all_to_alls over the heads for each attention: queries, keys and values together, and the output."""
+        """Return the exposed seconds of a unit's two all_to_alls over the heads per attention (inputs, output)."""
         if share.context == 1:
             return 0.0
         group, total = self._network.group(share.context, share.tensor), 0.0

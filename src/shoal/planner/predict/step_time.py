@@ -1,4 +1,4 @@
-"""Seconds and bytes of a step under a plan, each term by its name. The formulas are in docs/planner.md."""
+"""Seconds of a step by term, and bytes by category, under a plan. The formulas are in docs/planner.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.plans.plan import Plan
 
 
 class Predictor:
-    """Performance model of one workload on one cluster; costs of bodies are computed once for all plans."""
+    """Performance model of one workload on one cluster. Costs of bodies are computed once for all plans."""
 
     def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
         self.work, self.cluster, self.program = work, cluster, program or Program()
@@ -32,7 +32,7 @@ class Predictor:
         self._simulated: dict[tuple[object, ...], float] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """Prediction of a step of the plan."""
+        """Predict a step of the plan."""
         ranks = self.staging.ranks(plan)
         terms = self.seconds(plan, ranks)
         memory = max((self._bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
@@ -54,12 +54,12 @@ class Predictor:
         )
 
     def first_bytes(self, plan: Plan) -> float:
-        """The peak of the first rank, which some measurements are of."""
+        """Return the peak bytes of the first rank, since some measurements are of that rank."""
         ranks = self.staging.ranks(plan)
         return sum(self._bytes(plan, ranks, ranks.every[0]).values())
 
     def _used(self, plan: Plan, flops: float) -> float:
-        """Seconds that a device at its peak takes for the part that it executes of the model's FLOPs."""
+        """Return the seconds that a device at its peak needs for the executed part of these FLOPs."""
         computer, samples = self.staging.costs(plan).computer, self.work.global_batch
         if self._executed is None:
             units, whole = self.work.profile.units, self._flops
@@ -70,14 +70,14 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------------ its seconds
 
     def seconds(self, plan: Plan, ranks: Ranks) -> dict[str, float]:
-        """The terms."""
+        """Return the seconds of a step by term."""
         makespan = self._makespan(ranks, self.message(plan, ranks)) if plan.layout.pipeline > 1 else 0.0
         return self.with_shared(plan, ranks, self.shared_seconds(plan, ranks, makespan))
 
     def shared_seconds(self, plan: Plan, ranks: Ranks, makespan: float) -> dict[str, float]:
-        """Terms that are the same for all plans that differ in data and shard alone, and 0 for the others.
+        """Return the terms that plans with equal data x shard share, and 0 for the other terms.
 
-        `makespan`: of the pipeline, by which the bubble is a bound where it is one.
+        `makespan`: seconds of the pipeline. With a lower bound of the makespan, the bubble is a lower bound too.
         """
         share, microbatches, busiest = ranks.share, ranks.microbatches, ranks.busiest
         busy = busiest.seconds * microbatches
@@ -88,14 +88,14 @@ class Predictor:
             terms["pipeline"] = 2 * self.message(plan, ranks) * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         fetched = self.work.sample_seconds * share.samples * microbatches
-        # The host fetches while a GPU computes; a CPU does one after the other.
+        # A host fetches while its GPU computes. A CPU cannot overlap both.
         terms["data"] = fetched if ranks.device.kind == "cpu" else max(0.0, fetched - busy)
         return terms
 
     def with_shared(
         self, plan: Plan, ranks: Ranks, shared: dict[str, float], *, bound: bool = False
     ) -> dict[str, float]:
-        """All terms of a plan; `bound`: those of the replicas may be less."""
+        """Add the terms of replicas to the shared terms. `bound`: these terms may be lower bounds."""
         terms, computer, device = dict(shared), self.staging.costs(plan).computer, ranks.device
         on_cpu = device.kind == "cpu"
         spread = self._spread(plan)
@@ -105,7 +105,7 @@ class Predictor:
                 terms["parameters"] += self.exchanged.copied(spread, computer, ranks)
         last, waits = ranks.busiest.last_seconds, terms["launch"] > 0
         terms["gradients"] = self.exchanged.gradients(spread, computer, ranks.fullest, last, waits=waits)
-        # On a CPU large messages leave the caches: no bound from their sum.
+        # On a CPU large messages leave the caches, so one large message is no bound.
         terms["optimizer"] = self.exchanged.update(spread, computer, ranks.fullest, bound=bound and not on_cpu)
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
         of_step, of_tensor, _ = self._beside(device, _divides(plan))
@@ -115,21 +115,21 @@ class Predictor:
         return terms
 
     def _beside(self, device: Device, axis: str) -> tuple[float, float, float]:
-        """As the device says it, which is asked for very many plans."""
+        """Return the cached `device.beside(axis)`, since a search needs it for many plans."""
         key = id(device), axis
         if key not in self._known_beside:
             self._known_beside[key] = device.beside(axis)
         return self._known_beside[key]
 
     def _spread(self, plan: Plan) -> Plan:
-        """The plan whose shard axis is what the program divides states over: context ranks too, where it does."""
+        """Return the plan with the shard axis that the program divides states over: with context ranks if it does."""
         layout = plan.layout
         if not self.program.shards_context or layout.context == 1:
             return plan
         return plan.with_sections(layout={"shard": layout.shard * layout.context, "context": 1})
 
     def message(self, plan: Plan, ranks: Ranks) -> float:
-        """Seconds of handing one microbatch's activation to the next stage."""
+        """Return the seconds of sending one microbatch's activation to the next stage."""
         share, num_bytes, pipeline = ranks.share, ranks.model.crossing, plan.layout.pipeline
         stride = plan.layout.world_size // pipeline
         parts = share.tensor if share.sequence or self.program.scatter_messages else 1
@@ -152,9 +152,9 @@ class Predictor:
         return self.in_all(plan, rank, {**states, "communication": self._buckets(plan, rank)})
 
     def in_all(self, plan: Plan, rank: Rank, states: dict[str, float]) -> dict[str, float]:
-        """Bytes of a rank by category, where `states` are known: with activations, and what allocator and driver hold.
+        """Return the bytes of a rank by category: its `states`, activations, and overhead of allocator and driver.
 
-        No less where a state has more.
+        The total never shrinks when a state grows.
         """
         memory = dict.fromkeys(CATEGORIES, 0.0)
         memory.update(states)
@@ -168,32 +168,33 @@ class Predictor:
         return memory
 
     def _fragmented(self, plan: Plan) -> float:
-        """What a GPU's allocator has beside activations, as a share of them."""
+        """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
 
     def least_peak(self, plan: Plan, memory: float, per_element: float) -> float:
-        """Peak that no cut into stages goes below, of the blocks alone; `per_element`: bytes beside a rank's states.
+        """Return a lower bound of the peak for any cut into stages, from the blocks alone.
 
-        It tells apart only what is more than `memory` or not.
+        `per_element`: bytes per trained element beside the states. The result is only precise enough to compare with
+        `memory`.
         """
         states = self.block_states(plan, per_element)
         if not states.number:
             return 0.0
-        # Of an interleaved pipeline the cut decides how many microbatches a rank's blocks keep: none is counted here.
+        # The cut of an interleaved pipeline decides how many microbatches a rank keeps, so the bound counts none.
         looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
         shape = self.staging.ranks(plan).shape
         in_flight = (0.0,) * shape.pipeline if looped else evenly_in_flight(*shape)
         return least_peak(states.with_activations(self.block_size(plan)), states.number, in_flight, memory)
 
     def block_size(self, plan: Plan) -> BlockSize:
-        """Activations of a block: of a microbatch and its recomputation, and by what a sample is divided."""
+        """Return the activation bytes of a block under the plan's microbatch and recomputation."""
         if self.staging.blocks is None:
             return BlockSize()
         size = self.staging.size(self.staging.blocks[0], plan)
         return BlockSize(size.saved, size.transient)
 
     def block_states(self, plan: Plan, per_element: float) -> BlockStates:
-        """Bytes of the blocks beside activations, whatever the microbatch and its recomputation."""
+        """Return the bytes of the blocks without activations, for any microbatch and recomputation."""
         if self.staging.blocks is None:
             return BlockStates(0, 0.0, 0.0, 0.0)
         body, count = self.staging.blocks
@@ -206,9 +207,9 @@ class Predictor:
         return BlockStates(count, block, states * once + device.reserved_bytes, kept)
 
     def least_bytes(self, plan: Plan, per_element: float) -> float:
-        """Peak with the least that the states of a rank take; `per_element`: bytes beside them.
+        """Return the peak with the least bytes of states. `per_element`: bytes per trained element beside the states.
 
-        As `in_all` has it, without the categories: it is asked of very many plans.
+        The sum is that of `in_all` without categories, since a search calls this for many plans.
         """
         ranks = self.staging.ranks(plan)
         device, microbatches = ranks.device, ranks.microbatches
@@ -222,7 +223,7 @@ class Predictor:
         return worst
 
     def blocks(self, plan: Plan) -> Blocks:
-        """The blocks of the model, and one microbatch on each of them."""
+        """Return the blocks of the model with the seconds of one microbatch on each."""
         if self.staging.blocks is None:
             return Blocks()
         (body, count), ranks = self.staging.blocks, self.staging.ranks(plan)
@@ -231,19 +232,19 @@ class Predictor:
         seconds = {b: found.device_seconds for b, found in passes.items()}
         longest = max((found for other, found in seconds.items() if other != body), default=0.0)
         last = seconds[self.staging.parts[-1].body]
-        # What the host starts for gradients of weights may hide what the device does before: then that counts less.
+        # Launches of weight gradients may overlap with earlier device work, so this is too small or even negative.
         through = sum(number * (seconds[b] - passes[b].weight_seconds) for b, number in self.staging.bodies.items())
         through = max(0.0, through) * (1 - ROUNDED)
         return Blocks(count, seconds[body], longest, last, through)
 
     def _kept(self, rank: Rank, share: Share) -> int:
-        """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
+        """Return the bytes that a run's meter counts as activations, with the batch where its inputs enter."""
         enters = bool({self.work.profile.units[0], self.staging.parts[0]}.intersection(rank.held.units))
         batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
         return round(rank.in_flight * (rank.size.saved + batch))
 
     def _buckets(self, plan: Plan, rank: Rank) -> float:
-        """What sums have beside the gradients: in shared memory every rank maps the others' buckets, and reads them."""
+        """Return the bytes of sum buffers. In shared memory every rank also maps the other ranks' buckets."""
         ranks, per_element = plan.layout.data * plan.layout.shard, self.program.bucket_bytes
         if ranks == 1 or plan.shards_model:
             return 0.0
@@ -253,7 +254,7 @@ class Predictor:
 
 
 def _divides(plan: Plan) -> str:
-    """The axis that divides the model, the one that the engine does most for where there are several; "" for none."""
+    """Return the axis that divides the model, or "" if none. Of several axes, the costliest for the engine counts."""
     layout = plan.layout
     if layout.tensor > 1:
         return "tensor"
