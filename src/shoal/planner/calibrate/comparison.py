@@ -1,6 +1,6 @@
-"""Comparison of a prediction with a run's measurements, term by term.
+"""Comparison of a prediction with the measurements of a run, part by part.
 
-The only place where the planner's terms meet the spans of a step's clock.
+Only this module relates the terms of the planner to the spans of a step's clock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.planner.predict.workload import Prediction
 
-# By part of a step: the planner's terms, and the spans in which the clock of a rank finds them. Exchanges and waits
-# inside of a forward or backward cannot be told from computing there.
+# For each part of a step: the planner's terms, and the spans of a rank's clock that measure them. The clock cannot
+# separate exchanges and waits within a forward or backward from compute.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compute": (
         ("compute", "launch", "recompute", "tensor", "context", "pipeline", "bubble", "parameters"),
@@ -25,11 +25,11 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "host": (("host",), ("other",)),
 }
 _WARM_UP = 2
-_TIMES = 2.0  # from here on a ratio is told as times, not as per cent
+_TIMES = 2.0  # ratio from which `against` writes a multiple instead of a percentage
 
 
 def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `[prediction]` of a plan; `about` names the cluster, the planner's version and the like."""
+    """Return the section `[prediction]` of a plan. `about`: cluster, version of the planner and similar entries."""
     found: dict[str, Any] = {
         **about,
         "step_seconds": prediction.step_seconds,
@@ -45,7 +45,7 @@ def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One measured step: its seconds, and rank 0's spans by name."""
+    """One measured step: its seconds, and rank 0's spans in seconds by name."""
 
     seconds: float
     spans: Mapping[str, float]
@@ -54,7 +54,10 @@ class MeasuredStep:
 def beside(
     predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None, device_kind: str
 ) -> dict[str, Any]:
-    """Predicted and measured seconds of steps as JSON: medians without the first, on a `device_kind` (cpu, gpu)."""
+    """Compare predicted and measured seconds of steps, as JSON values.
+
+    Measured values are medians without the first steps. `device_kind`: kind of device of the run (cpu or gpu).
+    """
     counted = list(steps)
     counted = counted[_WARM_UP:] if len(counted) > 2 * _WARM_UP else counted
     terms = predicted.get("terms", {})
@@ -82,7 +85,7 @@ def beside(
 
 
 def told(compared: Mapping[str, Any]) -> str:
-    """A comparison in a line."""
+    """Format a comparison in one line."""
     step = compared["step_seconds"]
     parts = ", ".join(
         f"{part} {values['measured'] * 1e3:.1f} ({values['predicted'] * 1e3:.1f})"
@@ -95,13 +98,13 @@ def told(compared: Mapping[str, Any]) -> str:
 
 
 def is_elsewhere(compared: Mapping[str, Any]) -> bool:
-    """Whether a run was on another kind of device than its plan is for."""
+    """Check whether a run used another kind of device than its plan is for."""
     kinds = compared.get("device_kind") or {}
     return kinds.get("predicted") not in (None, kinds.get("measured"))
 
 
 def against(measured: float, predicted: float) -> str:
-    """How what was measured differs from what was predicted, in words: 4% longer, 21 times as long."""
+    """Describe the difference between measured and predicted seconds, such as "4% longer" or "21 times as long"."""
     told = f"the {predicted * 1e3:.1f} predicted"
     ratio = measured / predicted if predicted else float("inf")
     if ratio >= _TIMES:

@@ -18,16 +18,16 @@ from shoal.planner.calibrate.comparison import PARTS, is_elsewhere
 from shoal.runs.directory import RunDirectory, read_json, write_file
 
 _SCHEMA = 2
-# What is corrected, and by which part of the clock: exchanges inside of a forward or backward are on its spans.
+# Corrected terms, and the part of the clock that measures them. Exchanges in a forward or backward are in its spans.
 _EXCHANGES = ("tensor", "context", "pipeline", "parameters")
 CORRECTED: dict[str, tuple[tuple[str, ...], str]] = {
     "compute": (tuple(term for term in PARTS["compute"][0] if term not in _EXCHANGES), "compute"),
     "exchanges": (_EXCHANGES, "compute"),
     **{part: (terms, part) for part, (terms, _) in PARTS.items() if part != "compute"},
 }
-# A share of a step below which no ratio is taken: the clock itself takes about as long.
+# Fraction of a step below which no ratio is computed, since the clock itself takes about as long.
 LEAST_SHARE = 0.001
-# Steps after the first ones, below which a median says more of the start than of a step.
+# Fewest steps after the first ones: with fewer, the median reflects the start of a run.
 LEAST_STEPS = 10
 
 
@@ -40,11 +40,11 @@ class Correction:
 
     @property
     def of_terms(self) -> dict[str, float]:
-        """Factors by term."""
+        """The factors by term."""
         return {term: factor for name, factor in self.factors.items() for term in CORRECTED[name][0]}
 
     def terms(self, predicted: Mapping[str, float]) -> dict[str, float]:
-        """Terms as they are expected to be."""
+        """Return the corrected terms."""
         factors = self.of_terms
         found = {term: seconds * factors.get(term, 1.0) for term, seconds in predicted.items()}
         found["host"] = found.get("host", 0.0) + self.host_seconds
@@ -56,26 +56,26 @@ class Correction:
 
 @dataclass(frozen=True)
 class Observation:
-    """One run: seconds of a step predicted by term without any correction, and measured by part of the clock."""
+    """One run: uncorrected predicted seconds of a step by term, and measured seconds by part of the clock."""
 
     predicted: Mapping[str, float]
     measured: Mapping[str, float]
     step_seconds: float
-    told_seconds: float  # as predicted then, with the correction of that time
+    told_seconds: float  # predicted at the time of the run, with its correction
     num_steps: int
 
     def of(self, name: str) -> float:
-        """Predicted of one of CORRECTED."""
+        """Return the predicted seconds of one name of CORRECTED."""
         return sum(self.predicted.get(term, 0.0) for term in CORRECTED[name][0])
 
     @property
     def least_seconds(self) -> float:
-        """Seconds below which a ratio says nothing."""
+        """Seconds below which a ratio is meaningless."""
         return LEAST_SHARE * self.step_seconds
 
 
 def observation(compared: Mapping[str, Any]) -> Observation:
-    """From what a run keeps of its prediction."""
+    """Build an observation from the comparison in a run's result."""
     old = Correction(compared["factors"], compared.get("host_seconds", 0.0))
     factors = old.of_terms
     predicted = {term: float(seconds) / factors.get(term, 1.0) for term, seconds in compared["terms"].items()}
@@ -92,12 +92,12 @@ class Lesson:
     """Correction from the runs on one cluster."""
 
     correction: Correction
-    num_runs: dict[str, int]  # behind each factor
-    together: bool  # no run was without exchanges, so that computing and exchanges have one factor
+    num_runs: dict[str, int]  # by factor
+    together: bool  # every run had exchanges, so compute and exchanges share a factor
 
 
 def learn(every: Sequence[Observation]) -> Lesson:
-    """The median ratio of measured over predicted of each thing that can be corrected."""
+    """Return the median ratio of measured over predicted seconds for each name of CORRECTED."""
     ratios: dict[str, list[float]] = {name: [] for name in CORRECTED}
     for name in CORRECTED:
         if name not in ("compute", "exchanges"):
@@ -115,7 +115,7 @@ def learn(every: Sequence[Observation]) -> Lesson:
         ratios["exchanges"] = [
             _ratio(one, one.measured["compute"] - computing * one.of("compute"), one.of("exchanges")) for one in others
         ]
-    # Of a GPU's host something is predicted of some runs, and then a factor corrects it: not both.
+    # If host time is predicted for any run, a factor corrects it. Constant seconds are only for the other case.
     hosts = [one.measured["host"] for one in every if "host" in one.measured and not ratios["host"]]
     return Lesson(
         Correction({name: median(found) for name, found in ratios.items() if found}, median(hosts) if hosts else 0.0),
@@ -125,46 +125,46 @@ def learn(every: Sequence[Observation]) -> Lesson:
 
 
 def _is_told(one: Observation, name: str) -> bool:
-    """Whether a part was measured, and predicted to take more than nothing."""
+    """Check whether a part was measured and its prediction is large enough for a ratio."""
     return name in one.measured and one.of(name) >= one.least_seconds
 
 
 def _ratio(one: Observation, measured: float, predicted: float) -> float:
-    """Never 0: that what did not show never will is more than one run says."""
+    """Return measured over predicted seconds, but never 0: one run does not prove that a part takes no time."""
     return max(measured, one.least_seconds) / predicted
 
 
 def error(one: Observation, correction: Correction | None) -> float:
-    """Relative error |predicted / measured - 1| of a step: as it was reported, or with a correction."""
+    """Return the relative error |predicted / measured - 1| of a step: as reported, or with a correction."""
     predicted = one.told_seconds if correction is None else sum(correction.terms(one.predicted).values())
     return abs(predicted / one.step_seconds - 1.0)
 
 
 def calibration_file(cluster: str) -> Path:
-    """Calibration file of a cluster, beside this machine's measurements."""
+    """Return the path of a cluster's calibration file, next to this machine's measurements."""
     here = measured_file()
     name = here.stem if cluster == "here" else Path(cluster).name
     return here.with_name(re.sub(r"[^A-Za-z0-9.@-]+", "-", name).strip("-.") + ".calibration.toml")
 
 
 def observations(cluster: str) -> dict[str, Observation]:
-    """The runs of a cluster that were learned from, by their directories; none where the file says nothing."""
+    """Read the recorded runs of a cluster by directory; empty if there is no valid file."""
     try:
         document = tomllib.loads(calibration_file(cluster).read_text(encoding="utf-8"))
         kept = {str(run.pop("directory")): Observation(**run) for run in document["runs"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no file, none of ours, or of another version
+        return {}  # no file, an invalid one, or another version
     return kept
 
 
 def read(cluster: str) -> Correction:
-    """Correction of a cluster's predictions; an empty one where no run was recorded."""
+    """Return the correction of a cluster's predictions; empty if no run is recorded."""
     known = observations(cluster)
     return learn(list(known.values())).correction if known else Correction()
 
 
 def write(cluster: str, runs: Mapping[str, Observation]) -> Path:
-    """Keeps runs with those that are known already; one of the same directory is replaced."""
+    """Add runs to the calibration file of a cluster. A run of a known directory replaces the earlier one."""
     path = calibration_file(cluster)
     path.parent.mkdir(parents=True, exist_ok=True)
     every = {**observations(cluster), **runs}
@@ -174,9 +174,9 @@ def write(cluster: str, runs: Mapping[str, Observation]) -> Path:
 
 
 def learn_from(directories: Sequence[str]) -> None:
-    """Reads the results of runs, corrects the calibration of their clusters, and prints by how much they were wrong.
+    """Read the results of runs, correct the calibration of their clusters, and print the prediction errors.
 
-    Raises: RunDirectoryError where a run has no prediction beside its measurement, or too few steps.
+    Raises: RunDirectoryError if a run has no prediction to compare with its measurement, or too few steps.
     """
     by_cluster: dict[str, dict[str, Observation]] = {}
     for text in directories:
@@ -202,7 +202,7 @@ def _runs(number: int) -> str:
 
 
 def _lines(every: Sequence[Observation], lesson: Lesson) -> list[str]:
-    """What was measured and predicted of each part of a step, and what follows."""
+    """Return a line per part of a step: measured and predicted seconds, and the resulting correction."""
     found = []
     for part in PARTS:
         timed = [run for run in every if part in run.measured]
@@ -239,7 +239,10 @@ def _verdict(names: Sequence[str], lesson: Lesson, is_little: bool) -> str:
 
 
 def compared(directory: Path) -> dict[str, Any]:
-    """The comparison in a run's result. Raises: RunDirectoryError."""
+    """Return the comparison in a run's result.
+
+    Raises: RunDirectoryError if the result has no usable comparison.
+    """
     result = read_json(RunDirectory(directory).result)
     found = (result or {}).get("prediction")
     measured = found and found["step_seconds"]["measured"]

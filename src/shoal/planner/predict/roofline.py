@@ -356,8 +356,9 @@ WINOGRAD: Final = 1.7
 # Default rates of fused attentions relative to FlashAttention-2, from Dao, arXiv 2307.08691 (causal, A100). Version 3
 # exists only on Hopper; other devices run version 2.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.0}
-# Time, in key positions, that a row of attention loses at its ends. `_NARROW_HEADS` is the exponent of the rate's fall
-# with heads narrower than 128. Both are from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
+# Time, in key positions, that a row of attention loses at its ends. `_NARROW_HEADS`: exponent by which the rate falls
+# with heads narrower than 128. Both are from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512
+# to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
 # Memory traffic of a stream over the bytes that it reads and writes: written lines are read first.
 _STREAM_TRAFFIC: Final = 3 / 2

@@ -63,8 +63,8 @@ class Program:
     `gradient_bytes`: bytes per gradient element with its sum buffer; None takes the reduce dtype of the plan.
     `contention`: fraction of a hidden collective's time by which it slows the compute that hides it.
     `fragmentation`, `pipeline_fragmentation`: overhead of a GPU's allocator, as a fraction of the activations.
-    `heap_share`: overhead of a CPU's allocator, as a fraction of all bytes of a rank. It reuses freed memory in the
-    next step.
+    `heap_share`: overhead of a CPU's allocator, as a fraction of all bytes of a rank. Freed memory stays reserved
+    for the next step.
     """
 
     overlap: bool = True  # gradient sums overlap with the backward
@@ -80,17 +80,19 @@ class Program:
     scatter_messages: bool = False  # each tensor rank sends a part of an activation to the next stage
     shards_context: bool = False  # ZeRO divides states over context ranks too
     divides_ends: bool = False  # context and sequence parallelism also divide units outside of the blocks
-    keeps_gathered: bool = True  # sequence parallelism: a column-parallel layer saves its gathered input
+    keeps_gathered: bool = (
+        True  # sequence parallelism: column-parallel layers save their gathered input; else they gather again
+    )
     gradient_bytes: float | None = None
     bucket_bytes: float = 0.0  # bytes of communication buckets per gradient element, beside the gradients
     buffer_bytes: float = 0.0  # bytes of further buffers of replicas, whatever the model
     master_bytes: float = 0.0  # bytes per element of a float32 copy in the optimizer, beside the state
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else the profile counts
     gradient_passes: float = 3.0  # over the gradients before the update: norm, scaling, clipping
-    host_seconds: float = 0.0  # per step on a GPU's host besides operators; a late device hides them
+    host_seconds: float = 0.0  # per step on a GPU's host, besides operators; hidden while the device is behind
     own_buckets: bool = True  # shoal's buckets, with a small first and last one; else equal buckets
-    # An exchange of tensor or context ranks runs in one part per rank and overlaps with the product or attention that it
-    # feeds: only the first part is exposed.
+    # An exchange of tensor or context ranks runs in one part per rank and overlaps with the product or attention that
+    # it feeds: only the first part is exposed.
     overlaps_exchanges: bool = False
     gathers_apart: bool = False  # ZeRO-3: one exposed gather per parameter of `LARGE_PARAMETER` elements or more
     slice_seconds: float = 0.0  # then: copy of one rank's part of a gathered or scattered parameter

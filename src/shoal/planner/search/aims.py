@@ -8,14 +8,14 @@ from math import ceil
 
 from shoal.errors import CommandError, nearest
 
-# Two plans closer than this are a tie: far less than a prediction can tell apart. Ties go to fewer devices, then to
+# Relative difference below which two plans tie, far less than the prediction error. Ties go to fewer devices, then to
 # the simpler layout.
 TIE = 0.01
-# The fastest plan has to be faster by more than this than one on fewer devices: of 284 pairs of published layouts that
-# were predicted to differ by less, every second one came out the other way round (docs/planner.md).
+# Relative speedup that justifies more devices. Of 284 pairs of published layouts with a smaller predicted difference,
+# half were measured in the other order (docs/planner.md).
 TOLD_APART = 0.05
 AIMS = ("fastest", "cheapest", "deadline", "efficiency", "widest")
-SHARES = ("efficiency", "widest")  # compared with the cheapest layout there is
+SHARES = ("efficiency", "widest")  # relative to the cheapest layout
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 Key = tuple[float, ...]
@@ -23,18 +23,19 @@ Key = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Aim:
-    """Objective of a search; `value` is the deadline of the whole job in seconds, or the least efficiency.
+    """Objective of a search.
 
-    fastest: the least time of a step. cheapest: the least device-seconds, and so the least money, of a step.
-    deadline: the cheapest that ends the job in time. efficiency: the fewest devices that keep at least this share of
-    the throughput per device that the cheapest layout has. widest: the most devices that keep it.
+    `value`: deadline of the whole job in seconds, or the least efficiency in (0, 1].
+    `name`: "fastest" minimizes the step time, "cheapest" the device-seconds, and so the price, of a step. "deadline" is
+    the cheapest plan that ends the job in time. "efficiency" is the fewest devices that keep this share of the cheapest
+    layout's throughput per device; "widest" is the most devices that keep it.
     """
 
     name: str = "fastest"
     value: float = 0.0
 
     def key(self, devices: int, seconds: float) -> Key:
-        """Value to minimize; never smaller where `seconds` is larger."""
+        """Return the value to minimize. It never shrinks as `seconds` grows."""
         if self.name == "fastest":
             return (seconds,)
         if self.name == "efficiency":
@@ -44,32 +45,32 @@ class Aim:
         return (devices * seconds,)
 
     def __str__(self) -> str:
-        """As the command line spells it."""
+        """Format the aim as the command line spells it."""
         unit = "s" if self.name == "deadline" else ""
         return f"{self.name}={self.value:g}{unit}" if self.name in ("deadline", *SHARES) else self.name
 
     @property
     def prefers_more(self) -> bool:
-        """Whether the key is smaller on more devices, whatever their seconds."""
+        """Whether the key shrinks with more devices, for any seconds."""
         return self.name == "widest"
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of a layout: seconds of a step, and device-seconds of a step."""
+    """Upper limits of a layout: seconds of a step, and device-seconds of a step."""
 
     seconds: float = float("inf")
     device_seconds: float = float("inf")
 
     def allows(self, devices: int, seconds: float) -> bool:
-        """Whether so many seconds of a step on so many devices are within the limit."""
+        """Check whether a step of `seconds` on `devices` devices is within the limit."""
         return seconds <= self.seconds and devices * seconds <= self.device_seconds
 
 
 class Ceiling:
-    """Key above which a pass wants nothing, as far as is known.
+    """Key above which a pass needs no plans, as far as is known.
 
-    Where parts of a space are searched at once, `shared` has a number of each part: the first of the key that it found.
+    In a divided search, `shared` has one number per part: the first element of the part's ceiling key.
     """
 
     def __init__(self, shared: memoryview[float] | None = None, own: int = 0) -> None:
@@ -77,23 +78,26 @@ class Ceiling:
         self._shared, self._own = shared, own
 
     def lower(self, key: Key) -> None:
-        """Nothing above this key is wanted."""
+        """Lower the ceiling to this key."""
         self.key = min(self.key, key)
         if self._shared is not None:
             self._shared[self._own] = self.key[0]
 
     def allows(self, key: Key) -> bool:
-        """Whether plans with this key may be wanted."""
+        """Check whether plans with this key may still be needed."""
         return key <= self.key and (self._shared is None or key[0] <= min(self._shared))
 
 
 def tied(key: Key, best: Key) -> bool:
-    """Whether two keys are too close to tell apart."""
+    """Check whether two keys are too close to tell apart."""
     return key[:-1] == best[:-1] and key[-1] <= best[-1] * (1 + TIE)
 
 
 def parse(text: str) -> Aim:
-    """`fastest`, `cheapest`, `deadline=2h`, `efficiency=0.8`, `widest=80%`. Raises: CommandError."""
+    """Parse `fastest`, `cheapest`, `deadline=2h`, `efficiency=0.8` or `widest=80%`.
+
+    Raises: CommandError if the text is none of these.
+    """
     name, equals, value = (part.strip() for part in text.partition("="))
     if name not in AIMS:
         raise CommandError(
@@ -121,7 +125,7 @@ def _deadline(text: str, value: str) -> float:
 
 
 def written_time(seconds: float) -> str:
-    """A time of at least so many seconds as a deadline is written, in the largest unit of which it has two."""
+    """Format seconds, rounded up, as a deadline in the largest unit of which there are at least two."""
     unit = next((name for name in ("d", "h", "m") if seconds >= 2 * _UNITS[name]), "s")
     return f"{ceil(10 * seconds / _UNITS[unit]) / 10:.12g}{unit}"
 

@@ -1,4 +1,4 @@
-"""Choice of the best plan for an objective, the next best layouts, and the reasons against each other one."""
+"""Choice of the best plan for an objective, the next best layouts, and the reasons against every other layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Rejected:
-    """Layout that was not chosen, and why; `seconds` of its best plan, or a bound of them."""
+    """Layout that was not chosen, and why. `seconds`: step time of its best plan, if one was predicted."""
 
     what: str
     devices: int
@@ -33,22 +33,25 @@ class Choice:
 
     aim: Aim
     chosen: Candidate
-    faster: Candidate | None  # on more devices, by less than a prediction can tell, where the aim is the fastest
-    alternatives: tuple[Candidate, ...]  # the best plans of the next best layouts, in order
+    faster: Candidate | None  # aim fastest: a plan on more devices, faster by less than the prediction error
+    alternatives: tuple[Candidate, ...]  # best plan of each of the next best layouts, in order
     rejected: tuple[Rejected, ...]
     illegal: tuple[Illegal, ...]
-    num_tied: int  # plans too close to the best to tell apart, of which the simplest was chosen
+    num_tied: int  # further plans that tie with the best; the simplest was chosen
     num_places: int  # layouts that were considered
     num_predicted: int  # plans
     num_bounded: int  # plans that bounds excluded
 
 
 class NothingFitsError(PlanError):
-    """No plan of a space meets the objective; the message says by how much the nearest misses it."""
+    """No plan of a space meets the objective. The message states by how much the nearest plan misses it."""
 
 
 def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
-    """The limit of plans under the aim. Raises: PlanError of a deadline where the job's length is unknown."""
+    """Return the limit that the aim sets for plans.
+
+    Raises: PlanError if a deadline is given and the length of the job is unknown.
+    """
     if aim.name == "deadline":
         if num_steps is None:
             raise PlanError(
@@ -65,12 +68,15 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
 
 
 def simplest(close: Sequence[Candidate]) -> Candidate:
-    """The simplest of some."""
+    """Return the simplest candidate."""
     return min(close, key=lambda candidate: simplicity(candidate.plan))
 
 
 def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
-    """The simplest of the plans that are as good as the best. Raises: NothingFitsError."""
+    """Return the simplest of the plans that tie with the best one, with alternatives and rejections.
+
+    Raises: NothingFitsError if no plan meets the aim.
+    """
     passes, limit = search.passes(), limit_of(search, aim, num_steps)
     close = passes.take(Wanted(aim, limit, number=_NEVER, ties=True))
     if not close:
@@ -97,11 +103,14 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
 
 
 def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
-    """A plan on fewer devices that no prediction tells from the fastest: more have to be worth more than its error."""
+    """Return a plan on fewer devices whose prediction is indistinguishable from the fastest one, or None.
+
+    More devices must save more time than the prediction error.
+    """
     if aim.name != "fastest" or best.devices == 1:
         return None
     within = Limit(seconds=best.seconds * (1 + TOLD_APART))
-    # "efficiency" orders by devices, then by seconds.
+    # The aim "efficiency" orders by devices, then by seconds.
     first = passes.take(Wanted(Aim("efficiency"), within, most=best.devices - 1))
     if not first:
         return None
@@ -113,7 +122,7 @@ def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as people read them."""
+    """Format bytes in GiB, MiB or KiB."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20)):
         if num_bytes >= 0.1 * size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -121,12 +130,12 @@ def gib(num_bytes: float) -> str:
 
 
 def counted(devices: int) -> str:
-    """A number of devices in words."""
+    """Format a number of devices."""
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _rejected(search: Search, passes: SearchPasses, chosen: Candidate) -> list[Rejected]:
-    """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
+    """List each other layout on as many devices, and the nearest layout for each other number of devices."""
     own = [place for place in search.by_devices.get(chosen.devices, []) if place != chosen.place]
     nearest = {devices: found.place for devices, found in passes.nearest().items() if devices != chosen.devices}
     looked = passes.looked_at([*own, *nearest.values()])
@@ -152,7 +161,7 @@ def _reason(place: Degrees, looked: Looked, chosen: Candidate) -> Rejected:
 
 
 def compared(other: Candidate, chosen: Candidate) -> str:
-    """Why one candidate is not chosen over another, in words: what it pays for most that the other does not."""
+    """Explain why one candidate is not chosen over another, by the term that costs most more."""
     if other.seconds <= chosen.seconds:
         more = other.devices - chosen.devices
         if more > 0:
@@ -164,7 +173,7 @@ def compared(other: Candidate, chosen: Candidate) -> str:
 
 
 def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
-    """The term that takes most more of a step, and how much more."""
+    """Name the term that grows most from the chosen step to the other, and its growth."""
     mine = chosen.prediction.terms
     growth = {name: seconds - mine.get(name, 0.0) for name, seconds in other.prediction.terms.items()}
     name = max(growth, key=lambda term: growth[term])
@@ -174,7 +183,7 @@ def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
 
 
 def _nothing(search: Search, passes: SearchPasses, aim: Aim, limit: Limit) -> NothingFitsError:
-    """By how much the nearest misses it: in bytes, or in time."""
+    """Return the error that states by how many bytes or seconds the nearest plan misses the aim."""
     counts = sorted(search.space.counts)
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"

@@ -1,7 +1,7 @@
-"""Search of a large space in parts, each in a process of its own: the answer is that of one process.
+"""Search of a large space in parts, one process per part. The answer is that of one process.
 
-The degrees that share grains are dealt to the parts, so that each keeps what it computed for the next pass. In a pass
-each part goes through its own plans, up to a ceiling that all of them lower, and what they found is merged.
+The model-parallel degrees are dealt to the parts, so that each part keeps its caches for the next pass. In a pass each
+part searches its own plans up to a common ceiling that all parts lower. Their results are merged.
 Source: Gendron and Crainic, Parallel branch-and-bound algorithms: survey and synthesis, Operations Research 42 (1994).
 """
 
@@ -41,10 +41,10 @@ _ENDING_SECONDS = 5.0
 
 
 def dealt(cuts: Sequence[ModelDegrees], number: int) -> list[tuple[ModelDegrees, ...]]:
-    """The degrees of each part: about as many, and together those of which a pass computes the same bounds.
+    """Deal the degrees to parts of about equal size. Degrees whose passes share bounds go to one part.
 
-    Those are the degrees that differ in the pipeline alone. Where there is no context axis a search goes deepest, so
-    that they are dealt one by one, to and fro: even pipelines have more schedules than odd ones.
+    These are the degrees that differ only in the pipeline. Without a context axis a search goes deepest, so those
+    degrees are dealt one by one, to and fro: even pipelines have more schedules than odd ones.
     """
     groups: dict[tuple[int, ...], list[ModelDegrees]] = {}
     for cut in cuts:
@@ -57,12 +57,12 @@ def dealt(cuts: Sequence[ModelDegrees], number: int) -> list[tuple[ModelDegrees,
 
 @contextmanager
 def in_parts(whole: Search, costed: Costed, number: int) -> Iterator[Search]:
-    """A search in so many parts, whose processes end with the context. `costed`: of what its costs are."""
+    """Yield a search in `number` parts and end their processes with the context. `costed`: inputs of its costs."""
     first, *others = dealt(whole.space.cuts, number)
     own = Search(replace(whole.space, only=first), whole.costs, whole.grain_size, whole.watch)
     with tempfile.TemporaryFile() as file:
         file.truncate(8 * number)
-        # Not one of the first three, which the processes have otherwise: a command may have been started without them.
+        # Not descriptor 0, 1 or 2, which the processes need: the command may have been started without them.
         descriptor = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
         with mmap.mmap(descriptor, 8 * number) as memory, memoryview(memory).cast("d") as shared:
             processes = PartProcesses(shared)
@@ -78,25 +78,25 @@ def in_parts(whole: Search, costed: Costed, number: int) -> Iterator[Search]:
 
 
 class DividedSearch(Search):
-    """Search whose passes go through all parts at once; `own` is that of this process."""
+    """Search whose passes go through all parts at once. `own`: the part of this process."""
 
     def __init__(self, whole: Search, own: Search, processes: PartProcesses, more_bytes: int = 0) -> None:
         super().__init__(whole.space, whole.costs, whole.grain_size, whole.watch)
         self._own, self._processes, self._more_bytes = own, processes, more_bytes
 
     def with_more_memory(self, num_bytes: int) -> DividedSearch:
-        """The search of devices with so many more bytes each."""
+        """Return a search of devices with more memory."""
         larger = super().with_more_memory(num_bytes)
         own = self._own.with_more_memory(num_bytes)
         return DividedSearch(larger, own, self._processes, self._more_bytes + num_bytes)
 
     def passes(self) -> SearchPasses:
-        """Passes of one answer."""
+        """Return new passes through all parts, for one answer."""
         return DividedPasses(self._own, self._processes, self._more_bytes)
 
 
 class DividedPasses(SearchPasses):
-    """Passes through all parts, and what they noted."""
+    """Passes through all parts, and their notes."""
 
     def __init__(self, own: Search, processes: PartProcesses, more_bytes: int) -> None:
         super().__init__(own)
@@ -104,12 +104,12 @@ class DividedPasses(SearchPasses):
         self._number = processes.begin(more_bytes)
 
     def _every(self, name: str, *arguments: object) -> list[Any]:
-        """What a method of this process's passes and of the others' returns."""
+        """Call a method of the passes in this process and in all others, and return all results."""
         self._processes.ask(self._number, name, *arguments)
         return [getattr(super(), name)(*arguments), *self._processes.answers()]
 
     def take(self, wanted: Wanted) -> list[Candidate]:
-        """The wanted plans in order; equal keys by simplicity."""
+        """Return the wanted plans in order; equal keys by simplicity."""
         shared = self._processes.shared
         for place in range(len(shared)):
             shared[place] = _NEVER
@@ -122,63 +122,63 @@ class DividedPasses(SearchPasses):
         return taken
 
     def counts(self) -> tuple[int, int]:
-        """Numbers of plans that were predicted, and that bounds alone excluded."""
+        """Return the numbers of predicted plans and of plans that only bounds excluded."""
         predicted, bounded = zip(*self._every("counts"), strict=True)
         return sum(predicted), sum(bounded)
 
     def least_missing(self) -> float | None:
-        """The least that a plan of any place lacks; None where none does."""
+        """Return the least bytes that a plan of any place lacks, or None if none lacks any."""
         return min((least for least in self._every("least_missing") if least is not None), default=None)
 
     def nearest_missing(self) -> tuple[float, Degrees] | None:
-        """Bytes that the plan lacks that lacks least, and its place; None where none lacks any."""
+        """Return the least bytes that any plan lacks, and its place, or None if none lacks any."""
         return min((found for found in self._every("nearest_missing") if found is not None), default=None)
 
     def refused(self) -> dict[Degrees, str]:
-        """Why plans of places are illegal, where some are."""
+        """Return a reason for each place with illegal plans."""
         return {place: why for found in self._every("refused") for place, why in found.items()}
 
     def nearest(self) -> dict[int, Nearest]:
-        """Of each number of devices the place with the best plan that was predicted, the first where none was."""
+        """Return for each number of devices the place with the best predicted plan, or the first place."""
         found: dict[int, Nearest] = {}
         for devices, one in chain(*(of_part.items() for of_part in self._every("nearest"))):
             found[devices] = min(one, found.get(devices, one))
         return found
 
     def looked_at(self, places: Sequence[Degrees]) -> dict[Degrees, Looked]:
-        """The state of places, from the parts that have them."""
+        """Return the results for places, each from the part that has the place."""
         return {place: looked for found in self._every("looked_at", places) for place, looked in found.items()}
 
 
 class PartProcesses:
-    """Processes of all parts but the first; `shared`: the numbers of their ceilings."""
+    """Processes of all parts but the first. `shared`: one ceiling per part."""
 
     def __init__(self, shared: memoryview[float]) -> None:
         self.shared, self._numbers = shared, count()
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, part: SearchPart) -> None:
-        """Starts the process of a part."""
-        # Of this shoal, and of packages where this process finds them, but for those of the language.
+        """Start the process of a part."""
+        # This shoal first, then the search path of this process.
         command = [sys.executable, "-P", "-c", _PROGRAM, str(Path(shoal.__file__).parents[1]), *sys.path]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [part.shared]}
-        # In a session of its own: ^C is this process's affair.
+        # Own session, so that only this process receives ^C.
         self._processes.append(subprocess.Popen(command, start_new_session=True, **pipes))
         self._send(self._processes[-1], part)
 
     def begin(self, more_bytes: int) -> int:
-        """Begins passes, of devices with so many more bytes each, and returns their number."""
+        """Begin passes on devices with more memory in each process, and return their number."""
         number = next(self._numbers)
         self.ask(number, "begin", more_bytes)
         return number
 
     def ask(self, number: int, name: str, *arguments: object) -> None:
-        """Calls a method of these passes in each process."""
+        """Request a method call of these passes from each process."""
         for process in self._processes:
             self._send(process, (number, name, arguments))
 
     def answers(self) -> list[Any]:
-        """The answer of each process to the first call that it has not answered yet."""
+        """Return the answer of each process to its oldest unanswered request."""
         return [self._answer(process) for process in self._processes]
 
     def _answer(self, process: subprocess.Popen[bytes]) -> Any:
@@ -196,18 +196,18 @@ class PartProcesses:
             raise _ended(process) from error
 
     def end(self) -> None:
-        """Ends the processes, whatever they are at."""
+        """Kill the processes, in any state."""
         for process in self._processes:
             process.kill()
             for pipe in (process.stdin, process.stdout):
-                with suppress(BrokenPipeError):  # of what it had not read
+                with suppress(BrokenPipeError):  # unread requests
                     if pipe is not None:
                         pipe.close()
             process.wait()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> LaunchError:
-    with suppress(subprocess.TimeoutExpired):  # else its code would be that of the kill
+    with suppress(subprocess.TimeoutExpired):  # wait first, so that the code is not that of the kill
         process.wait(_ENDING_SECONDS)
     process.kill()
     return LaunchError(

@@ -1,8 +1,8 @@
-"""One pass through a plan space in the order of one aim.
+"""One pass through a plan space in the order of one aim (best-first search).
 
-The queue holds nodes: layouts that share their bounds, a schedule of theirs, one place, one plan, each with a lower
-bound of its key, and the least is expanded. A predicted plan that is taken is the next best: nothing in the queue can
-be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
+A node of the queue is a layout class, a schedule of a class, a place, or a plan, with a lower bound of its key. The
+search expands the node with the least bound. A predicted plan that leaves the queue is the next best, since no node in
+the queue can be better. So only plans that no bound excludes are predicted, and expensive bounds come last.
 Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
 """
 
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from shoal.planner.search.search import Search
 
 _NEVER = float("inf")
-# What the seconds of a class are multiplied by where it is asked whether its turn has come: to look a little further
-# costs less than to go through the queue for each bound, and changes no order.
+# Factor on the seconds of a class when it competes with the queue for its turn: a little look-ahead costs less than a
+# pass through the queue for each bound, and changes no order.
 _AHEAD = 0.97
-_Noted = tuple[Key, Callable[..., None], tuple[object, ...]]  # at which key, and what
+_Noted = tuple[Key, Callable[..., None], tuple[object, ...]]  # key reached, note, arguments
 
 
 class Node(NamedTuple):
-    """Node of the search tree: plans of some places and their expansion, or a predicted plan."""
+    """Node of the search tree: plans of some places with their expansion, or a predicted plan."""
 
     where: LayoutClass | Degrees
     branch: Callable[[], None] | Candidate
 
     def is_within(self, places: Set[Degrees]) -> bool:
-        """Whether these places are all of its own."""
+        """Check whether `places` include all places of the node."""
         if isinstance(self.where, Degrees):
             return self.where in places
         return all(Degrees(number, self.where.cut) in places for number in self.where.replicas)
@@ -50,15 +50,15 @@ class PlanOrder:
 
     def __init__(self, search: Search, aim: Aim, limit: Limit, ceiling: Ceiling) -> None:
         self._search, self._aim, self._limit, self._ceiling = search, aim, limit, ceiling
-        self.ended: set[Degrees] = set()  # of which nothing more is wanted
+        self.ended: set[Degrees] = set()  # places of which no more plans are needed
         self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
-        self._later: Iterator[tuple[Key, LayoutClass]] = iter(())  # layouts that are not in the queue yet, in order
+        self._later: Iterator[tuple[Key, LayoutClass]] = iter(())  # layout classes not yet in the queue, in order
         self._numbers = count()
-        self._reached: Key = ()  # the largest of those that came out
+        self._reached: Key = ()  # the largest key that left the queue
         self._noted: list[_Noted] = []
 
     def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
-        """Predicted plans of the layouts up to the ceiling, the best one first."""
+        """Yield the predicted plans of the layouts up to the ceiling, the best one first."""
         self._later = iter(self._floors(layouts))
         self._next_layout()
         watch = self._search.watch
@@ -77,7 +77,10 @@ class PlanOrder:
                 node.branch()
 
     def settle(self, key: Key, seen: Seen) -> None:
-        """Adds what was noted up to this key; what is asked later is asked as if no larger key had come out."""
+        """Add the notes up to this key to `seen`.
+
+        Notes that are evaluated later behave as if the pass had ended at this key.
+        """
         self._reached = key
         for reached, note, arguments in self._noted:
             if reached <= key:
@@ -91,41 +94,41 @@ class PlanOrder:
             self._push(self._aim.key(place.devices, seconds), node)
 
     def _bounded(self, layouts: LayoutClass, seconds: float) -> Key:
-        """The least key of what takes a class so many seconds."""
+        """Return the least key of a class whose plans take at least `seconds`."""
         return self._aim.key(layouts.most if self._aim.prefers_more else layouts.fewest, seconds)
 
     def _key(self, layouts: LayoutClass, seconds: float) -> Key:
-        """The least key of what takes a class so many seconds, without what it has beside."""
+        """Return the least key of a class whose plans take at least `seconds` without `beside`."""
         return self._bounded(layouts, seconds + layouts.beside)
 
     def _is_next(self, layouts: LayoutClass, seconds: float) -> bool:
-        """Whether what takes a class so many seconds is about as good as the next in the queue."""
+        """Check whether plans of a class with this bound are about as good as the next node of the queue."""
         if not self._ceiling.allows(self._key(layouts, seconds)):
             return False
         return not self._queue or self._key(layouts, _AHEAD * seconds) <= self._queue[0][0]
 
     def _is_passed(self, layouts: LayoutClass, seconds: float) -> bool:
-        """Whether what takes so many seconds would have come out of the queue by now."""
+        """Check whether plans with this bound would have left the queue by now."""
         allowed = self._limit.allows(layouts.fewest, seconds + layouts.beside)
         return allowed and self._key(layouts, seconds) <= self._reached
 
     def _wait_class(self, layouts: LayoutClass, seconds: float, branch: Callable[[], None]) -> None:
-        if self._limit.allows(layouts.fewest, seconds + layouts.beside):  # more devices only take more device-seconds
+        if self._limit.allows(layouts.fewest, seconds + layouts.beside):  # more devices only add device-seconds
             self._push(self._key(layouts, seconds), Node(layouts, branch))
 
     def _push(self, key: Key, node: Node) -> None:
-        # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
+        # Among equal keys predicted plans leave last and in order of simplicity, so that all of them are known.
         rank = simplicity(node.branch.plan) if isinstance(node.branch, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), node))
 
     def _floors(self, layouts: Sequence[LayoutClass]) -> list[tuple[Key, LayoutClass]]:
-        """Layouts in the order of the bounds that their degrees alone give them."""
+        """Return the layout classes in the order of the bounds from their degrees alone."""
         floors = ((one, self._search.floor(one.first) + one.beside) for one in layouts)
         allowed = ((one, seconds) for one, seconds in floors if self._limit.allows(one.fewest, seconds))
         return sorted(((self._bounded(one, seconds), one) for one, seconds in allowed), key=itemgetter(0))
 
     def _next_layout(self) -> None:
-        """Queues the next of the layouts: most are never looked at, and a short queue is a fast one."""
+        """Push the next layout class. Most classes are never expanded, and a short queue is fast."""
         for key, layouts in self._later:
             self._push(key, Node(layouts, partial(self._floored, layouts)))
             return
@@ -137,7 +140,7 @@ class PlanOrder:
         self._next_schedule(layouts, schedules, 0)
 
     def _next_schedule(self, layouts: LayoutClass, schedules: Schedules, number: int) -> None:
-        """Looks for the next schedule as long as nothing else in the queue has a far smaller key."""
+        """Search the next schedule of a class until another node of the queue has a far smaller key."""
         seconds, way = schedules.at(number)
         while way is None and seconds < _NEVER and self._is_next(layouts, seconds):
             schedules.look()
@@ -152,9 +155,9 @@ class PlanOrder:
             self._fitting(layouts, way)
 
     def _least_lacking(self, layouts: LayoutClass, schedules: Schedules, below: float) -> float:
-        """Bytes that families lack whose blocks do not fit and whose seconds are within what was looked at.
+        """Return the least bytes that crowded families lack, if their bounds are within the searched keys.
 
-        Infinite where none of them lacks less than `below`.
+        Returns infinity if no such family lacks less than `below`.
         """
         search, place, least = self._search, layouts.divided, _NEVER
         for seconds, whole in schedules.crowded:
@@ -168,7 +171,7 @@ class PlanOrder:
         return least
 
     def _fitting(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
-        """Goes on where the place whose replicas divide most may fit."""
+        """Continue with the places of a class if its most divided place may fit."""
         missing = self._search.missing_bytes(layouts.divided, way)
         if missing > 0:
             self._note(Seen.lacks, layouts.divided, missing)
@@ -176,11 +179,11 @@ class PlanOrder:
         self._next_place(layouts, way, self._replicas(layouts))
 
     def _replicas(self, layouts: LayoutClass) -> Iterator[int]:
-        """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
+        """Return the replicas in the order of the aim's keys, given that seconds never shrink with more replicas."""
         return iter(layouts.replicas[::-1] if self._aim.prefers_more else layouts.replicas)
 
     def _next_place(self, layouts: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
-        """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
+        """Push the next allowed place of a class. All places share a bound, plus their own `beside`."""
         search = self._search
         seconds = search.least_for_all(layouts, way)
         for replicas in others:

@@ -1,4 +1,4 @@
-"""Process of one part of a search: calls methods of its passes, as the process that it works for asks."""
+"""Worker process of one part of a search. It calls methods of its passes on request of the parent process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import mmap
 import os
-import pickle  # noqa: TID251 - between a command and processes that it has started, over pipes that nobody else has
+import pickle  # noqa: TID251 - only private pipes between a command and the processes that it started
 import sys
 from typing import IO, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from shoal.planner.search.space import Space
 
 
 class Costed(NamedTuple):
-    """Arguments of `costs_of`."""
+    """Inputs of the cost model for every number of devices."""
 
     work: Workload
     cluster: Cluster
@@ -30,9 +30,9 @@ class Costed(NamedTuple):
 
 
 class SearchPart(NamedTuple):
-    """SearchPart of a search: its space, and its place among the numbers of the parts' ceilings.
+    """Part of a divided search: its space, and the index `place` of its number in the shared file.
 
-    shared: descriptor of the file of these numbers, which are so many.
+    `shared`: descriptor of a file with `number` float64 values, one ceiling per part.
     """
 
     space: Space
@@ -45,25 +45,28 @@ class SearchPart(NamedTuple):
 
 
 def send(message: object, to: IO[bytes]) -> None:
-    """Writes a message."""
+    """Write a message to a stream."""
     pickle.dump(message, to)
     to.flush()
 
 
 def received(of: IO[bytes]) -> Any:
-    """The next message. Raises: EOFError where there is none."""
+    """Read the next message of a stream.
+
+    Raises: EOFError if there is none.
+    """
     try:
         return pickle.load(of)  # noqa: S301 - see the import
-    except pickle.UnpicklingError as error:  # its sender was killed in the middle
+    except pickle.UnpicklingError as error:  # the sender was killed within a message
         raise EOFError from error
 
 
 def main() -> None:
-    """Answers on what was the output, until the input ends."""
+    """Answer the parent's requests on the original standard output until the input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    with contextlib.suppress(OSError):  # of a command whose errors nobody reads
+    with contextlib.suppress(OSError):  # the standard error may be closed
         os.dup2(2, 1)
-    gc.disable()  # it takes a third of a long search, and finds nothing
+    gc.disable()  # takes a third of the time of a long search and frees nothing
     part: SearchPart = received(sys.stdin.buffer)
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Passes through a plan space: the plans that each is for, and notes on those that it left."""
+"""Passes through a plan space: the plans that each pass looks for, and notes on the plans that it excludes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NEVER = float("inf")
 
 
 class Wanted(NamedTuple):
-    """Plans that a pass is for: the first `number` in the order of an aim on these numbers of devices.
+    """Plans that a pass looks for: the first `number` in the order of an aim on these numbers of devices.
 
-    ties: of them only those that are tied with the first. each_place: one of each place, its best.
+    `ties`: take only plans that tie with the first one. `each_place`: take only the best plan of each place.
     """
 
     aim: Aim = Aim()
@@ -29,19 +29,19 @@ class Wanted(NamedTuple):
     number: float = 1
     ties: bool = False
     each_place: bool = False
-    but: Degrees | None = None  # a place that is left out
+    but: Degrees | None = None  # an excluded place
 
     @property
     def takes_all(self) -> bool:
-        """Whether it leaves no place out."""
+        """Whether the pass may take plans from every place."""
         return self.fewest == 1 and self.most == _NEVER and self.but is None
 
     def key(self, candidate: Candidate) -> Key:
-        """Its place in the order."""
+        """Return the key of a candidate in the order of the aim."""
         return self.aim.key(candidate.devices, candidate.seconds)
 
     def taken(self, order: Iterable[Candidate], ceiling: Ceiling) -> Iterator[Candidate]:
-        """The wanted ones of an order. The ceiling comes down as they are found."""
+        """Yield the wanted candidates of an order, and lower the ceiling accordingly."""
         best: Key | None = None
         for number, candidate in enumerate(order, 1):
             key = self.key(candidate)
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 
 
 class Nearest(NamedTuple):
-    """The place of several whose predicted plan is the best, the first where none was predicted."""
+    """Place with the best predicted plan of several places, or the first place if none was predicted."""
 
     rank: tuple[float, tuple[int, ...]]
     cut: ModelDegrees
@@ -66,30 +66,30 @@ class Nearest(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """A place as passes have left it: its best predicted plan, or why it has none."""
+    """Result of passes for a place: its best predicted plan, or the reason why it has none."""
 
     best: Candidate | None = None
-    missing: float = 0.0  # bytes that every plan of it lacks
-    refused: str = ""  # why a plan of it is illegal
-    lacking: float | None = None  # bytes that some plan of it lacks at least
+    missing: float = 0.0  # lower bound of the bytes that every plan of the place lacks
+    refused: str = ""  # reason why a plan of the place is illegal
+    lacking: float | None = None  # least bytes that an examined plan of the place lacks
 
 
 class SearchPasses:
-    """Passes of one answer through a search, and what they noted."""
+    """Passes through a search for one answer, and their notes."""
 
     def __init__(self, search: Search) -> None:
         self._search, self._seen = search, Seen()
         self._order: PlanOrder | None = None
 
     def take(self, wanted: Wanted) -> list[Candidate]:
-        """The wanted plans in order; equal keys by simplicity."""
+        """Return the wanted plans in order; equal keys by simplicity."""
         ceiling = Ceiling()
         found = self.run(wanted, ceiling)
         self.settle(ceiling.key)
         return found
 
     def run(self, wanted: Wanted, ceiling: Ceiling) -> list[Candidate]:
-        """The wanted plans as far as the ceiling allows; what is noted waits for `settle`."""
+        """Return the wanted plans up to the ceiling. The notes of the pass wait for `settle`."""
         self._order = order = PlanOrder(self._search, wanted.aim, wanted.limit, ceiling)
         found = []
         for candidate in wanted.taken(order.run(self._search.classes_of(wanted)), ceiling):
@@ -99,31 +99,31 @@ class SearchPasses:
         return found
 
     def settle(self, key: Key) -> None:
-        """Keeps what the last pass noted up to this key, which is all that it had to look at."""
+        """Store the notes of the last pass up to this key, which is all that the pass had to examine."""
         if self._order is not None:
             self._order.settle(key, self._seen)
             self._order = None
 
-    # ------------------------------------------------------------------------------------------------ what was noted
+    # ------------------------------------------------------------------------------------------------ the notes
 
     def counts(self) -> tuple[int, int]:
-        """Numbers of plans that were predicted, and that bounds alone excluded."""
+        """Return the numbers of predicted plans and of plans that only bounds excluded."""
         return self._seen.num_predicted, self._seen.num_bounded - self._seen.num_predicted
 
     def least_missing(self) -> float | None:
-        """The least that a plan of any place lacks; None where none does."""
+        """Return the least bytes that a plan of any place lacks, or None if none lacks any."""
         return self._seen.least_missing_bytes
 
     def nearest_missing(self) -> tuple[float, Degrees] | None:
-        """Bytes that the plan lacks that lacks least, and its place; None where none lacks any."""
+        """Return the least bytes that any plan lacks, and its place, or None if none lacks any."""
         return min(((missing, place) for place, missing in self._seen.all_missing_bytes.items()), default=None)
 
     def refused(self) -> dict[Degrees, str]:
-        """Why plans of places are illegal, where some are."""
+        """Return a reason for each place with illegal plans."""
         return self._seen.refused
 
     def nearest(self) -> dict[int, Nearest]:
-        """Of each number of devices the place with the best plan that was predicted, the first where none was."""
+        """Return for each number of devices the place with the best predicted plan, or the first place."""
         predicted = self._seen.predicted
         return {
             devices: min(
@@ -134,7 +134,7 @@ class SearchPasses:
         }
 
     def looked_at(self, places: Sequence[Degrees]) -> dict[Degrees, Looked]:
-        """The state of places, of those that are in the space."""
+        """Return the results for those places that are in the space."""
         cuts = set(self._search.space.cuts)
         return {place: self._looked_at(place) for place in places if place.cut in cuts}
 

@@ -1,4 +1,4 @@
-"""Microbatch schedules of a layout class in the order of their lower bounds, as far as an order of plans asks."""
+"""Microbatch schedules of a layout class in the order of their lower bounds, computed on demand."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shoal.planner.search.costs import Whole
 from shoal.planner.search.space import MicrobatchSchedule
 
 _NEVER = float("inf")
-_Waiting = Whole | tuple[MicrobatchSchedule, bool]  # a family; a schedule, and whether its bound is the better one
+_Waiting = Whole | tuple[MicrobatchSchedule, bool]  # a family, or a schedule and whether its bound is the tighter one
 
 
 class Bounds(NamedTuple):
-    """Bounds of one layout class: its families by their seconds, and of each its schedules and theirs."""
+    """Bounds of one layout class: its families by seconds, and the schedules of each family with theirs."""
 
     families: Iterator[tuple[float, Whole]]
     is_crowded: Callable[[Whole], bool]  # whether the blocks of a family alone do not fit
-    schedules: Callable[[Whole], Iterator[tuple[float, MicrobatchSchedule]]]  # with a cheap bound
-    least_seconds: Callable[[MicrobatchSchedule], float]  # the better bound
+    schedules: Callable[[Whole], Iterator[tuple[float, MicrobatchSchedule]]]  # with a cheap bound each each
+    least_seconds: Callable[[MicrobatchSchedule], float]  # the tighter bound
 
 
 class Schedules:
-    """Schedules of a layout class whose families may fit, the least bound first; several orders go through one.
+    """Schedules of a layout class whose families may fit, the least bound first. Several orders share one object.
 
-    Where a family's blocks do not fit, none of its schedules is bounded: it is only noted in `crowded`.
+    If the blocks of a family do not fit, its schedules are not bounded, and the family is only recorded in `crowded`.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -37,13 +37,13 @@ class Schedules:
         self._next_family()
 
     def at(self, number: int) -> tuple[float, MicrobatchSchedule | None]:
-        """One of them with its bound; None and a bound of it where it was not looked for yet, or there is none."""
+        """Return a schedule and its bound. If it is not computed yet, or there is none, return a bound and None."""
         if number < len(self._found):
             return self._found[number]
         return (self._waiting[0][0] if self._waiting else _NEVER), None
 
     def look(self) -> None:
-        """Replaces the least bound that is open by what is behind it."""
+        """Replace the least open bound by the bounds behind it."""
         seconds, _, one = heapq.heappop(self._waiting)
         if isinstance(one, Whole):
             self._next_family()

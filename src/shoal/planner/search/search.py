@@ -1,4 +1,4 @@
-"""Best-first branch and bound over a plan space: the bounds of its plans, which all orders of it share."""
+"""Best-first branch and bound over a plan space: the bounds of its plans, which all orders of the space share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _shapes(pipeline: int, microbatches: int, orders: tuple[tuple[str, int], ...
 
 
 class BoundedPlan(NamedTuple):
-    """Plan, bytes that it lacks at least, and seconds that it takes at least, where it may fit."""
+    """A plan with lower bounds of its memory shortfall (bytes) and its step time (s; infinite if it cannot fit)."""
 
     plan: Plan
     missing: float
@@ -40,7 +40,7 @@ class BoundedPlan(NamedTuple):
 
 
 class Search:
-    """Branch-and-bound search of one space; several orders share cached costs."""
+    """Branch-and-bound search of one space. Several orders share its cached costs."""
 
     def __init__(
         self,
@@ -49,11 +49,14 @@ class Search:
         grain_size: int,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """`costs`: of a number of devices. `watch`: called again and again as the search goes on."""
+        """Create a search with empty caches.
+
+        `costs`: function from a number of devices to costs. `watch`: called repeatedly during the search.
+        """
         self.space, self.costs, self.grain_size, self.watch = space, costs, grain_size, watch
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
         self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
-        self._turns: dict[tuple[int, ModelDegrees, ScheduleFamily, bool], dict[int, Turn]] = {}  # by stages of a rank
+        self._turns: dict[tuple[int, ModelDegrees, ScheduleFamily, bool], dict[int, Turn]] = {}  # by stages per rank
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
         self._least_for_all: dict[tuple[Degrees, Degrees, MicrobatchSchedule], float] = {}
         self._least_at: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
@@ -70,7 +73,7 @@ class Search:
         self._plans: dict[tuple[Degrees, MicrobatchSchedule], list[BoundedPlan]] = {}
 
     def with_more_memory(self, num_bytes: int) -> Search:
-        """The search of devices with so many more bytes each: it shares with this one all but what fits."""
+        """Return a search of devices with more memory. It shares all caches except those of what fits."""
         other, costs = copy(self), self.costs
         known: dict[int, Costs] = {}
 
@@ -86,19 +89,19 @@ class Search:
 
     @cached_property
     def places(self) -> tuple[Degrees, ...]:
-        """All of them."""
+        """Every candidate layout, ordered by model-parallel degrees."""
         return tuple(place for cut in sorted(self.space.cuts) for place in self.space.places(cut))
 
     @cached_property
     def by_devices(self) -> dict[int, list[Degrees]]:
-        """The places on each number of devices."""
+        """The places by number of devices."""
         found: dict[int, list[Degrees]] = {}
         for place in self.places:
             found.setdefault(place.devices, []).append(place)
         return found
 
     def classes(self, places: Sequence[Degrees]) -> list[LayoutClass]:
-        """Layout classes of these places."""
+        """Group places into layout classes."""
         found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
         for place in places:
             key = self.costs(place.devices).alike, self.space.share(place), place.cut
@@ -112,40 +115,40 @@ class Search:
 
     @cached_property
     def all_classes(self) -> list[LayoutClass]:
-        """All places."""
+        """The layout classes of all places."""
         return self.classes(self.places)
 
     def classes_of(self, wanted: Wanted) -> list[LayoutClass]:
-        """The layout classes of a pass."""
+        """Return the layout classes that a pass may take plans from."""
         if wanted.takes_all:
             return self.all_classes
         counts = sorted(n for n in self.by_devices if wanted.fewest <= n <= wanted.most)
         return self.classes([place for n in counts for place in self.by_devices[n] if place != wanted.but])
 
     def passes(self) -> SearchPasses:
-        """SearchPasses of one answer."""
+        """Return new passes through this search, for one answer."""
         return SearchPasses(self)
 
     def in_order(self, aim: Aim, limit: Limit = _ANY) -> Iterator[Candidate]:
-        """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
+        """Yield the fitting candidates within the limit by the aim's key; equal keys by simplicity."""
         return PlanOrder(self, aim, limit, Ceiling()).run(self.all_classes)
 
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Degrees) -> float:
-        """Seconds that no plan of a place goes below, from its degrees alone; without what is beside."""
+        """Return a lower bound of the seconds of a place from its degrees alone, without `beside`."""
         return self.costs(place.devices).floor(self.space.share(place) * self.grain_size, place.cut)
 
     def beside(self, place: Degrees) -> float:
-        """Seconds of any plan of a place that no other bound but that of a whole plan has."""
+        """Return the seconds of every plan of a place that only the bound of a whole plan includes."""
         if place not in self._beside:
             self._beside[place] = self.costs(place.devices).beside(place)
         return self._beside[place]
 
     def groups(self, place: Degrees) -> list[tuple[float, Whole]]:
-        """Schedule families of a place with their least seconds, the least first; only those that may fit.
+        """Return the schedule families of a place that may fit, with lower bounds of their seconds in ascending order.
 
-        The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
+        All numbers of replicas that give a rank the same grains share them, on devices with equal costs.
         """
         costs, share, cut = self.costs(place.devices), self.space.share(place), place.cut
         key = costs.alike, share, cut
@@ -164,7 +167,7 @@ class Search:
                 one = known.get((grains, *kind))
                 if one is None:
                     one = known[(grains, *kind)] = self._of_microbatch(costs, alone, ScheduleFamily(grains, *kind))
-                # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
+                # A microbatch of one grain stays, to report what it lacks. Larger microbatches need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
                 if one.activations / parts > memory and grains > sizes[-1]:
@@ -172,7 +175,7 @@ class Search:
                 yield max(floor, microbatches * one.seconds_on(pipeline)), one
 
     def crowding(self, place: Degrees) -> Callable[[Whole], bool]:
-        """Whether `missing_uncut` of a family is positive, which this says sooner."""
+        """Return a cheaper test for a family: True means that its `missing_uncut` is positive."""
         pipeline, share = place.cut.pipeline, self.space.share(place)
         if pipeline == 1:
             return lambda _: False
@@ -191,9 +194,9 @@ class Search:
         )
 
     def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
-        """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.
+        """Return the most replicas that give a rank this many grains at these costs, the finest division.
 
-        A lone rank of a host of cores may have all of them, and so cost something else than many.
+        A single rank on a CPU host may use all cores, and so have other costs than several ranks.
         """
         most, size = self.space.most_replicas(grains), Degrees(1, alone).devices
         if self.costs(most * size) is costs:
@@ -201,9 +204,9 @@ class Search:
         return max((n for n in range(1, most + 1) if self.costs(n * size) is costs), default=1)
 
     def _most_divided(self, place: Degrees, way: MicrobatchSchedule) -> list[Plan]:
-        """The plans of a family of which one needs the fewest bytes, or fewer than any.
+        """Return plans of a family, one of which needs no more bytes than any plan of the family.
 
-        One copy counts at any place: fewer replicas may sum through shared memory where these do not.
+        A plan with one shared copy counts at any place, since fewer replicas may sum through shared memory.
         """
         levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
         divided = [self.space.plan(place, way, place.replicas, level) for level in levels]
@@ -213,7 +216,7 @@ class Search:
         return divided
 
     def least_seconds(self, place: Degrees, way: MicrobatchSchedule) -> float:
-        """Seconds that no plan of a family goes below."""
+        """Return a lower bound of the seconds of all plans of a family."""
         costs = self.costs(place.devices)
         share = self.space.share(place)
         key = (costs.alike, share, place.cut, way)
@@ -229,12 +232,12 @@ class Search:
     def _known_turns(
         self, costs: Costs, cut: ModelDegrees, group: ScheduleFamily, microbatches: int
     ) -> dict[int, Turn]:
-        """Turns of a family that were computed, by stages of a rank: one for all shares of several microbatches."""
+        """Return the cached turns of a family by stages per rank. Shares of several microbatches use one cache."""
         return self._turns.setdefault((costs.alike, cut, group, microbatches > 1), {})
 
     def least_for_all(self, layouts: LayoutClass, way: MicrobatchSchedule) -> float:
-        """Seconds that no plan of a family goes below at any place of a class, without what is beside."""
-        if len(layouts.replicas) == 1 or layouts.cut.pipeline == 1:  # `least_at` knows more at no more cost
+        """Return a lower bound of the seconds of a family at all places of a class, without `beside`."""
+        if len(layouts.replicas) == 1 or layouts.cut.pipeline == 1:  # `least_at` is tighter at the same cost
             return self.least_seconds(layouts.first, way)
         key = layouts.first, layouts.divided, way
         if key not in self._least_for_all:
@@ -244,14 +247,14 @@ class Search:
         return self._least_for_all[key]
 
     def least_at(self, place: Degrees, way: MicrobatchSchedule) -> float:
-        """Seconds that no plan of a family at one place goes below."""
+        """Return a lower bound of the seconds of a family at one place."""
         if (place, way) not in self._least_at:
             least = self.costs(place.devices).least_at(self.space.plan(place, way))
             self._least_at[place, way] = max(self.least_seconds(place, way), least) + self.beside(place)
         return self._least_at[place, way]
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> list[BoundedPlan]:
-        """The plans of a family at one place, bounded once for all orders."""
+        """Return the plans of a family at one place with their bounds, computed once for all orders."""
         if (place, way) not in self._plans:
             nearly = self.costs(place.devices).nearly
             lacking = ((plan, self.lacks(place, way, plan)) for plan in self.space.plans(place, way))
@@ -261,9 +264,9 @@ class Search:
         return self._plans[place, way]
 
     def bounded(self, layouts: LayoutClass, whole: Whole) -> Iterator[tuple[float, MicrobatchSchedule]]:
-        """Schedules of a family with a cheaper bound: from the seconds of the family where a rank has all stages.
+        """Yield the schedules of a family with a cheap lower bound: from the family on one rank with all stages.
 
-        Where another share has asked for the better one, that costs no more.
+        If another share has computed the tighter bound already, that bound is used.
         """
         costs, cut, group = self.costs(layouts.first.devices), layouts.cut, whole.group
         microbatches = -(-layouts.share // group.grains)
@@ -274,7 +277,7 @@ class Search:
             yield seconds, MicrobatchSchedule(*group, shape.schedule, shape.stages)
 
     def schedules(self, layouts: LayoutClass) -> Schedules:
-        """Schedules of a class, which differ by what its most divided place holds."""
+        """Return the schedules of a class. They depend on the memory of the most divided place of the class."""
         key = self.costs(layouts.first.devices).alike, layouts.share, layouts.divided
         if key not in self._schedules:
             self._schedules[key] = Schedules(
@@ -288,8 +291,8 @@ class Search:
         return self._schedules[key]
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
-        """Bytes that even the most divided plan of a family lacks; not positive where one may fit."""
-        # Of schedules on as many stages, no other keeps fewer microbatches on any rank.
+        """Return the bytes that the most divided plan of a family lacks. A plan may fit if this is not positive."""
+        # With the same stages per rank, no other schedule keeps fewer microbatches on any rank.
         way = way._replace(schedule="interleaved_1f1b" if way.stages > 1 else "1f1b")
         if (place, way) not in self._missing_of:
             lacking = (self.lacks(place, way, plan) for plan in self._most_divided(place, way))
@@ -297,9 +300,9 @@ class Search:
         return self._missing_of[place, way]
 
     def missing_uncut(self, place: Degrees, group: ScheduleFamily) -> float:
-        """A lower bound of that for all schedules of a family, before stages are cut; not positive where one may fit.
+        """Return a lower bound of `missing_bytes` for all schedules of a family, before the model is cut into stages.
 
-        No schedule keeps fewer microbatches on any rank than 1f1b with a stage a rank.
+        No schedule keeps fewer microbatches on a rank than 1f1b with one stage per rank.
         """
         if place.cut.pipeline == 1:
             return 0.0
@@ -310,9 +313,9 @@ class Search:
         return self._missing_uncut[place, group]
 
     def missing_at_least(self, place: Degrees) -> float:
-        """Bytes that every plan of a place lacks; not positive where no bound says that nothing of it fits.
+        """Return a lower bound of the bytes that every plan of a place lacks. A plan may fit if this is not positive.
 
-        The smallest microbatches first, of which one nearly always fits where any does.
+        The smallest microbatches come first, since one of them nearly always fits if any plan fits.
         """
         smallest = self.space.sizes(self.space.share(place))[-1]
         kinds = product(self.space.recomputes, self.space.sequences(place.cut))
@@ -323,7 +326,7 @@ class Search:
         return least
 
     def _missing(self, place: Degrees, groups: Sequence[ScheduleFamily]) -> Iterator[float]:
-        """What the families of these groups lack, up to the first that may fit; not those that surely lack more."""
+        """Yield the bytes that these families lack, up to the first that may fit, without families that lack more."""
         least = float("inf")
         bounds = [(self.missing_uncut(place, group), group) for group in groups]
         for bound, group in sorted(bounds, key=itemgetter(0)):
@@ -337,7 +340,7 @@ class Search:
                 least = min(least, missing)
 
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
-        """Bytes that a plan of a family lacks at least; not positive where it may fit."""
+        """Return a lower bound of the bytes that a plan lacks. The plan may fit if this is not positive."""
         costs = self.costs(place.devices)
         shared = plan.num_owners if plan.memory.shared else 1
         divided = place.replicas > 1, plan.layout.shard, plan.shard.level, shared
@@ -347,7 +350,7 @@ class Search:
         return self._bytes[key] - costs.memory_bytes
 
     def predict(self, plan: Plan) -> Prediction:
-        """The prediction of a plan, computed once."""
+        """Return the prediction of a plan, computed once."""
         key, costs = simplicity(plan) + tuple(plan.layout.__dict__.values()), self.costs(plan.layout.world_size)
         if key not in self._predicted:
             self._predicted[key] = costs.predict(plan)

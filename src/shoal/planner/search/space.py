@@ -1,6 +1,7 @@
-"""Plan space: every legal plan of a search, as a tree of ever smaller families, and the reasons against the others.
+"""Plan space: all legal plans of a search, as a tree of ever smaller families, and the reasons against other plans.
 
-Place: degrees, data x shard as one. Family: a place and a schedule, where only the split of data and shard is open.
+A place is a set of degrees, with data x shard as one number. A family is a place and a schedule, and leaves only the
+split into data and shard open.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LEVELS: tuple[Level, ...] = ("optimizer", "gradients", "parameters")
 
 
 class ModelDegrees(NamedTuple):
-    """Model-parallel degrees, whose ranks share grains."""
+    """Model-parallel degrees. The ranks along these axes share grains."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -42,7 +43,7 @@ class ModelDegrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks that compute the same grains together."""
+        """Number of ranks that compute the same grains together."""
         return self.tensor * self.pipeline * self.context
 
 
@@ -54,34 +55,34 @@ class Degrees(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Processes in all."""
+        """Number of ranks."""
         return self.replicas * self.cut.ranks
 
     def __str__(self) -> str:
-        """The degrees in use, as a plan names them."""
+        """Format the degrees above 1 as a plan names them."""
         degrees = {"data x shard": self.replicas, **self.cut._asdict()}
         return ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one device"
 
 
 class MicrobatchSchedule(NamedTuple):
-    """Microbatch size of a rank, its recomputation, and its pipeline schedule."""
+    """Microbatch size of a rank in grains, its recomputation, and its pipeline schedule."""
 
     grains: int
     recompute: Recompute = "none"
-    sequence: bool = False  # whether a tensor axis divides what lies between the divided layers too
+    sequence: bool = False  # sequence parallelism on the tensor axis
     schedule: str = "1f1b"
     stages: int = 1
 
 
 class Illegal(NamedTuple):
-    """Degrees that are left out, and why."""
+    """Excluded degrees and the reason."""
 
     what: str
     reason: str
 
 
 def counts(cluster: Cluster, most: int | None = None) -> tuple[int, ...]:
-    """The numbers of devices to choose from: any within a host, whole hosts beyond one."""
+    """Return the numbers of devices to search: any number within a host, and whole hosts beyond that."""
     limit = min(cluster.num_devices, most or cluster.num_devices)
     host = cluster.devices_per_host
     return (*range(1, min(host, limit) + 1), *range(2 * host, limit + 1, host))
@@ -89,7 +90,7 @@ def counts(cluster: Cluster, most: int | None = None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def microbatch_sizes(share: int) -> tuple[int, ...]:
-    """Of each number of microbatches that a share of grains can have, the most even division; largest first."""
+    """Return the sizes of the most even divisions of `share` grains, one per possible number; largest first."""
     sizes: list[int] = []
     count = 1
     while True:
@@ -102,30 +103,30 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """Plan space. `base` has the settings that do not vary (precision, exactness, compilation); `facts` the limits."""
+    """Plan space. `base`: fixed settings (precision, exactness, compilation). `facts`: limits of the model."""
 
     base: Plan
     facts: ModelFacts
     counts: tuple[int, ...]
-    max_grains: int | None = None  # of a microbatch; 1 where grains may not share a forward
-    max_stages: int | None = None  # of a pipeline: what the profile tells apart
-    engine: bool = True  # only what this version executes
-    tensor: bool = True  # whether it is known what a tensor axis would cut; else there is none
-    uncut: str = ""  # why a pipeline cannot divide the model at all
-    whole: str = ""  # why gradients and parameters cannot be divided at all
-    all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
-    one_copy: bool = False  # whether ranks that sum through shared memory have one copy of the parameters
-    only: Collection[ModelDegrees] | None = None  # of the degrees that share grains, where they are searched in parts
+    max_grains: int | None = None  # per microbatch; 1 if grains may not share a forward
+    max_stages: int | None = None  # of a pipeline, as far as the profile distinguishes parts
+    engine: bool = True  # only plans that this version executes
+    tensor: bool = True  # whether tensor cuts of the model are known; else degree 1 only
+    uncut: str = ""  # reason why a pipeline cannot divide the model, if any
+    whole: str = ""  # reason why gradients and parameters cannot be divided, if any
+    all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, if faster than the base's
+    one_copy: bool = False  # ranks that sum through shared memory share one copy of parameters
+    only: Collection[ModelDegrees] | None = None  # this part's degrees in a divided search
     _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
     _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
     def at(self, *devices: int) -> Space:
-        """The part of the space on these numbers of devices."""
+        """Return the part of the space on these numbers of devices."""
         return replace(self, counts=tuple(devices))
 
     @cached_property
     def cuts(self) -> tuple[ModelDegrees, ...]:
-        """The degrees that share grains, as far as they are legal."""
+        """The legal model-parallel degrees."""
         if self.only is not None:
             return tuple(self.only)
         most = max(self.counts)
@@ -140,7 +141,7 @@ class Space:
 
     @property
     def _tensor_degrees(self) -> list[int]:
-        """Divisors of the heads, so that attention is divided evenly; without attention up to the widest layer."""
+        """Divisors of the number of heads, so that attention divides evenly. Without heads: 1 to the widest layer."""
         if not self.tensor:
             return [1]
         if self.facts.num_heads is not None:
@@ -152,12 +153,12 @@ class Space:
 
     @cached_property
     def num_layers(self) -> int:
-        """The most stages: as many as the model is cut into, as far as the profile tells them apart."""
+        """The most stages: the number of parts of the model, as far as the profile distinguishes them."""
         stages = self.facts.most_stages or 1
         return stages if self.max_stages is None else min(stages, self.max_stages)
 
     def _contexts(self, tensor: int, most: int) -> list[int]:
-        """Divisors of the heads that a tensor axis leaves; none of a model without sequences."""
+        """Return the divisors of the heads per tensor rank, or 1 for a model without sequences."""
         heads, longest = self.facts.num_heads, self.facts.sequence
         if heads is None or longest is None:
             return [1]
@@ -169,12 +170,12 @@ class Space:
         )
 
     def refusal(self, plan: Plan) -> str | None:
-        """Why a plan is illegal; None where it is not."""
+        """Return the reason why a plan is illegal, or None if it is legal."""
         general = set() if self.engine else set(excluded(plan))
         return next((found.conflict for found in conflicts(plan, self.facts) if found not in general), None)
 
     def illegal(self) -> Iterator[Illegal]:
-        """Degrees up to the largest number of devices that are left out, by axis."""
+        """Yield the excluded degrees up to the largest number of devices, by axis."""
         most, heads = max(self.counts), self.facts.num_heads
         if most > self.facts.num_grains:
             grains, samples = self.facts.num_grains, self.facts.num_grains * self.facts.grain_size
@@ -215,7 +216,7 @@ class Space:
         return f"{named}; a pipeline.split that names other modules may cut it there"
 
     def places(self, cut: ModelDegrees) -> Iterator[Degrees]:
-        """The numbers of replicas that make a legal number of devices of a cut."""
+        """Yield the places of a cut: the numbers of replicas that give a legal number of devices."""
         ranks, legal = cut.ranks, self._legal_counts
         for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
             if replicas * ranks in legal:
@@ -226,36 +227,36 @@ class Space:
         return frozenset(self.counts)
 
     def share(self, place: Degrees) -> int:
-        """Grains of the rank that has most."""
+        """Return the grains of the rank with most grains."""
         return -(-self.facts.num_grains // place.replicas)
 
     def most_replicas(self, share: int) -> int:
-        """The most replicas that leave a rank a share of so many grains."""
+        """Return the most replicas that give the rank with most grains `share` grains."""
         return self.facts.num_grains if share == 1 else (self.facts.num_grains - 1) // (share - 1)
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """Recomputation modes to try: a compiled block decides by itself what it keeps."""
+        """Recomputation modes to search. "selective" is not one with compile, since a compiled block chooses itself."""
         return RECOMPUTE if self.base.execution.compile == "none" else ("none", "full")
 
     def sizes(self, share: int) -> list[int]:
-        """Grains of a microbatch, of a share of so many; largest first."""
+        """Return the microbatch sizes in grains for a share of grains, largest first."""
         limit = 1 if self.base.execution.exact else self.max_grains or share
         return [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
 
     def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
-        """The orders in which a place's ranks may compute microbatches of a group."""
+        """Yield the schedules of a group (grains, recomputation, sequence) on a place's ranks."""
         own = self.orders(place.cut.pipeline, -(-self.share(place) // group[0]))
         return (MicrobatchSchedule(*group, *order) for order in own)
 
     def orders(self, pipeline: int, microbatches: int) -> tuple[tuple[str, int], ...]:
-        """Schedules and stages a rank of so many ranks that are defined for so many microbatches."""
+        """Return the pairs (schedule, stages per rank) that are defined for these ranks and microbatches."""
         return _orders(self.num_layers, pipeline, microbatches)
 
     def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
-        """The plan with these degrees, and `shard` of the replicas along the shard axis.
+        """Return the plan of a place and a schedule, with `shard` of the replicas along the shard axis.
 
-        Built from sections that are known to be right, without pydantic's checks: a search makes many.
+        The sections are valid by construction, so the plan skips the checks of pydantic: a search makes many plans.
         """
         values: dict[str, Any] = {
             "layout": layout_of(place, shard),
@@ -272,13 +273,14 @@ class Space:
 
     @cached_property
     def _varied(self) -> Plan:
-        """The base, of which it is noted that these sections are given."""
+        """The base plan with all varied sections marked as set."""
         return self.base.trusted_copy({"layout": _ONE_DEVICE, "shard": _SHARDS["parameters"], **_sections(_WAY, False)})
 
     def _all_reduce(self, place: Degrees, summed: bool) -> str | None:
-        """By what a place's ranks exchange, where another than the base's is faster; `summed`: whole gradients are.
+        """Return the all_reduce of a place if another than the base's is faster. `summed`: whole gradients are summed.
 
-        A tensor axis goes through shared memory or does not, whatever the replicas: bounds of its time hold for all.
+        A tensor axis uses shared memory for every number of replicas or for none, so that bounds of its time hold for
+        all.
         """
         of_replicas = self.all_reduces.get(place.replicas)
         together = place.cut.tensor if place.cut.tensor > 1 else place.replicas
@@ -287,16 +289,16 @@ class Space:
         return of_replicas if summed and of_replicas != SHARED_MEMORY else None
 
     def plans(self, place: Degrees, way: MicrobatchSchedule) -> Iterator[Plan]:
-        """All plans of a family, those that divide least first; a few that the model forbids may be among them."""
+        """Yield all plans of a family, the least divided first. The model may forbid a few of them."""
         grains = self.facts.num_grains // place.replicas
         if place.cut.pipeline > 1 and not fits(way.schedule, place.cut.pipeline, -(-grains // way.grains)):
-            return  # ranks of the smaller share have too few microbatches
+            return  # ranks with fewer grains have too few microbatches
         for shard in divisors(place.replicas):
             for level in self.levels(place.cut) if shard > 1 else LEVELS[-1:]:
                 yield self.plan(place, way, shard, level)
 
     def levels(self, cut: ModelDegrees) -> tuple[Level, ...]:
-        """ZeRO levels of a shard axis beside these degrees."""
+        """Return the legal ZeRO levels of a shard axis with these model-parallel degrees."""
         if cut not in self._known_levels:
             probe = replace(self, facts=replace(self.facts, num_grains=2))
             way = MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
@@ -308,7 +310,7 @@ class Space:
         return self._known_levels[cut]
 
     def sequences(self, cut: ModelDegrees) -> tuple[bool, ...]:
-        """Whether these degrees allow that a tensor axis divides what lies between the divided layers too."""
+        """Return the legal settings of sequence parallelism with these degrees."""
         if cut not in self._known_sequences:
             way = MicrobatchSchedule(1, sequence=True, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
             legal = cut.tensor > 1 and not self.refusal(self.plan(Degrees(1, cut), way))
@@ -317,9 +319,10 @@ class Space:
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Tie-breaking key, least first: devices, axes in use, each setting's distance from the default, then degrees.
+    """Return the tie-breaking key of a plan, least first.
 
-    No two plans of a space have the same: so the order of plans does not depend on which was looked at first.
+    The key orders by devices, axes in use, distance of each setting from its default, then degrees. No two plans of a
+    space have equal keys, so the result does not depend on the order of the search.
     """
     at = plan.layout
     degrees = list(at.__dict__.values())
@@ -340,7 +343,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tuple[str, int], ...]:
-    """The stages of a rank divide its layers."""
+    """Return the pairs of schedule and stages per rank. Several stages per rank divide the layers of the rank."""
     if pipeline == 1:
         return (("1f1b", 1),)
     several = [s for s in divisors(num_layers // pipeline) if s > 1]
@@ -351,7 +354,7 @@ def _orders(num_layers: int, pipeline: int, num_microbatches: int) -> tuple[tupl
 
 @lru_cache(maxsize=65536)
 def layout_of(place: Degrees, shard: int) -> LayoutSection:
-    """The degrees of a place, with `shard` of the replicas along the shard axis."""
+    """Return the layout of a place, with `shard` of the replicas along the shard axis."""
     return _ONE_DEVICE.trusted_copy({"data": place.replicas // shard, "shard": shard, **place.cut._asdict()})
 
 
