@@ -173,7 +173,7 @@ def _sum(parts: Sequence[_Part], samples: float) -> float:
 
 
 def _working(written: Sequence[tuple[_Part, bool]], samples: float) -> float:
-    """Return the most bytes in use at once in a backward beside saved ones: an output, and the gradient that it reads.
+    """Return the most bytes that a backward uses at once beside saved ones: an output, and the gradient it reads.
 
     The operator before wrote that gradient.
     """

@@ -37,9 +37,7 @@ class BusiestRank:
         self.last_seconds = sum(p.backward_seconds for p in passes)  # of one backward on all stages of the rank
         self._whole = together([(one, 1) for one in passes])
         ways = self._whole.forward, self._whole.backward
-        self.behind_seconds = sum(
-            way.seconds - way.host - way.host_again for way in ways
-        )  # device time during which the host waits
+        self.behind_seconds = sum(way.seconds - way.host - way.host_again for way in ways)  # while the host waits
         of_bodies = {body: of_body(body) for body, _ in held.counts}
         of_units = [of_bodies[unit.body] for unit in held.units]
         self.unit_forwards = [p.forward_seconds for p in of_units]

@@ -106,7 +106,7 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
 class DeviceModel:
     """Roofline model of a device under one program.
 
-    `held`: bytes that a step touches between two uses of a tensor. A CPU's caches keep what is smaller.
+    `held`: bytes that a step touches between two uses of a tensor. Smaller working sets stay in a CPU's caches.
     """
 
     device: Device

@@ -60,7 +60,7 @@ class Passes:
 
 
 def together(parts: Sequence[tuple[Passes, int]]) -> Passes:
-    """Return the sum of these passes. Each one counts as often as its number says."""
+    """Return the sum of all passes, each times its number."""
     forward = _together([(one.forward, count) for one, count in parts])
     backward_input = _together([(one.backward_input, count) for one, count in parts])
     return Passes(forward, backward_input, _together([(one.backward_weight, count) for one, count in parts]))
@@ -144,7 +144,7 @@ class StageCosts:
         )
 
     def _operators_of(self, body: Body, share: Share) -> tuple[Cost, ...]:
-        """Return the cost of a unit's operators by phase, and of those that selective recomputation repeats."""
+        """Return the cost of a unit's operators by phase, and of the operators that "selective" repeats."""
         same = id(body), share.local_samples, share.tensor, share.sequence
         if same not in self._operators:
             costs, operations = self.computer.each(body, share), body.operations

@@ -59,7 +59,7 @@ class Predictor:
         return sum(self._bytes(plan, ranks, ranks.every[0]).values())
 
     def _used(self, plan: Plan, flops: float) -> float:
-        """Return the seconds that a device at its peak needs for the executed part of these FLOPs."""
+        """Return the seconds that a device at its peak needs for the executed part of `flops`."""
         computer, samples = self.staging.costs(plan).computer, self.work.global_batch
         if self._executed is None:
             units, whole = self.work.profile.units, self._flops
@@ -67,7 +67,7 @@ class Predictor:
             self._executed = 1.0 - less / whole if whole else 1.0
         return flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
 
-    # ------------------------------------------------------------------------------------------------------ its seconds
+    # ---------------------------------------------------------------------------------------------------------- seconds
 
     def seconds(self, plan: Plan, ranks: Ranks) -> dict[str, float]:
         """Return the seconds of a step by term."""
@@ -144,7 +144,7 @@ class Predictor:
             self._simulated[key] = makespan(ranks.shape, ranks.passes, message)
         return self._simulated[key]
 
-    # -------------------------------------------------------------------------------------------------------- its bytes
+    # ------------------------------------------------------------------------------------------------------------ bytes
 
     def _bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
         on_cpu = ranks.device.kind == "cpu"
@@ -238,7 +238,7 @@ class Predictor:
         return Blocks(count, seconds[body], longest, last, through)
 
     def _kept(self, rank: Rank, share: Share) -> int:
-        """Return the bytes that a run's meter counts as activations, with the batch where its inputs enter."""
+        """Return the bytes that a run's meter counts as activations, including the batch on the rank that it enters."""
         enters = bool({self.work.profile.units[0], self.staging.parts[0]}.intersection(rank.held.units))
         batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
         return round(rank.in_flight * (rank.size.saved + batch))

@@ -110,8 +110,8 @@ class Prediction:
     `bubble`: fraction of the step. `flops_per_device`: FLOPs without recomputation.
     `kept_bytes`: peak bytes that autograd saves between forwards and backwards, by pipeline rank.
     `split`: first unit of each stage after the first.
-    `mfu`: executed part of these FLOPs (Winograd's algorithm executes fewer) over the peak of the dtype that
-    multiplies. This is tf32 if it serves for float32, but never the dtype that layers are cast to.
+    `mfu`: executed part of the FLOPs (Winograd's algorithm executes fewer) over the peak of the dtype that multiplies.
+    This dtype is tf32 if tf32 serves for float32, but never the dtype that layers are cast to.
     """
 
     step_seconds: float

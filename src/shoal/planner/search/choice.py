@@ -103,7 +103,7 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
 
 
 def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
-    """Return a plan on fewer devices whose prediction is indistinguishable from the fastest one, or None.
+    """Return the simplest plan on the fewest devices that ties with the fastest within `TOLD_APART`, or None.
 
     More devices must save more time than the prediction error.
     """
@@ -135,7 +135,7 @@ def counted(devices: int) -> str:
 
 
 def _rejected(search: Search, passes: SearchPasses, chosen: Candidate) -> list[Rejected]:
-    """List each other layout on as many devices, and the nearest layout for each other number of devices."""
+    """List the other layouts on the chosen number of devices, and the nearest layout on each other number."""
     own = [place for place in search.by_devices.get(chosen.devices, []) if place != chosen.place]
     nearest = {devices: found.place for devices, found in passes.nearest().items() if devices != chosen.devices}
     looked = passes.looked_at([*own, *nearest.values()])

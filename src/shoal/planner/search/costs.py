@@ -290,7 +290,7 @@ class Costs:
 
         With several replicas it is the same for every data degree and all_reduce algorithm. Buckets of other ranks in
         shared memory grow with the ranks and are not counted. The exception is one copy of the parameters for all
-        ranks: the part of a rank shrinks with their number.
+        ranks: each rank's part shrinks with the number of ranks.
         """
         return self._predictor.least_bytes(plan, self._beside_states(plan))
 
@@ -307,7 +307,7 @@ class Costs:
         return found._replace(seconds=found.seconds * of, longest=longest, last=last, through=through)
 
     def is_crowded(self, states: Sequence[BlockStates], size: BlockSize, pipeline: int, microbatches: int) -> bool:
-        """Check whether `uncut_bytes` of every one of these plans exceeds the memory with these activations."""
+        """Check whether `uncut_bytes` exceeds the memory for every entry of `states`, with activations of this size."""
         memory = self.memory_bytes
         if states[0].is_crowded(size, pipeline, microbatches, memory):
             return True

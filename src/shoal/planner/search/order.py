@@ -98,7 +98,7 @@ class PlanOrder:
         return self._aim.key(layouts.most if self._aim.prefers_more else layouts.fewest, seconds)
 
     def _key(self, layouts: LayoutClass, seconds: float) -> Key:
-        """Return the least key of a class whose plans take at least `seconds` without `beside`."""
+        """Return the least key of a class whose plans take at least `seconds` plus the `beside` of the class."""
         return self._bounded(layouts, seconds + layouts.beside)
 
     def _is_next(self, layouts: LayoutClass, seconds: float) -> bool:

@@ -104,7 +104,7 @@ class SearchPasses:
             self._order.settle(key, self._seen)
             self._order = None
 
-    # ------------------------------------------------------------------------------------------------ the notes
+    # ----------------------------------------------------------------------------------------------------- the notes
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of predicted plans and of plans that only bounds excluded."""

@@ -19,7 +19,7 @@ class Bounds(NamedTuple):
 
     families: Iterator[tuple[float, Whole]]
     is_crowded: Callable[[Whole], bool]  # whether the blocks of a family alone do not fit
-    schedules: Callable[[Whole], Iterator[tuple[float, MicrobatchSchedule]]]  # with a cheap bound each each
+    schedules: Callable[[Whole], Iterator[tuple[float, MicrobatchSchedule]]]  # with a cheap bound each
     least_seconds: Callable[[MicrobatchSchedule], float]  # the tighter bound
 
 
