@@ -76,7 +76,7 @@ Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 
 class ForkServer:
-    """Launcher's end of a fork server whose ranks get these `shoal` arguments and number of threads. Call `close` at the end.
+    """Launcher's end of a fork server, whose ranks all get these `shoal` arguments and threads. Call `close` at the end.
 
     Not thread-safe: the server and its ranks die with the thread that created the server.
     """
@@ -105,7 +105,7 @@ class ForkServer:
     def start(
         self, variables: Mapping[str, str], descriptors: Mapping[str, int], output: int | None
     ) -> ForkedProcess | None:
-        """Start a process with these additional environment variables; None if the caller has to start a fresh interpreter.
+        """Start a process with these additional variables; None if the caller has to start a fresh interpreter.
 
         `descriptors`: descriptors that the process inherits, by the variable that gives their number in the process.
         `output`: a descriptor for its output, if that is not this process's own output.
@@ -136,7 +136,7 @@ class ForkServer:
             seconds = 0.0
 
     def _has_told(self, seconds: float | None) -> bool:
-        """Check whether a message arrives within `seconds`. `select.select` fails if a user's process has many open files."""
+        """Check whether a message arrives within `seconds`. `select.select` fails in processes with many files."""
         look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll
         look.register(self._requests, select.POLLIN)
         return bool(look.poll(None if seconds is None else math.ceil(seconds * 1000)))
@@ -200,7 +200,7 @@ class _Rank:
 def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
     """Make this process a fork server that has called `load`. The call returns only in each forked process.
 
-    If `holds_signals`, signals that ask a rank to stop wait until `Signals.handled` unblocks them. Else they end the rank.
+    If `holds_signals`, signals that ask a rank to stop wait for `Signals.handled`, which unblocks them. Else they end it.
     """
     descriptor = int(os.environ.pop(FORK_FD))
     # Only the ranks handle these signals; the threads of numpy inherit the mask too.
@@ -230,7 +230,7 @@ def _loaded(load: Callable[[], object]) -> bool:
 
     Threads of numpy do not prevent a fork: OpenBLAS ends them before a fork and restarts them on demand.
     """
-    alone = _num_threads() == 1 or "numpy" in sys.modules  # checked first: later, numpy's threads cannot be distinguished from others
+    alone = _num_threads() == 1 or "numpy" in sys.modules  # first: numpy's threads look like others'
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")
     threads = _num_threads()
@@ -251,7 +251,7 @@ def _tells_of_ends() -> bool:
 
 
 def _has_used_a_gpu() -> bool:
-    """Check whether torch would refuse GPUs in a fork, as after torch.cuda.is_available(). Only a fork can answer this."""
+    """Check whether torch would refuse GPUs in a fork, as after torch.cuda.is_available(). Only a fork can tell."""
     cuda = sys.modules["torch"].cuda
     if cuda.is_initialized():
         return True
@@ -320,4 +320,4 @@ def _take_on(rank: _Rank) -> None:
     os.environ.update(rank.variables)
     os.environ.update({name: str(descriptor) for name, descriptor in rank.inherited.items()})
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # otherwise all ranks draw the same numbers if nobody seeds; `random` reseeds itself
+        sys.modules["numpy.random"].seed()  # otherwise ranks draw the same if nobody seeds; `random` reseeds itself

@@ -1,4 +1,4 @@
-"""Process that ssh starts on each host of a run on several hosts. It starts the host's ranks and reports to the launcher.
+"""Process that ssh starts on each host of a run on several. It starts the host's ranks and reports to the launcher.
 
 The launcher sends lines of JSON: first the ranks to start, later the signals. The process answers in lines of JSON.
 When its standard input ends, the launcher is gone, and the process ends itself and its ranks.
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _run(asked: Mapping[str, Any], answers: _Answers, until_end: contextlib.ExitStack) -> LocalRun:
-    """Return the run of this host. Raises: LaunchError, with all causes, if this host differs from what the run needs."""
+    """Return this host's run. Raises: LaunchError, with all causes, if this host lacks what the run needs."""
     place = Environment(**asked["place"])
     _refuse_differences(asked)
     answers.answer(fit=True)

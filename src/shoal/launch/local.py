@@ -59,7 +59,7 @@ def _launched(run: LocalRun, start: Start, signals: Signals) -> LaunchEnd:
     replaced: Counter[int] = Counter()
 
     def replace(worker: RankProcess) -> bool:
-        """Restart the worker's rank if that may help. Return True if the run needs neither the worker nor a failure report."""
+        """Restart the worker's rank if that may help. Return False if the worker's end is a failure of the run."""
         rank = worker.rank
         if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
             return False
@@ -74,13 +74,13 @@ def _launched(run: LocalRun, start: Start, signals: Signals) -> LaunchEnd:
     failed_at = time.time() - max(0.0, time.monotonic() - first)
     code = workers[0].code
     cut_short = workers[0].given_up and code == ExitCode.PREEMPTED
-    if run.replaceable and workers[0].is_well and code is not None and not cut_short:  # the other ranks had been given up
+    if run.replaceable and workers[0].is_well and code is not None and not cut_short:  # the others had been given up
         return LaunchEnd(code, None, failed_at)
     return LaunchEnd(*verdict(workers, signals, elsewhere=run.share is not None), failed_at)
 
 
 def _ended_well(worker: RankProcess, serves: bool) -> bool:
-    """Check whether a worker ended well: by its exit code and its report. A missing report means that it was interrupted."""
+    """Check the exit code and the report of an ended worker. A missing report means that it was interrupted."""
     return worker.is_well and (serves or worker.how_it_ended() is not None)
 
 
@@ -95,8 +95,8 @@ def _watch(
 
     Forwards signals to the workers. Kills the remaining workers once one has died for good without a report.
 
-    If `replace` may restart ranks, rank 0 leads the others, and none outlives it by long. Rank 0 is first asked to stop:
-    it may be well without the failed ranks and can save what was computed.
+    If `replace` may restart ranks, rank 0 leads the others, and none outlives it by long. Rank 0 first gets a request to
+    stop: it may be well without the failed ranks and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None

@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def die_with_launcher() -> None:
-    """Tie this worker to its launcher: it ends even if the launcher is killed. Its child processes do not inherit the lock."""
+    """End this worker if its launcher ends, even if that is killed. The worker's commands do not inherit the lock."""
     launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
     if lock is not None:
         os.set_inheritable(int(lock), False)

@@ -38,15 +38,15 @@ class LocalRun:
     arguments: Sequence[str]
     num_processes: int
     num_threads: int
-    logs: Path  # folder for the output of ranks other than 0; not created if there is no output or the run's folder is empty
+    logs: Path  # folder for the output of ranks other than 0; not created if they print nothing or the run stores nothing
     request: str | None = None  # a text that each worker receives as a file
     replaceable: range = range(0)  # ranks that are restarted, a few times, if they die without a report
     unsaved: Callable[[], float] = lambda: 0.0  # returns the seconds since the newest checkpoint
     excused: dict[str, float] = field(default_factory=dict)  # as in `Watch`, from earlier starts
     stream: TextIO | None = None  # stream for rank 0's output; None: this process's own output
     lock: int | None = None  # a descriptor that all workers inherit; its lock lasts until the last worker has ended
-    share: Environment | None = None  # of the first of these ranks if other hosts have ranks too; None: all ranks are here
-    listener: socket.socket | None = None  # for rank 0's store if its port must be known before the start; None: one is created
+    share: Environment | None = None  # the first rank's, if other hosts have ranks too; None: all are here
+    listener: socket.socket | None = None  # for rank 0's store, if the caller needs its port; None: a new one
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
@@ -78,7 +78,7 @@ class RankProcess:
         return self.process.returncode
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
-        """Describe the loss of a rank without a report. `others`: stacks of other ranks when they noticed the loss, by rank."""
+        """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
         how, shown = self.stuck or f"it {how_it_ended(self.process.wait())}", ""
         if self.stuck is None:
             shown = heartbeat.last_stacks(self.heartbeat)
@@ -207,7 +207,7 @@ def tell(workers: Sequence[RankProcess], number: int) -> None:
 
 
 def tell_groups(workers: Sequence[RankProcess], number: int) -> None:
-    """Send a signal to each worker and its child processes. A signal from the terminal reaches only the launcher's group."""
+    """Send a signal to each worker and its child processes. The terminal's signals reach only the launcher's group."""
     for worker in workers:
         if worker.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Recovery of a run after the loss of a rank: the decision to restart all ranks, the pause before it, and its record."""
+"""Recovery of a run after the loss of a rank: the decision to restart all ranks, the pause before, and the record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise iden
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of a rank or host: its number or name if known, how it was lost, and the last recorded and last saved steps."""
+    """Loss of a rank or host: its number or name if known, the cause, and the last recorded and last saved steps."""
 
     rank: int | str | None
     how: str
@@ -50,7 +50,7 @@ class RestartBudget:
     _before: tuple[Any, ...] | None = None
 
     def refusal(self, loss: Loss) -> str | None:
-        """Return the reason why the ranks are not restarted after `loss`. Return None, and count a restart, if they are."""
+        """Return why the ranks are not restarted after `loss`. Return None, and count a restart, if they are."""
         same = (loss.rank, _DIGITS.sub("", loss.how), loss.reached)
         is_new = loss.reached > self._furthest or loss.saved > self._saved
         self.in_vain = 0 if is_new else self.in_vain + 1
@@ -110,8 +110,8 @@ class Recovery:
     ) -> tuple[int, ShoalError | None]:
         """Restart the ranks until none is lost. Return the exit code and the root error of the last start.
 
-        `once` starts all ranks. It receives the number of restarts and the time at which the last loss was noticed. It returns
-        the exit code, the error, and the time at which the error was noticed. After a signal no restart follows.
+        `once` starts all ranks. It receives the number of restarts and the time at which the last loss was noticed. It
+        returns the exit code, the error, and the time at which it noticed the error. After a signal no restart follows.
         Raises: FencedError if another process has resumed the run.
         """
         noticed_at = 0.0
@@ -137,7 +137,7 @@ class Recovery:
         return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}{newline}{shown}"
 
     def unsaved_seconds(self) -> float:
-        """Return the seconds since the newest checkpoint or since the current start of the ranks, whichever is later."""
+        """Return the seconds since the newest checkpoint or the current start of the ranks, whichever is later."""
         saved = 0.0
         with contextlib.suppress(OSError):
             saved = self.directory.saved.stat().st_mtime

@@ -22,8 +22,8 @@ SAME_SECONDS = 1.0
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that ask to stop: SIGTERM, SIGUSR1, and SIGINT and SIGHUP unless they are ignored.
 
-    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. Schedulers can be configured
-    to send SIGUSR1 before a time limit, and Open MPI's mpirun forwards it.
+    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. Schedulers can send SIGUSR1
+    before a time limit, and Open MPI's mpirun forwards SIGUSR1.
     """
     ignorable = (signal.SIGINT, signal.SIGHUP)
     return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))
@@ -33,8 +33,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 class Signals:
     """Signals that arrived. If `impatient`, a second signal of one kind ends this process at once.
 
-    Deliveries of one kind within a second count once. Signals of different kinds do not count as a second one: a scheduler
-    may send SIGTERM after the terminal has sent SIGINT.
+    Deliveries of one kind within a second count once. A signal of another kind does not count as a second one: a
+    scheduler may send SIGTERM after the terminal has sent SIGINT.
     """
 
     impatient: bool
@@ -69,7 +69,7 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Record signals for the duration of the context; they end nothing. Outside the main thread, nothing changes."""
+        """Record signals during the context, without any other effect. Outside the main thread, nothing changes."""
         if not _in_main_thread():
             yield
             return
@@ -90,7 +90,7 @@ def _in_main_thread() -> bool:
 
 @contextlib.contextmanager
 def pausing(tell: Callable[[int], None]) -> Iterator[None]:
-    """Handle Ctrl-Z in the context: other processes get SIGSTOP before this one stops, and SIGCONT after it continues."""
+    """Handle Ctrl-Z: other processes get SIGSTOP before this process stops, and SIGCONT after it continues."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         tell(signal.SIGSTOP)

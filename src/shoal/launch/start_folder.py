@@ -13,7 +13,7 @@ _PREFIX, _LOCK = "shoal-", "launcher.lock"
 
 
 class StartFolder:
-    """Folder of this process until `close`. An OS lock in it shows that the process is alive; its children do not share it."""
+    """Folder of this process until `close`. An OS lock in it, not inherited, shows that the process is alive."""
 
     def __init__(self) -> None:
         remove_left(Path(tempfile.gettempdir()))

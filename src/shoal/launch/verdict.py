@@ -25,7 +25,7 @@ class EndedRank(Protocol):
         """Return its report, or None if it ended without a report."""
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
-        """Describe the loss of a rank without a report. `others`: stacks of other ranks when they noticed the loss, by rank."""
+        """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
 
 
 def verdict(ranks: Sequence[EndedRank], signals: Signals, *, elsewhere: bool = True) -> tuple[int, ShoalError | None]:

@@ -30,7 +30,7 @@ class Stuck:
 
 @dataclass
 class Watch:
-    """Watch over ranks, by their process ids and heartbeat files. `clock`: seconds, on the clock of the heartbeat files.
+    """Watch over ranks, by their process ids and heartbeat files. `clock`: the heartbeat files' clock, in seconds.
 
     `unsaved` returns the seconds since the run's newest checkpoint, which a restart would repeat. Waiting for that long
     costs at most twice the best choice, whether the rank would have recovered or not.
@@ -40,7 +40,7 @@ class Watch:
     unsaved: Callable[[], float]
     clock: Callable[[], float] = time.perf_counter
     all_here: bool = True  # whether ranks that wait can only wait for ranks on this host
-    excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds after which an earlier alarm was raised
+    excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds before an earlier alarm
     _stopped: dict[int, float] = field(default_factory=dict)
     _looked: float | None = None
     _since: float = 0.0  # before this time, this process itself may have been stopped

@@ -27,8 +27,8 @@ def detected(variables: Mapping[str, str]) -> Environment | None:
     """Return the environment that an engine has set for this process, or None without an engine.
 
     The process is a rank or starts the ranks of its host. The first of `READERS` that finds an environment wins.
-    Raises: LaunchError if another reader disagrees, if variables are missing or invalid, or if an unsupported launcher has
-    set them, since each process would then train alone.
+    Raises: LaunchError if another reader disagrees, if variables are missing or invalid, or if an unsupported launcher
+    has set them, since each process would then train alone.
     """
     found = _read(variables)
     if not found:
@@ -95,7 +95,7 @@ def refuse_rank(variables: Mapping[str, str], call: str) -> None:
 
 
 def _is_started(reader: EnvironmentReader, variables: Mapping[str, str]) -> bool:
-    """Check whether this launcher itself has set the variables. Others may set RANK and WORLD_SIZE or leave them behind."""
+    """Check whether this launcher itself set the variables. RANK and WORLD_SIZE may come from another program."""
     return reader is not TORCHRUN or "TORCHELASTIC_RUN_ID" in variables
 
 

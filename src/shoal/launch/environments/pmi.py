@@ -54,7 +54,7 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _proxy() -> int:
-    """Return the process id of the proxy that started this host's ranks. It replaces a job id, which PMI does not give."""
+    """Return the process id of the proxy that started this host's ranks, in place of a job id: PMI has none."""
     for pid, name in _parents():
         if name.startswith(_PROXY[:15]):  # the kernel shortens the name
             return pid

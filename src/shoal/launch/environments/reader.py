@@ -14,10 +14,10 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 
 @dataclass(frozen=True)
 class EnvironmentReader:
-    """Variables of an engine: `read` returns the environment, or None if the variables do not describe several processes.
+    """Variables of an engine: `read` returns the environment, or None if they do not describe several processes.
 
-    `rank_name` and `size_name` are the variables that messages show. `nests`: whether the engine's processes may be started
-    inside another engine's processes, with one of the latter on each host.
+    `rank_name` and `size_name` are the variables that messages show. `nests`: whether another engine's processes, one on
+    each host, may start this engine's processes.
     """
 
     title: str  # the usual name: "torchrun", "Slurm's srun"

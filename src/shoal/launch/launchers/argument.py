@@ -16,7 +16,7 @@ _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> T:
-    """Parse the argument into a frozen value of class `kind`, whose fields are the settings. `word`: the first part's field.
+    """Parse the argument into a value of class `kind`, whose fields are the settings. `word`: the first part's field.
 
     Raises: CommandError that lists every part that is not a setting, is a duplicate or should be a number.
     """

@@ -1,4 +1,4 @@
-"""Reports of ranks that an engine has started, from which the launcher learns how a run ended; and restarts of the run."""
+"""Reports of ranks on an engine, from which the launcher learns how a run ended; and restarts of the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RANK = "%r"  # in the report's path: each rank inserts its number
 
 @dataclass(frozen=True)
 class RankStart:
-    """One start of all ranks of a run: `number` counts from 0, `reports` is a folder or address that all hosts reach."""
+    """One start of all ranks of a run: `number` counts from 0, `reports` is a folder or address for all hosts."""
 
     submission: Submission
     number: int
