@@ -76,7 +76,7 @@ Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 
 class ForkServer:
-    """Launcher's end of a fork server, whose ranks all get these `shoal` arguments and threads. Call `close` at the end.
+    """Launcher's end of a fork server, whose ranks get these `shoal` arguments and threads. Call `close` at the end.
 
     Not thread-safe: the server and its ranks die with the thread that created the server.
     """
@@ -200,7 +200,7 @@ class _Rank:
 def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
     """Make this process a fork server that has called `load`. The call returns only in each forked process.
 
-    If `holds_signals`, signals that ask a rank to stop wait for `Signals.handled`, which unblocks them. Else they end it.
+    If `holds_signals`, signals that ask a rank to stop wait until `Signals.handled` unblocks them. Else they end it.
     """
     descriptor = int(os.environ.pop(FORK_FD))
     # Only the ranks handle these signals; the threads of numpy inherit the mask too.

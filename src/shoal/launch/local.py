@@ -95,8 +95,8 @@ def _watch(
 
     Forwards signals to the workers. Kills the remaining workers once one has died for good without a report.
 
-    If `replace` may restart ranks, rank 0 leads the others, and none outlives it by long. Rank 0 first gets a request to
-    stop: it may be well without the failed ranks and can save what was computed.
+    If `replace` may restart ranks, rank 0 leads the others, and none outlives it by long. Rank 0 first gets a request
+    to stop: it may be well without the failed ranks and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None

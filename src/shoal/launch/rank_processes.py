@@ -38,7 +38,7 @@ class LocalRun:
     arguments: Sequence[str]
     num_processes: int
     num_threads: int
-    logs: Path  # folder for the output of ranks other than 0; not created if they print nothing or the run stores nothing
+    logs: Path  # folder for the output of ranks other than 0; created only if they print text and the run stores files
     request: str | None = None  # a text that each worker receives as a file
     replaceable: range = range(0)  # ranks that are restarted, a few times, if they die without a report
     unsaved: Callable[[], float] = lambda: 0.0  # returns the seconds since the newest checkpoint

@@ -22,8 +22,8 @@ SAME_SECONDS = 1.0
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that ask to stop: SIGTERM, SIGUSR1, and SIGINT and SIGHUP unless they are ignored.
 
-    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. Schedulers can send SIGUSR1
-    before a time limit, and Open MPI's mpirun forwards SIGUSR1.
+    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. Schedulers can send
+    SIGUSR1 before a time limit, and Open MPI's mpirun forwards SIGUSR1.
     """
     ignorable = (signal.SIGINT, signal.SIGHUP)
     return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))

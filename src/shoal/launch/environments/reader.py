@@ -16,8 +16,8 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 class EnvironmentReader:
     """Variables of an engine: `read` returns the environment, or None if they do not describe several processes.
 
-    `rank_name` and `size_name` are the variables that messages show. `nests`: whether another engine's processes, one on
-    each host, may start this engine's processes.
+    `rank_name` and `size_name` are the variables that messages show. `nests`: whether another engine's processes, one
+    on each host, may start this engine's processes.
     """
 
     title: str  # the usual name: "torchrun", "Slurm's srun"

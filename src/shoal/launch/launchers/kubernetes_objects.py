@@ -199,7 +199,7 @@ class PodRun:
             "volumeMounts": self._mounts(),
         }
         return {
-            "restartPolicy": "Never",  # a failed pod is replaced by a new one with the same index, maybe on another node
+            "restartPolicy": "Never",  # a new pod with the same index replaces a failed one, maybe elsewhere
             "terminationGracePeriodSeconds": at.grace,
             "containers": [container],
             "volumes": self._volumes(),
@@ -212,7 +212,7 @@ class PodRun:
         return {"requests": found, "limits": {n: t for n, t in found.items() if n != "cpu"}} if found else {}
 
     def _volumes(self) -> list[Object]:
-        memory: Object = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # a container runtime's default has 64 MiB
+        memory: Object = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # a runtime's default has 64 MiB
         claim = {"name": "runs", "persistentVolumeClaim": {"claimName": self.settings.claim}}
         return [memory, claim] if self.settings.claim else [memory]
 

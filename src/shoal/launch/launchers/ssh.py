@@ -1,4 +1,4 @@
-"""Launcher on hosts that ssh reaches with the user's own configuration: one process per host, which starts its ranks."""
+"""Launcher on hosts that ssh reaches with the user's configuration: one process per host, which starts its ranks."""
 
 from __future__ import annotations
 
