@@ -45,7 +45,10 @@ def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
 def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeError | OutOfMemoryError:
     """Return a three-beat error for an exception from the job's own code, with the traceback for the run directory.
 
-    Exhausted memory is not an error of the code and gives an OutOfMemoryError. `batch`: the code's input.
+    Args:
+        what: the part of the job that raised the exception.
+        error: the exception. Exhausted memory is not an error of the code and gives an OutOfMemoryError.
+        batch: the batch that the code received, if any.
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)

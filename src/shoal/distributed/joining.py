@@ -109,10 +109,17 @@ def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Sto
 
 
 def meet(store: Store, environment: Environment, host: str, *, number: int = 1) -> None:
-    """Wait until every rank has come. `number`: how many processes have come as this rank, including this one.
+    """Wait until every rank has come.
 
-    Raises: LaunchError, on every present rank, which names the present ranks. The causes are two processes with one
-    rank, different world sizes, or a rank that does not come within the time limit.
+    Args:
+        store: the store of this start.
+        environment: this process's environment.
+        host: name of this host.
+        number: how many processes have come as this rank, including this one.
+
+    Raises:
+        LaunchError: on every present rank, with the names of the present ranks. Either two processes have come as one
+            rank, or world sizes differ, or a rank has not come within the time limit.
     """
     mine = {"rank": environment.rank, "host": host, "pid": os.getpid(), "world_size": environment.world_size}
     store.set(f"{environment.rank}" if number == 1 else f"{environment.rank} again", json.dumps(mine))

@@ -142,7 +142,8 @@ def alone(device: torch.device) -> Mesh:
 def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     """Provide the mesh of a run, with its process group for the duration of the context.
 
-    Raises: LaunchError if the world size is not the layout's, a port is in use, or a rank does not come.
+    Raises:
+        LaunchError: the world size is not the layout's, a port is in use, or a rank does not come.
     """
     if environment.world_size != layout.world_size:
         raise LaunchError(

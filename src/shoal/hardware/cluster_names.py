@@ -21,9 +21,10 @@ _SPEED_SHARE = 0.9  # reached share of a network's speed, if only the speed is k
 def named_cluster(text: str) -> Cluster:
     """Return the cluster for a name.
 
-    NxDEVICE is N devices in hosts of the usual size, HxNxDEVICE is H hosts of N devices, HxHOST is H hosts. An "@LINK"
-    replaces a link: a link within a host, P x a network link, or a network speed per host ("@200Gb"). "@500W" caps each
-    device's power, and "@margin=2%" sets the share of device memory that plans leave free.
+    - NxDEVICE: N devices in hosts of the usual size; HxNxDEVICE: H hosts of N devices; HxHOST: H hosts.
+    - "@LINK" replaces a link: a link within a host, P x a network link, or a network speed per host ("@200Gb").
+    - "@500W" caps each device's power; "@margin=2%" sets the share of device memory that plans leave free.
+
     Raises: HardwareError if the catalogue has no such name, or the devices do not fill whole hosts.
     """
     parts = _NAME.fullmatch(text.strip())

@@ -101,7 +101,12 @@ class HostFacts:
 
 
 def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
-    """Collect the facts of this host; runs are written to `folder`. `root`: the folder of /proc and /sys."""
+    """Collect the facts of this host.
+
+    Args:
+        folder: the folder for runs, whose disk is tried.
+        root: the folder of /proc and /sys.
+    """
     memory = _meminfo(root / "proc/meminfo")
     found = gpus()
     rows, links = _gpu_rows() if found else ((), None)
@@ -139,7 +144,7 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the cores that this process's cgroup may use at a time, the least of it and its parents; None: all."""
+    """Return the number of cores that this process's cgroup and its parents allow at a time; None: all."""
     text = _text(root / "proc/self/cgroup") or ""
     own: dict[str, str] = dict(re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE))
     found: list[float] = []

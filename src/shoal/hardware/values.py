@@ -89,8 +89,8 @@ def intensity(m: float, n: float, k: float) -> float:
 class Device:
     """One GPU, or the CPU cores that one process may use.
 
-    `flops` is the dense peak of a dtype in FLOP/s (a multiply-add counts two). `matmul` is the fraction of the peak that
-    a matmul reaches, by its FLOPs, before the waste of tiles, which follows from `multiprocessors` and `tile`. `memory`
+    `flops` is the dense peak of a dtype in FLOP/s (a multiply-add counts two). `matmul` is the fraction of it that a
+    matmul reaches, by its FLOPs, before the waste of tiles, which follows from `multiprocessors` and `tile`. `memory`
     is the fraction of `memory_bytes_per_second` that an operation reaches, by the bytes that it reads and writes (above
     1 if a cache serves it).
     """
@@ -106,8 +106,8 @@ class Device:
     # Measured separately, else as a matmul: by `intensity`, since few channels slow a convolution of any FLOPs. Keys
     # are dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
     convolution: Mapping[str, Points] = field(default_factory=dict)
-    # Replaces `convolution` on CPUs: {the same key: {window: fraction}}. A window is "channels in-out-taps-width-stride",
-    # for a measured convolution; other convolutions are as fast as the nearest window.
+    # Replaces `convolution` on CPUs: {the same key: {window: fraction}}. A window, "channels in-out-taps-width-stride",
+    # is a measured convolution; other convolutions are as fast as the nearest window.
     windows: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # By the same keys, the fraction of `memory_bytes_per_second` at which a convolution reads or writes its weights,
     # for any number of images. If a key is here, its `windows` exclude this time.
@@ -157,7 +157,7 @@ class Device:
         return replace(self, operators={name: max(rate, last.operators[name]) for name, rate in self.operators.items()})
 
     def beside(self, axis: str) -> tuple[float, float, float]:
-        """Return a rank's `step_seconds`, `tensor_seconds`, `reserved_bytes`. `axis`: one that divides its model, or ""."""
+        """Return a rank's `step_seconds`, `tensor_seconds`, `reserved_bytes`. `axis`: "" or one that divides models."""
         own = self.divided.get(axis, {})
         plain = {
             "step_seconds": self.step_seconds,

@@ -46,10 +46,15 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:
-    """Return the result of `work`, a JSON value, from a child process that has ended when this returns.
+    """Return the result of `work` from a child process that has ended when this returns.
 
-    Raises: LaunchError if the child dies or runs longer than `seconds`; SystemExit on a signal that asks to stop, which
-    also ends the child.
+    Args:
+        work: function that returns a JSON value.
+        seconds: time limit.
+
+    Raises:
+        LaunchError: the child died or ran longer than `seconds`.
+        SystemExit: a signal asked to stop; the child has been killed.
     """
     until = time.monotonic() + seconds
     signals = Signals(impatient=False)

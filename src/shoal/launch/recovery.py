@@ -108,11 +108,18 @@ class Recovery:
     def until_done(
         self, signals: Signals, once: Callable[[int, float], tuple[int, ShoalError | None, float]]
     ) -> tuple[int, ShoalError | None]:
-        """Restart the ranks until none is lost. Return the exit code and the root error of the last start.
+        """Restart the ranks until none is lost. After a signal no restart follows.
 
-        `once` starts all ranks. It receives the number of restarts and the time at which the last loss was noticed. It
-        returns the exit code, the error, and the time at which it noticed the error. After a signal no restart follows.
-        Raises: FencedError if another process has resumed the run.
+        Args:
+            signals: the signals that arrive during the run.
+            once: starts all ranks and waits for them, given the number of restarts and the time (seconds since the epoch)
+                at which the last loss was noticed. It returns the exit code, the error, and the time of the error.
+
+        Returns:
+            The exit code and the root error of the last start.
+
+        Raises:
+            FencedError: another process has resumed the run.
         """
         noticed_at = 0.0
         while True:

@@ -41,7 +41,16 @@ def not_on(device: torch.device, name: str) -> PlanError:
 def open_collective(name: str, team: Team, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Collective:
     """Return the algorithm `name` over the ranks of a team.
 
-    Raises: PlanError for an algorithm that does not work on the device, LaunchError if it does not work on these hosts.
+    Args:
+        name: one of the values of a plan's `collectives.all_reduce`.
+        team: the ranks.
+        device: device of the tensors.
+        timeout: how long a rank waits for others in one collective.
+
+    Raises:
+        PlanError: the algorithm does not work on the device.
+        LaunchError: the algorithm does not work on these hosts.
+
     Collective: all ranks of the run.
     """
     if name == "native":

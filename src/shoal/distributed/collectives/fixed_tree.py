@@ -79,7 +79,7 @@ class TreeSum:
         return []
 
     def move(self, numbers: Tensor) -> None:
-        """Sum numbers that are zero on all ranks but one, in place. Collective: every rank of the world."""
+        """Sum numbers in place; each is nonzero on one rank at most. Collective: every rank of the world."""
         dist.all_reduce(numbers)
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
 from shoal.distributed.mesh import new_group
 
-# While a piece crosses the link, the host sums the next, and two pieces overlap their latencies. Pieces of
-# 4 MB took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
+# While a piece crosses the link, the host sums the next, and two pieces overlap their latencies. Pieces of 4 MB
+# took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
 PIECE_BYTES = 1 << 20
 _NUM_RINGS = 2
 

@@ -160,7 +160,14 @@ def _last(text: str) -> str:
 def environments(
     engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
 ) -> list[Environment]:
-    """Return the environment of each rank. `places`: each rank's node; `store`: address and port of rank 0's store."""
+    """Return the environment of each rank, in rank order.
+
+    Args:
+        engine: name of the engine.
+        places: node of each rank.
+        store: address and port of rank 0's store.
+        own_gpu: whether each rank sees only its own GPU.
+    """
     nodes = list(dict.fromkeys(places))
     return [
         Environment(

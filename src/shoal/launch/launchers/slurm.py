@@ -136,7 +136,7 @@ def is_array(options: list[str]) -> bool:
 
 
 def _folder(submission: Submission, options: list[str]) -> Path:
-    """Return the folder for the script and the output: the run directory or, for an array, the one above its tasks'.
+    """Return the folder for the script and the output: the run directory or, for an array, its tasks' common parent.
 
     If the run directory is at an address, the folder is a local one, since Slurm writes the output to a disk.
     """

@@ -68,7 +68,7 @@ class HostList:
         return cls(filled, options, submission.least_processes)
 
     def for_a_start(self) -> list[SshHost]:
-        """Return the hosts of the next start: those that answer, or all hosts if too few answer."""
+        """Return the hosts of the next start: those that answer, or all if `least` is None or too few answer."""
         if self.least is None:
             return self.hosts
         asked = [host.name for host in self.hosts if host.name not in self.silent]

@@ -21,9 +21,14 @@ _OPEN = (
 
 
 def between(given: str) -> tuple[HealthCheck, ...]:
-    """Check whether each host reaches every other host; `given`: "first,second", then options of ssh.
+    """Check whether each host reaches every other host at ports like those of ranks.
 
-    Raises: CommandError for fewer than two hosts, LaunchError if ssh or shoal does not start on a host.
+    Args:
+        given: "first,second", then options of ssh.
+
+    Raises:
+        CommandError: there are fewer than two hosts.
+        LaunchError: ssh or shoal does not start on a host.
     """
     words = shlex.split(given)
     hosts = [name for name in (words[0].split(",") if words else ()) if name]

@@ -175,7 +175,7 @@ class Compression:
     # --------------------------------------------------------------------------------------------------- a step
 
     def begin(self, step: int) -> None:
-        """Begin a step. A step whose gradients are computed again begins again."""
+        """Prepare for a step's gradients, which may be computed more than once."""
         self._step, self._now = step, 0.0
         self._going = []
         self._verdict = None

@@ -89,11 +89,16 @@ class SharedMemory(Collective):
     name = "shared_memory"
 
     def __init__(self, team: Team, timeout: timedelta, num_here: int = 0, *, one_sum: bool = False) -> None:
-        """Map memory. `timeout`: how long a rank waits for others in one collective; `num_here` as for `Peers`.
+        """Map the memory of the group.
 
-        `one_sum`: only the first rank's memory gets the sum of allocated tensors; `sum_of` returns this memory.
+        Args:
+            team: the ranks, all on this host.
+            timeout: how long a rank waits for others in one collective.
+            num_here: as for `Peers`.
+            one_sum: whether only the first rank's memory, which `sum_of` returns, gets the sum of allocated tensors.
 
-        Raises: LaunchError, on every rank, if the ranks are on several hosts or cannot map each other's memory.
+        Raises:
+            LaunchError: on every rank, if the ranks are on several hosts or cannot map each other's memory.
         """
         super().__init__(team.group)
         self._one_sum = one_sum

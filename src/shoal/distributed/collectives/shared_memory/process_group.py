@@ -38,8 +38,8 @@ class SharedGroup(dist.ProcessGroup):
         super().__init__(rank, world_size)  # the constructor that supports overrides
         gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
-# A separate group: torch's `super()` methods of a Python group keep the interpreter's lock, for which Gloo's threads
-# wait while this thread waits for them. Both groups share one backend, and so one name.
+        # A separate group: torch's `super()` methods of a Python group keep the interpreter's lock, for which Gloo's
+        # threads wait while this thread waits for them. Both groups share one backend, and so one name.
         self._behind = dist.ProcessGroup(store, rank, world_size)
         for group in (self, self._behind):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
