@@ -112,8 +112,8 @@ class Recovery:
 
         Args:
             signals: the signals that arrive during the run.
-            once: starts all ranks and waits for them, given the number of restarts and the time (seconds since the epoch)
-                at which the last loss was noticed. It returns the exit code, the error, and the time of the error.
+            once: starts all ranks and waits for them, given the number of restarts and the time at which the last loss
+                was noticed (seconds since the epoch). It returns the exit code, the error, and the time of the error.
 
         Returns:
             The exit code and the root error of the last start.

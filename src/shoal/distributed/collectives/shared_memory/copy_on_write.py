@@ -1,8 +1,9 @@
 """Memory of all ranks of a host under two mappings of this process: one shared, and one private (copy-on-write).
 
 On Linux, an unwritten page of a private mapping is the page of the file itself, so it shows what others write through
-their shared mappings. The first write gives this process its own copy of the page. mmap(2) does not guarantee the
-former, so `why_not_copied` tests it. /proc/self/pagemap shows which pages are copies.
+their shared mappings. The first write gives this process its own copy of the page. mmap(2) does not
+guarantee that unwritten pages show the writes of others, so `why_not_copied` tests this. /proc/self/pagemap shows which
+pages are copies.
 """
 
 from __future__ import annotations
