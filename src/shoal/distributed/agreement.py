@@ -1,4 +1,4 @@
-"""Agreement: an exchange of all ranks before each step on data, errors and stop requests, so that all end together."""
+"""Agreement: an exchange before each step about data, errors and stop requests, so that all ranks end together."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from shoal.runs.request import dumped, loaded
 
 T = TypeVar("T")
 _FLAGS = ("has_data", "error", "stop", "checkpoint", "asked")
-_of_spans = operator.itemgetter(*SPANS)  # in one call
+_of_spans = operator.itemgetter(*SPANS)  # one call for all spans
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
 _SPREADS = (*_MEASURES, "busy_seconds")
-_ALONE = np.zeros(1)  # nobody waits for it
+_ALONE = np.zeros(1)  # of one rank: no other rank waits for it
 _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
 
 
 @dataclass  # made in every step
 class Report:
-    """One rank's contribution at the start of a step; `measures` are of the step before.
+    """One rank's contribution at the start of a step; `measures` are those of the previous step.
 
-    `asked`: bits of what its callbacks ask for, below 2^24.
+    `asked`: bits of the requests that the rank's callbacks have made, below 2^24.
     """
 
     has_data: bool = False
@@ -44,7 +44,7 @@ class Report:
 
 @dataclass  # made in every step
 class Agreement:
-    """Common state of all ranks: whether any has data, failed, or was asked to stop; rank 0 calls for checkpoints.
+    """Common state of all ranks: whether any has data, an error or a stop request. Only rank 0 requests checkpoints.
 
     `asked`: the bits that any rank's callbacks have set.
     """
@@ -55,33 +55,33 @@ class Agreement:
     checkpoint: bool
     asked: int
     spreads: Mapping[str, Spread]
-    busy_seconds: npt.NDArray[np.float64]  # of each rank in the step before; zero where there is one
+    busy_seconds: npt.NDArray[np.float64]  # of each rank in the previous step; zero with one rank
 
     @property
     def slowest_rank(self) -> int:
-        """The rank that computed longest in the step before."""
+        """The rank that computed longest in the previous step."""
         return self.spreads["busy_seconds"].rank_of_max if len(self.busy_seconds) > 1 else 0
 
 
 def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) -> tuple[float, ...]:
-    """The measures of a report."""
+    """Return the measures of a report."""
     return (*_of_spans(spans), step_seconds, float(memory_bytes))
 
 
 def to_row(report: Report) -> list[float]:
-    """The report as 15 numbers, small enough for float32 (memory in bytes is rounded)."""
+    """Return the report as 15 numbers, small enough for float32 (memory in bytes is rounded)."""
     return [*(float(getattr(report, name)) for name in _FLAGS), *report.measures]
 
 
 def agree(mesh: Mesh, report: Report) -> Agreement:
-    """Collective: all ranks, one all-gather of 15 numbers a rank."""
+    """Exchange the reports of all ranks. Collective: all ranks, one all-gather of 15 numbers a rank."""
     if mesh.world_size == 1:
         return _own(report)
     return from_rows(mesh.all_gather(to_row(report)))
 
 
 def _own(report: Report) -> Agreement:
-    """As `from_rows` of one row."""
+    """Return the same as `from_rows` for one row."""
     own = report.measures
     busy = own[_STEP] - own[_EXPOSED]
     spreads = OwnSpreads(_SPREADS, (*own, busy))
@@ -89,11 +89,11 @@ def _own(report: Report) -> Agreement:
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
-    """The agreement, from the rows of all ranks, [world_size, 15]."""
+    """Compute the agreement from the rows of all ranks, [world_size, 15]."""
     has_data, error, stop, *_ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
     asked = int(np.bitwise_or.reduce(table[:, _FLAGS.index("asked")].astype(np.int64)))
     measured = table[:, len(_FLAGS) :]
-    # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
+    # The rank that computes longest waits least: slowness shows in its own work, and in others' communication.
     busy = measured[:, _STEP] - measured[:, _EXPOSED]
     measured = np.column_stack([measured, busy])
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
@@ -102,13 +102,13 @@ def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
 
 
 def interrupts(rows: Tensor) -> Tensor:
-    """Whether anything comes between a step and that before it, by the ranks' rows where a device has them: bool []."""
+    """Compute whether anything comes between a step and the previous one, from the ranks' rows on a device: bool []."""
     has_data, *others = rows[:, : len(_FLAGS)].unbind(1)
     return (torch.stack(others) > 0).any() | (has_data <= 0).all()
 
 
 def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
-    """Raises on every rank if any has an error: its own where it has one, else a PeerError that names the culprit.
+    """Raise on every rank if any rank has an error: the rank's own error, else a PeerError that names the culprit.
 
     Collective: all ranks, one JSON gather.
     """
@@ -124,7 +124,7 @@ def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
 
 
 def raise_peer(told: list[dict[str, Any] | None]) -> None:
-    """Raises: PeerError where another rank told of an error."""
+    """Raise PeerError if another rank reported an error."""
     culprit = next((t for t in told if t), None)
     if culprit is not None:
         peer = PeerError(
@@ -132,12 +132,12 @@ def raise_peer(told: list[dict[str, Any] | None]) -> None:
             conflict=culprit["conflict"],
             remedy=culprit["remedy"],
         )
-        peer.exit_code = from_json(culprit).exit_code  # an engine may report any rank's
+        peer.exit_code = from_json(culprit).exit_code  # an engine may report the exit code of any rank
         raise peer
 
 
 def together(mesh: Mesh, work: Callable[[], T]) -> T:
-    """The result of `work`, unless it raised on any rank; then every rank raises. Collective: all ranks."""
+    """Return the result of `work`. If it raises on any rank, every rank raises. Collective: all ranks."""
     result: T
     error: ShoalError | None = None
     try:
@@ -149,9 +149,9 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
 
 
 def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, a value of the `kind`, which no other rank does. Raises: its error, on every rank.
+    """Call `work` on rank 0 only, and return its result, of type `kind`, on every rank.
 
-    Collective: all ranks, one JSON gather; none with one rank.
+    Raises: the error of rank 0, on every rank. Collective: all ranks, one JSON gather; none with one rank.
     """
     if mesh.world_size == 1:
         return work()
@@ -172,9 +172,10 @@ def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:
-    """Result of `work`. Raises: its exception, on every rank as `together` does; in a divided model on one alone.
+    """Return the result of `work`. An exception is raised on every rank, as in `together`.
 
-    There the others wait within the same work: this rank's end is what they notice, and no collective must come before.
+    In a divided model only the failing rank raises. The other ranks wait inside `work` and notice only that this rank
+    ends, so no collective may come before that.
     """
     if not divided:
         return together(mesh, work)

@@ -26,14 +26,14 @@ from shoal.runs.user_frames import place_of, traceback_of
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception is a collective's that another rank did not finish."""
+    """Check whether the exception comes from a collective that another rank did not finish."""
     if isinstance(error, ShoalError):
         return isinstance(error, PeerError | CollectiveError)
     return isinstance(error, dist.DistError) or "gloo" in text_of(error).lower()
 
 
 def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
-    """An exception that says that memory ran out, in three beats."""
+    """Return a three-beat error for an exception that means that memory ran out."""
     return OutOfMemoryError(
         given=what,
         conflict=f"memory ran out: {text_of(error).strip()[:200] or type(error).__name__}{place_of(error)}",
@@ -43,9 +43,12 @@ def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
 
 
 def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeError | OutOfMemoryError:
-    """An exception out of the job's own code, in three beats; its traceback is kept for the run directory.
+    """Return a three-beat error for an exception from the job's own code, with the traceback for the run directory.
 
-    That memory ran out is no fault of the code. `batch`: what the code was given.
+    Args:
+        what: the part of the job that raised the exception.
+        error: the exception. Exhausted memory is not an error of the code and gives an OutOfMemoryError.
+        batch: the batch that the code received, if any.
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)
@@ -61,7 +64,7 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
 
 
 def as_shoal_error(error: BaseException) -> ShoalError:
-    """The error as one of shoal's: itself where it is one, else an InternalError that carries it."""
+    """Return the error itself if it is a ShoalError, else the ShoalError that fits it, by default an InternalError."""
     if isinstance(error, ShoalError):
         return error
     if isinstance(error, SystemExit):
@@ -75,7 +78,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
             conflict=f"another rank is gone: {_of_gloo(error)}{place}",
             remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
         )
-        lost.traceback_text = traceback_of(error) if place else None  # a collective of the job's own
+        lost.traceback_text = traceback_of(error) if place else None  # if the job's own code called the collective
         return lost
     lacking = _lacking(error)
     if lacking is not None:
@@ -91,7 +94,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
 
 
 def _of_gloo(error: BaseException) -> str:
-    """What a collective's error says, without the place in Gloo's code and its advice."""
+    """Return the message of a collective's error, without the place in Gloo's code and Gloo's advice."""
     text = text_of(error).strip().splitlines()[0].partition(" This is typically caused")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", text)[-200:]
 
@@ -102,7 +105,7 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def _lacking(error: BaseException) -> ShoalError | None:
-    """The error of a system that has no more room or descriptors, or lets nothing be written; None for others."""
+    """Return an error if the system has no room or descriptors left or refuses writes; None for other exceptions."""
     number = error.errno if isinstance(error, OSError) else None
     place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
     if number in _FULL and _SHARED_MEMORY in text_of(error):
@@ -128,7 +131,7 @@ def _lacking(error: BaseException) -> ShoalError | None:
 
 
 def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:
-    """The error as a JSON value that `errors.from_json` reads on another rank or in the launcher."""
+    """Return the error as a JSON value that `errors.from_json` reads on another rank or in the launcher."""
     return {
         "kind": type(error).__name__,
         "given": error.given,

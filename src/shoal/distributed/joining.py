@@ -1,4 +1,4 @@
-"""Rendezvous of a run's ranks: an exchange through the store before there is a process group."""
+"""Rendezvous of a run's ranks: an exchange through the store before a process group exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 
-JOIN_TIMEOUT = timedelta(seconds=45)  # with the start of a process less than a minute
+JOIN_TIMEOUT = timedelta(seconds=45)  # together with the start of a process, less than a minute
 _PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
 _LEAVING_SECONDS = 3.0
 _REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
@@ -30,10 +30,10 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(environment: Environment) -> None:
-    """Lets Gloo listen where the other hosts are: on the interface that leads to rank 0, unless a variable names one.
+    """Let Gloo listen on the network interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names an interface.
 
-    By itself Gloo takes the address of this host's own name, which many systems have as 127.0.1.1.
-    Raises: LaunchError for an interface that this host has not.
+    By default Gloo takes the address of this host's own name, which is 127.0.1.1 on many systems.
+    Raises: LaunchError for an interface that this host does not have.
     """
     known = psutil.net_if_addrs()
     given = os.environ.get(_INTERFACE)
@@ -57,10 +57,10 @@ def choose_interface(environment: Environment) -> None:
 
 
 def refuse_loopback(environment: Environment) -> None:
-    """Raises: LaunchError where rank 0 is to listen at an address that no other host reaches, and there are others."""
+    """Raise LaunchError if there are several hosts and rank 0's address is a loopback address."""
     try:
         place = socket.getaddrinfo(environment.address, environment.port, type=socket.SOCK_STREAM)[0][4]
-    except OSError:  # which whoever listens there says
+    except OSError:  # the later attempt to listen reports this
         return
     if environment.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
         raise LaunchError(
@@ -71,7 +71,7 @@ def refuse_loopback(environment: Environment) -> None:
 
 
 class JoinLimit:
-    """Time limit of what ranks wait for before a run begins; a line on stderr every 5 s says what is missing."""
+    """Time limit for the wait before a run begins. A line on stderr every 5 s says what is missing."""
 
     def __init__(self, says: bool) -> None:
         self._says, self._began = says, time.monotonic()
@@ -84,11 +84,11 @@ class JoinLimit:
 
     @property
     def left(self) -> timedelta:
-        """Time that is left of it; a moment at least."""
+        """The remaining time, at least one second."""
         return max(_LOOK, JOIN_TIMEOUT - timedelta(seconds=time.monotonic() - self._began))
 
     def tell(self, what: str) -> None:
-        """Prints the line, where one is due."""
+        """Print the line if it is due."""
         if self._says and time.monotonic() >= self._next:
             self._next += _PROGRESS_SECONDS
             seconds = round(time.monotonic() - self._began)
@@ -97,7 +97,7 @@ class JoinLimit:
 
 
 def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Store:
-    """The client's end of rank 0's store, by `once`, which tries for so long. Raises: what it raised last."""
+    """Connect to rank 0's store with `once`, which tries for the given time. Raises: the last error of `once`."""
     waiting = JoinLimit(environment.local_rank == 0)
     while True:
         try:
@@ -109,10 +109,17 @@ def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Sto
 
 
 def meet(store: Store, environment: Environment, host: str, *, number: int = 1) -> None:
-    """Waits until every rank has come. `number`: how many processes have come as this rank, with this one.
+    """Wait until every rank has come.
 
-    Raises: LaunchError, on every rank that is present, naming who is, where two have come as one rank, where their
-    world sizes differ, or where one has not come within the time limit.
+    Args:
+        store: the store of this start.
+        environment: this process's environment.
+        host: name of this host.
+        number: how many processes have come as this rank, including this one.
+
+    Raises:
+        LaunchError: on every present rank, with the names of the present ranks. Either two processes have come as one
+            rank, or world sizes differ, or a rank has not come within the time limit.
     """
     mine = {"rank": environment.rank, "host": host, "pid": os.getpid(), "world_size": environment.world_size}
     store.set(f"{environment.rank}" if number == 1 else f"{environment.rank} again", json.dumps(mine))
@@ -123,7 +130,7 @@ def meet(store: Store, environment: Environment, host: str, *, number: int = 1) 
     waiting = JoinLimit(environment.rank == 0)
     keys = [str(rank) for rank in range(environment.world_size)]
     while True:
-        with contextlib.suppress(dist.DistError):  # not all yet
+        with contextlib.suppress(dist.DistError):  # some ranks are missing
             store.wait(keys, _LOOK)
         present = {int(key): json.loads(store.get(key)) for key in keys if store.check([key])}
         if store.check(["trouble"]):
@@ -141,7 +148,7 @@ def meet(store: Store, environment: Environment, host: str, *, number: int = 1) 
 
 
 def _leave(store: Store, environment: Environment, present: dict[int, dict[str, Any]], why: str) -> None:
-    """Raises: LaunchError; rank 0, which serves the store, once the others could read why."""
+    """Raise LaunchError. Rank 0, which serves the store, first waits until the others have read the reason."""
     if not store.check(["trouble"]):
         store.set("trouble", why)
     left, deadline = store.add("left", 1), time.monotonic() + _LEAVING_SECONDS

@@ -1,8 +1,8 @@
-"""Connections between hosts, ended soon after the other host is gone; by themselves they last for a quarter of an hour.
+"""Watch that closes connections to lost hosts within seconds. By default such connections last for 15 minutes or more.
 
-A host that loses its power or its network sends no word. What was sent to it is repeated for 15 minutes, and who only
-waits for it waits for ever. Here the kernel asks after each idle connection, and a thread ends those that the other
-kernel has not acknowledged anything on for some seconds. A process that stands still is none of its business: its
+A host that loses its power or its network sends no message. The kernel repeats sent data for 15 minutes, and a process
+that only waits for the host waits forever. Here the kernel probes each idle connection, and a thread closes connections
+on which the other kernel has acknowledged nothing for some seconds. A stopped process does not count as lost, since its
 kernel answers.
 """
 
@@ -19,31 +19,31 @@ from pathlib import Path
 
 _AFTER_SECONDS = 4.0
 _LOOK_SECONDS = 0.5
-# The kernel asks on an idle connection after 2 s, and then each second; the watch is sooner to give it up.
+# The kernel probes an idle connection after 2 s and then each second; this watch gives up earlier than the kernel.
 _KEEPALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 9}
 # struct tcp_info of Linux: eight bytes of states and counts, then numbers of 32 bits.
 _TCP_INFO = struct.Struct("=8B13I")
 _RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK = 2, 3, 8 + 4, 8 + 12
-# Packets are lost on living hosts too: so many in a row that nobody acknowledged.
+# Living hosts lose packets too: this many in a row must stay without acknowledgement.
 _LEAST_REPEATED = 3
 
 
 class HostWatch:
-    """Watch over this process's connections to the hosts that it is connected with at the end of `opening`.
+    """Watch over this process's connections to the hosts to which it has connected at the end of `opening`.
 
-    Also over those to the same hosts that are opened later. Only on Linux.
+    The watch includes later connections to the same hosts. Only on Linux.
     """
 
     def __init__(self, after_seconds: float = _AFTER_SECONDS) -> None:
         self._after = after_seconds
         self._hosts: set[str] = set()
-        self._watched: dict[int, tuple[str, socket.socket]] = {}  # by descriptor, with its name
+        self._watched: dict[int, tuple[str, socket.socket]] = {}  # by descriptor, with the socket's name
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """A context in which connections to all hosts are opened."""
+        """Record the hosts to which the code in the context connects, and start the watch afterwards."""
         before = _sockets()
         yield
         for descriptor, name in _sockets().items():
@@ -55,7 +55,7 @@ class HostWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch; the connections stay as they are."""
+        """End the watch without closing the connections."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -72,7 +72,7 @@ class HostWatch:
                     _end(own, self._after)
 
     def _take_up(self, now: dict[int, str]) -> None:
-        """Watches what is new, and no more what is closed."""
+        """Start watching new connections and stop watching closed ones."""
         for descriptor, (name, own) in list(self._watched.items()):
             if now.get(descriptor) != name:
                 own.close()
@@ -104,23 +104,23 @@ def _end(own: socket.socket, seconds: float) -> None:
         where = own.getpeername()[0]
         with contextlib.suppress(OSError, ValueError):
             print(f"note: {where} has not answered for {seconds:.0f} s: it is taken for lost", file=sys.stderr)
-        own.shutdown(socket.SHUT_RDWR)  # on which whoever waits there errs at once
+        own.shutdown(socket.SHUT_RDWR)  # a process that waits on the connection gets an error at once
     own.close()
 
 
 def _peer(own: socket.socket) -> str:
-    """The address of another host that a socket is connected with; empty for others. Raises: OSError."""
+    """Return the address of the other host to which a socket is connected; else an empty text. Raises: OSError."""
     if own.family not in (socket.AF_INET, socket.AF_INET6) or own.type != socket.SOCK_STREAM:
         return ""
     try:
         there = str(own.getpeername()[0])
-    except OSError:  # it listens
+    except OSError:  # the socket listens
         return ""
     return "" if there == own.getsockname()[0] else there
 
 
 def _sockets() -> dict[int, str]:
-    """Descriptors of this process's sockets, each with a name that no other has; none where /proc is not Linux's."""
+    """Return the descriptors of this process's sockets, each with a unique name; empty without Linux's /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for path in Path("/proc/self/fd").iterdir():

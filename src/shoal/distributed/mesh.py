@@ -1,4 +1,4 @@
-"""Device mesh of a run and this rank's coordinates, passed to every user and never global."""
+"""Device mesh of a run and this rank's coordinates, passed explicitly and never global."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from shoal.numerics.flat import raw_bytes
 from shoal.plans.layout import AXES, Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# The group of the ranks that hold the same of the model.
+# Name of the group of the ranks that hold the same part of the model.
 REPLICAS = "replicas"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """View of the run from one rank: `layout`, `rank`, `device`, and collectives over all the ranks.
+    """View of the run from one rank: `layout`, `rank`, `device`, and collectives over all ranks.
 
-    With one process no process group exists and every collective is the identity.
+    With one process no process group exists, and every collective is the identity.
     """
 
     layout: Layout
@@ -45,10 +45,10 @@ class Mesh:
     device: torch.device
     host: str
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    store: Store | None = None  # of all the ranks, for what no collective can say; None for one process
+    store: Store | None = None  # of all ranks, for messages outside of collectives; None for one process
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks.
+        """Return the process group of the ranks that differ from this rank along `axis` only; None means all ranks.
 
         Raises: KeyError for an axis of one rank.
         """
@@ -56,35 +56,35 @@ class Mesh:
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that hold the same of the model and compute different grains; None for all ranks."""
+        """The group of the ranks with the same part of the model and different grains; None means all ranks."""
         return self.groups.get(REPLICAS)
 
     @functools.cached_property
     def counts_loss(self) -> bool:
-        """Whether this rank is the one of those with the same grains that counts their losses and samples."""
+        """Whether this rank, among those with the same grains, counts the losses and samples."""
         place = self.layout.coordinate(self.rank)
         return place.tensor == 0 and place.context == 0 and place.pipeline == self.layout.pipeline - 1
 
     @functools.cached_property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.layout.world_size
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those that hold different grains."""
+        """This rank's number among the ranks with different grains."""
         place = self.layout.coordinate(self.rank)
         return place.data * self.layout.shard + place.shard
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks hold different grains."""
+        """Number of ranks with different grains."""
         return self.layout.divides_grains
 
     def all_gather(self, values: list[float]) -> npt.NDArray[np.float64]:
-        """Every rank's `values`, float64 [world_size, len(values)].
+        """Return every rank's `values`, float64 [world_size, len(values)].
 
-        Collective: all ranks, one all-gather of 8 * len(values) bytes a rank, over Gloo also where devices are GPUs.
+        Collective: all ranks, one all-gather of 8 * len(values) bytes a rank, over Gloo even if devices are GPUs.
         """
         row = torch.tensor(values, dtype=torch.float64)
         if self.world_size == 1:
@@ -94,7 +94,7 @@ class Mesh:
         return rows.numpy()
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank. Collective: all ranks, two all-gathers."""
+        """Return every rank's JSON value, in rank order, on every rank. Collective: all ranks, two all-gathers."""
         text = json.dumps(value).encode()
         longest = int(self.all_gather([float(len(text))]).max())
         if self.world_size == 1:
@@ -106,9 +106,10 @@ class Mesh:
         return [json.loads(bytes(r.numpy().tobytes()).rstrip(b"\0")) for r in rows]
 
     def send_to_first(self, content: bytes) -> Iterator[bytes]:
-        """On rank 0 every rank's bytes, in rank order and one at a time; nothing on the others.
+        """Yield every rank's bytes on rank 0, in rank order and one at a time; nothing on other ranks.
 
-        Collective: all ranks, an all-gather of 8 bytes a rank and a message of each to rank 0; rank 0 takes them all.
+        Rank 0 must exhaust the iterator.
+        Collective: all ranks, an all-gather of 8 bytes a rank and a message from each rank to rank 0.
         """
         lengths = [int(length) for length in self.all_gather([float(len(content))])[:, 0]]
         if self.rank != 0:
@@ -123,9 +124,9 @@ class Mesh:
             yield row.numpy().tobytes()
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Rank 0's values into every rank's tensors, in place. Collective: all ranks, one broadcast a tensor."""
+        """Copy rank 0's values into every rank's tensors. Collective: all ranks, one broadcast a tensor."""
         if self.world_size > 1:
-            for tensor in tensors:  # as bytes: Gloo knows neither complex numbers nor float8
+            for tensor in tensors:  # as bytes: Gloo supports neither complex numbers nor float8
                 sent = tensor.contiguous()
                 dist.broadcast(raw_bytes(sent), src=0)
                 if sent.data_ptr() != tensor.data_ptr():
@@ -133,15 +134,16 @@ class Mesh:
 
 
 def alone(device: torch.device) -> Mesh:
-    """The mesh of one process by itself."""
+    """Return the mesh of a single process."""
     return Mesh(Layout(), 0, device, socket.gethostname())
 
 
 @contextlib.contextmanager
 def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
-    """The mesh of a run, and its process group for as long as the context lasts.
+    """Provide the mesh of a run, with its process group for the duration of the context.
 
-    Raises: LaunchError where the world that assembled is not the layout's, a port is taken, or a rank does not come.
+    Raises:
+        LaunchError: the world size is not the layout's, a port is in use, or a rank does not come.
     """
     if environment.world_size != layout.world_size:
         raise LaunchError(
@@ -155,7 +157,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         yield mesh
         return
     if environment.single_host and environment.address in _LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what stays on one host listens on loopback only
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a run on one host listens on loopback only
     elif not environment.single_host:
         choose_interface(environment)
     watch = HostWatch()
@@ -169,12 +171,12 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
 
 
 def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
-    """Opens the default process group: its store, and the place of this opening in that. Raises: LaunchError."""
+    """Open the default process group. Return its store and its key prefix in the store. Raises: LaunchError."""
     store = _open_store(environment)
     try:
-        # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.
+        # An agent's store outlives groups and the keys of their ranks, so each opening has its own prefix.
         opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
-        number = 1 if environment.agent_store else opened  # torchrun gives each rank once; another store is new
+        number = 1 if environment.agent_store else opened  # torchrun starts each rank once; any other store is new
         opened = opened if environment.agent_store else 1
         place = f"shoal/{environment.restarts}/{opened}"
         meet(PrefixStore(f"{place}/present", store), environment, mesh.host, number=number)
@@ -191,9 +193,9 @@ def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
 
 
 def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
-    """A group for each axis by itself, and one for the replicas where they are not all ranks. Collective: all ranks.
+    """Open a group for each axis, and one for the replicas unless they are all ranks. Collective: all ranks.
 
-    An axis that takes in all ranks has a group of its own too: what is sent in a forward never meets the engine's own.
+    An axis that spans all ranks also gets its own group, so that messages of a forward never meet the engine's own.
     """
     wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
     if layout.shares_grains > 1:
@@ -205,7 +207,7 @@ def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
 def new_group(
     parts: Iterable[Sequence[int]], timeout: timedelta = COLLECTIVE_TIMEOUT, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """The process group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
+    """Return the process group of this rank's part. Collective: all ranks of the run, with the same `parts`."""
     found = None
     for ranks in parts:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
@@ -215,7 +217,7 @@ def new_group(
 
 
 def choose_device(environment: Environment) -> torch.device:
-    """The GPU of this local rank where torch sees GPUs, else the CPU. Raises: LaunchError for too few GPUs."""
+    """Return the GPU of this local rank if torch sees GPUs, else the CPU. Raises: LaunchError for too few GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     found = torch.cuda.device_count()
@@ -247,7 +249,7 @@ def _open_store(environment: Environment) -> Store:
 
 
 def _store(environment: Environment, timeout: timedelta, listen_fd: int | None) -> Store:
-    """Rank 0's store, served where there is a socket that listens."""
+    """Connect to rank 0's store, or serve it if there is a listening socket."""
     return TCPStore(
         environment.address,
         environment.port,
@@ -260,7 +262,7 @@ def _store(environment: Environment, timeout: timedelta, listen_fd: int | None) 
 
 
 def _listen(address: str, port: int) -> int:
-    """A socket that listens on that address only; a TCPStore by itself would listen on every interface."""
+    """Listen on that address only, and return the socket. A TCPStore by itself listens on every interface."""
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

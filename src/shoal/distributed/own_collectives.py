@@ -1,4 +1,4 @@
-"""Collectives that a job calls itself, within its loss, metrics or model: they are found before the first step."""
+"""Detection of collectives that a job calls itself, in its loss, metrics or model, before the first step."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _NAMES = (
 )
 _SHOAL = str(Path(__file__).resolve().parents[1]) + os.sep
 _TORCH = str(Path(dist.__file__).resolve().parents[1]) + os.sep
-# Of torch, these are called by who writes a loss.
+# The functions of torch that authors of a loss call.
 _FOR_USERS = os.path.join(_TORCH, "distributed", "nn", "functional.py")
 
 
 @contextlib.contextmanager
 def own_collectives_refused(what: str) -> Iterator[None]:
-    """A context that calls a job's code, such as `what`, on several ranks.
+    """Refuse collectives of the job's code, such as `what`, while the context calls it on several ranks.
 
     Raises: JobError, before anything is sent, for a collective that neither shoal nor torch itself calls.
     """
-    allowed: list[str] = []  # the calls that go on now: torch gives them to function modes, which call once more
+    allowed: list[str] = []  # the calls in progress: torch passes them to function modes, which call once more
     kept = [(module, name, getattr(module, name)) for module in (dist, distributed_c10d) for name in _NAMES]
     try:
         for module, name, function in kept:

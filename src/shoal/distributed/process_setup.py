@@ -1,8 +1,8 @@
 """Process setup before training: threads, determinism, and a deferred import of torch's compiler.
 
-torch.optim.Optimizer imports torch._dynamo (more than a second, as long as torch itself) in its constructor and in
-`step`, only to tell a compiler that is not running where not to look. Inside `compiler_deferred` these imports find a
-stand-in that does just that. See docs/decisions/0006-start-up.md.
+torch.optim.Optimizer imports torch._dynamo in its constructor and in `step`, which takes more than a second, as long as
+torch itself. It only marks code that a compiler, which does not run, should skip. Inside `compiler_deferred` these
+imports get a stand-in with the same effect. See docs/decisions/0006-start-up.md.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shoal.runs.version import __version__
 
 _NAME = "torch._dynamo"
 
-# glibc's mallopt: above the first size a free gives pages back, above the second it maps and unmaps them every time. A
-# step frees and asks for the same tensors again: GPT's took 16,000 page faults a step, 4 % of its time on one thread.
+# glibc's mallopt: above the first size a free returns pages, above the second each allocation maps and unmaps them. A
+# step frees and allocates the same tensors again: GPT took 16,000 page faults a step, 4 % of the time on one thread.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LOADING_SEED = 5_489
-_TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20  # 32 MiB is the most that glibc takes
+_TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20  # 32 MiB is glibc's maximum
 _LEAN_BYTES = 1 << 20
 
 
 def prepare_process(exact: bool, num_threads: int | None) -> None:
-    """Threads, determinism and allocator of this process, for the rest of its life.
+    """Set threads, determinism and the allocator of this process, for the rest of its life.
 
-    Exact: one thread, since kernels divide their sums by threads. Else `num_threads`, where that is a number and
-    OMP_NUM_THREADS is not set.
+    Exact mode uses one thread, since kernels split their sums by threads. Else the process uses `num_threads`, unless
+    that is None or OMP_NUM_THREADS is set.
     """
     if exact:
         torch.set_num_threads(1)
@@ -49,41 +49,41 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
 
 
 def seed_loading() -> None:
-    """Seed torch's generators, before a job is loaded: a module that it makes at import is then the same in each run.
+    """Seed torch's generators before a job is loaded, so that a module created at import is the same in each run.
 
-    Python's and numpy's generators are left alone, from which a job may draw the name of a run.
+    Python's and numpy's generators stay unseeded: a job may draw the name of a run from them.
     """
     torch.manual_seed(_LOADING_SEED)
 
 
 def has_drawn_since_loading() -> bool:
-    """Whether torch's generator was drawn from after `seed_loading`, and not seeded by the job itself."""
+    """Check whether code drew from torch's generator after `seed_loading` without seeding it."""
     generator, fresh = torch.default_generator, torch.Generator().manual_seed(_LOADING_SEED)
     return generator.initial_seed() == _LOADING_SEED and not torch.equal(generator.get_state(), fresh.get_state())
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """A context, or a function decorated by it, in which torch's kernels run on one thread.
+    """Run torch's kernels on one thread in this context or decorated function.
 
-    For initial values: factorisations (`torch.nn.init.orthogonal_`) give other bits on two threads than on one.
+    This is for initial values: factorisations (`torch.nn.init.orthogonal_`) give other bits on two threads than on one.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        if torch.get_num_threads() == 1:  # else the job's own code has chosen
+        if torch.get_num_threads() == 1:  # otherwise the job's own code has chosen a number
             torch.set_num_threads(before)
 
 
 def return_freed_memory() -> None:
-    """From here on what is freed goes back to the system at once, which costs a step page faults."""
+    """Return freed memory to the system at once from now on, which costs page faults in each step."""
     _set_allocator(_LEAN_BYTES, _LEAN_BYTES)
 
 
 def _use_deterministic_algorithms() -> None:
-    """torch.use_deterministic_algorithms, which loads the compiler to set an option of it: here by its environment."""
+    """Call torch.use_deterministic_algorithms without loading the compiler, whose option is set by the environment."""
     setter = getattr(torch._C, "_set_deterministic_algorithms", None)
     if setter is None or "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(True)
@@ -93,13 +93,13 @@ def _use_deterministic_algorithms() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of shoal, torch and Python in this process."""
+    """Return the versions of shoal, torch and Python in this process."""
     return {"shoal": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _set_allocator(trim_bytes: int, mmap_bytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # An allocator that was chosen from outside (these variables, or another library) knows better.
+    # Keeps the settings of an allocator that the user has chosen by these variables.
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(_M_TRIM_THRESHOLD, trim_bytes)
         mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
@@ -112,7 +112,7 @@ def _stand_in() -> ModuleType:
         return fn
 
     def load(name: str) -> Any:
-        """Anything else is a real use: the real module takes the stand-in's place."""
+        """Replace the stand-in by the real module, since any other attribute is a real use."""
         sys.modules.pop(_NAME, None)
         torch.__dict__.pop("_dynamo", None)
         return getattr(importlib.import_module(_NAME), name)
@@ -128,9 +128,9 @@ _STAND_IN = _stand_in()
 
 @contextlib.contextmanager
 def compiler_deferred() -> Iterator[None]:
-    """A context in which `import torch._dynamo` loads nothing; without effect where the compiler is loaded already.
+    """Make `import torch._dynamo` load nothing in this context. No effect if the compiler is already loaded.
 
-    For calls into torch.optim's own classes only: anything that really compiles needs the real module.
+    Only for calls into torch.optim's own classes: code that really compiles needs the real module.
     """
     if _NAME in sys.modules:
         yield
@@ -146,14 +146,14 @@ def compiler_deferred() -> Iterator[None]:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch.optim's own classes."""
+    """Check whether an optimizer is one of torch.optim's own classes."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Its `step`, without the compiler and torch's span around it where it is one of torch.optim's own.
+    """Call the optimizer's `step`. For torch.optim's own classes, skip the compiler and torch's profiler span.
 
-    The span, a call into the profiler, took 20 us of a step of 150, and 100 after a backward.
+    The span, a call into the profiler, took 20 us of a step of 150 us, and 100 us after a backward.
     """
     if not is_torchs(optimizer):
         optimizer.step()
@@ -168,6 +168,6 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's `step` has hooks before or after."""
+    """Check whether an optimizer's `step` has hooks before or after it."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -1,10 +1,10 @@
-"""Communication meter: the messages and bytes of this rank's collectives, counted where torch dispatches them.
+"""Communication meter: counts the messages and bytes of this rank's collectives where torch dispatches them.
 
-Every collective ends in an operator of torch's `c10d` library, whoever asks for it: torch.distributed, functional
-collectives, DTensor, fully_shard, compiled code; in the forward, or in a hook of the backward on autograd's own thread.
-In a count each of these has a kernel before its own that reads the sizes of its buffers and passes the call on: 20
-microseconds a collective, and nothing for other operators or outside a count. A TorchDispatchMode would see the same,
-but also every other operator, and under one torch chooses other kernels and does not compile.
+Every collective ends in an operator of torch's `c10d` library. This holds for torch.distributed, functional
+collectives, DTensor, fully_shard and compiled code, in the forward and in hooks of the backward on autograd's thread.
+During a count each operator has an extra kernel, which reads the buffer sizes and forwards the call. The kernel takes
+20 us a collective; other operators and code outside a count pay nothing. A TorchDispatchMode would also see every other
+operator, and under such a mode torch chooses other kernels and does not compile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.numerics.operators import tensors_in
 from shoal.plans.accounting.collectives import WORLD, Volumes
 
-# Operators of torch.ops.c10d, and the kind that each one is counted as.
+# Operators of torch.ops.c10d, and the kind as which each is counted.
 KINDS = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -42,13 +42,13 @@ KINDS = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-# Takes the kind, the group's name, and the two buffers' tensors, before the collective begins.
+# Receives the kind, the group's name, and the tensors of both buffers, before the collective begins.
 Listener = Callable[[str, str, list[Tensor], list[Tensor]], None]
 
 
 @runtime_checkable
 class Tells(Protocol):
-    """Process group that reports those of its collectives which the dispatcher does not see, by torch's name of it."""
+    """Process group that reports collectives that the dispatcher does not see, under torch's name of the group."""
 
     listeners: list[Listener]
 
@@ -56,9 +56,9 @@ class Tells(Protocol):
 class Traffic:
     """Counter of this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
 
-    Bytes as in plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A collective of
-    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`.
-    `stage_groups` carry the messages of a pipeline.
+    Bytes are those of plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A
+    collective of several tensors is one message. `names` maps axes to their process groups; the group of all ranks is
+    `world`. `stage_groups` carry the messages of a pipeline.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Traffic:
         self.volumes = Volumes()
 
     def start(self) -> None:
-        """Begins a count at zero."""
+        """Begin a count at zero."""
         self.volumes = Volumes()
         if self._library is not None or not dist.is_available():
             return
-        # The one key that every call passes, below autograd and dispatch modes and above the backends' own kernels.
+        # The only key that every call passes: below autograd and dispatch modes, above the backends' own kernels.
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         self._library = torch.library.Library("c10d", "IMPL")
         for group in self._telling:
@@ -89,7 +89,7 @@ class Traffic:
                 self._library.impl(name, self._kernel(name, kind, after), "BackendSelect", with_keyset=True)
 
     def stop(self) -> Volumes:
-        """Ends the count: what was counted. Without effect where none is under way."""
+        """End the count and return its volumes. No effect if no count is in progress."""
         library, self._library = self._library, None
         if library is not None:
             library._destroy()

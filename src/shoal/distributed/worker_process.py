@@ -1,4 +1,4 @@
-"""Exit protocol of a rank's process towards the launcher that started it."""
+"""Exit protocol between a rank's process and the launcher that started it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shoal.runs.directory import write_file
 
 
 def _end_at_once(code: ExitCode) -> None:
-    """Ends this rank, for which a new one is to start: torch's own end takes half a second on a free core.
+    """End this rank, which a new one will replace, without torch's own shutdown, which takes half a second.
 
-    Functions that user code has registered with atexit are not called: one of torch's or of a library may wait for the
-    peer that is lost, and ranks that were killed have not called theirs either.
+    Functions that user code has registered with atexit are not called: one of them may wait for the lost peer. Killed
+    ranks do not call theirs either.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -31,7 +31,7 @@ def _end_at_once(code: ExitCode) -> None:
 
 
 def _write_report(path: str, text: str) -> None:
-    """Writes a report on disk, or at an address. Raises: OSError."""
+    """Write a report to disk or to an address. Raises: OSError."""
     if is_address(path):
         folder, _, name = path.rpartition("/")
         RunAddress(folder).write(name, text.encode())
@@ -40,9 +40,9 @@ def _write_report(path: str, text: str) -> None:
 
 
 def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
-    """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one.
+    """Run `work` as a rank and return its exit code. Report the end to the launcher; without one, print an error.
 
-    `may_end_at_once`: whether a rank that lost a peer ends here, without what its callers and atexit would still do.
+    `may_end_at_once`: whether a rank that lost a peer ends here, without the rest of its callers and atexit.
     """
     die_with_launcher()
     if environment.world_size > 1:
@@ -55,21 +55,21 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
         if error.rank is None and environment.world_size > 1:
             error.rank, error.host = environment.rank, platform.node()
         code = error.exit_code
-        # Pods come and go one by one: who has missed the others, or the end of a lost one, is to try again.
+        # Pods start and end one by one: a pod that missed the others, or a lost pod's end, must be restarted.
         if environment.engine == "kubernetes" and isinstance(error, LaunchError | InUseError):
             code = ExitCode.RANK_LOST
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
-        path = report.replace("%r", str(environment.rank))  # of an engine's ranks, which have one variable
+        path = report.replace("%r", str(environment.rank))  # an engine's ranks share one variable
         try:
             _write_report(path, json.dumps({"exit_code": int(code), "error": told}))
-        except OSError:  # the launcher's folder is on no disk of this host
+        except OSError:  # the launcher's folder is not on this host
             if error is not None:
                 print(error.render(), file=sys.stderr)
         else:
             if may_end_at_once and isinstance(error, PeerError) and not error.everywhere:
                 _end_at_once(code)
-    elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit says it
+    elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit prints it
         print(error.render(), file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Hardware catalogue: devices, links and hosts, and clusters by name, from a file, or as measured on this machine."""
+"""Hardware catalogue: devices, links and hosts; clusters by name, from a file, or as measured on this machine."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ __all__ = ["cluster", "device", "dump", "link", "load"]
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster that a name, the path of a TOML file, or "here" means; notes say what of its device is guessed.
+    """Return the cluster for a name, the path of a TOML file, or "here". Its notes list guessed numbers of its device.
 
-    Raises: HardwareError where there is none.
+    Raises: HardwareError if there is no such cluster.
     """
     if text == "here":
         return here()

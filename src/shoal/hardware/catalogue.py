@@ -1,6 +1,6 @@
-"""Hardware in TOML: devices, links and hosts of the catalogue beside this module, by name or alias, and cluster files.
+"""Hardware in TOML: devices, links and hosts of the catalogue in this folder, by name or alias, and cluster files.
 
-A cluster file has exact keys; its devices and links are given in full, by name, or as what differs from a named one.
+A cluster file has exact keys. It gives devices and links in full, by name, or as differences from a named one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal.errors import HardwareError, nearest
 from shoal.hardware.power import CAP, capped
 from shoal.hardware.values import Cluster, Device, Link, checked, to_table
 
-_CATALOGUED = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not the value's
+_CATALOGUED = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not fields of the value
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host of the catalogue: its devices, joined by `within`, and `ports` of the network link `between`."""
+    """Host of the catalogue: its devices, joined by `within`, and `ports` of the network link `between`."""
 
     name: str
     device: str
@@ -37,36 +37,36 @@ class Host:
 
 
 def plain(name: str) -> str:
-    """A name as it is compared: without case, hyphens and spaces."""
+    """Return a name in the form for comparisons: without case, hyphens and spaces."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
 @cache
 def devices() -> Mapping[str, Mapping[str, Any]]:
-    """The tables of all devices by name, what `like` takes over filled in."""
+    """Return the tables of all devices by name, with the values of `like` filled in."""
     return _tables("gpus.toml", "cpus.toml")
 
 
 @cache
 def links() -> Mapping[str, Mapping[str, Any]]:
-    """As `devices`, of links."""
+    """Return the tables of all links, as `devices`."""
     return _tables("links.toml")
 
 
 @cache
 def hosts() -> Mapping[str, Mapping[str, Any]]:
-    """As `devices`, of hosts."""
+    """Return the tables of all hosts, as `devices`."""
     return _tables("hosts.toml")
 
 
 def find(name: str, table: Mapping[str, Any]) -> str | None:
-    """The entry of `table` that has this name or alias; None where none has."""
+    """Return the entry of `table` with this name or alias; None if there is none."""
     wanted = plain(name)
     return next((known for known in table if wanted in map(plain, names({known: table[known]}))), None)
 
 
 def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
-    """The entry of `table` that has this name or alias. Raises: HardwareError where none has."""
+    """Return the entry of `table` with this name or alias. Raises: HardwareError if there is none."""
     known = find(name, table)
     if known is None:
         raise unknown(what, name, names(table))
@@ -74,12 +74,12 @@ def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
 
 
 def names(table: Mapping[str, Any]) -> list[str]:
-    """All names and aliases of a table."""
+    """Return all names and aliases of a table."""
     return [name for known, entry in table.items() for name in (known, *entry.get("aliases", ()))]
 
 
 def device(name: str) -> Device:
-    """A device of the catalogue, capped where the name ends in "@500W". Raises: HardwareError where there is none."""
+    """Return a device of the catalogue, capped if the name ends in "@500W". Raises: HardwareError if there is none."""
     name, _, cap = name.partition("@")
     found = checked(Device, described("device", name), f"device {name}")
     if not cap:
@@ -95,17 +95,17 @@ def device(name: str) -> Device:
 
 
 def link(name: str) -> Link:
-    """A link of the catalogue. Raises: HardwareError where there is none of this name."""
+    """Return a link of the catalogue. Raises: HardwareError if there is none of this name."""
     return checked(Link, described("link", name), f"link {name}")
 
 
 def host(known: str) -> Host:
-    """The host of an entry."""
+    """Return the host of an entry."""
     return Host(**hosts()[known])
 
 
 def unknown(what: str, name: str, known: list[str]) -> HardwareError:
-    """The error for a name that the catalogue lacks."""
+    """Return the error for a name that the catalogue lacks."""
     near = nearest(name, known) or nearest(name.upper(), known)
     return HardwareError(
         given=f"{what} {name!r}",
@@ -115,9 +115,9 @@ def unknown(what: str, name: str, known: list[str]) -> HardwareError:
 
 
 def described(what: str, given: Any) -> Any:
-    """The table of a "device" or a "link" that is given by name, or by a table; what is neither is left to its reader.
+    """Return the table of a "device" or "link", given by name or by table. Other values are returned unchanged.
 
-    What `like` names is filled in, and without the keys that only the catalogue has. A device's name may have a cap.
+    The function fills in the entry that `like` names, without the catalogue's own keys. A device's name may have a cap.
     """
     own = {"like": given} if isinstance(given, str) else given
     if not isinstance(own, dict) or "like" not in own:
@@ -131,7 +131,7 @@ def described(what: str, given: Any) -> Any:
 
 
 def _joined(own: Mapping[str, Any], parent: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` over `parent`; a number that is stated anew needs its own source; "none" takes a value away."""
+    """Merge `own` over `parent`. An overridden number needs its own source; "none" removes a value."""
     sources = {key: text for key, text in parent.get("sources", {}).items() if key not in own}
     joined = {**parent, **own, "sources": sources | own.get("sources", {})}
     return {key: value for key, value in joined.items() if value != "none"}
@@ -154,14 +154,14 @@ def _tables(*names: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 SCHEMA = 1
-# Not the cluster's: `shoal bench` adds for people the spread of each measurement, and where and when it ran.
+# Keys that are not the cluster's: `shoal bench` adds the spread of its measurements, and where and when it ran.
 _BESIDE = ("schema", "measurements", "machine")
 _DESCRIBED = {"device": "device", "within": "link", "between": "link"}
 _DESCRIBED_BY_NAME = {"alternatives": "device", "algorithms": "link"}
 
 
 def load(path: Path | str) -> Cluster:
-    """The cluster in a TOML file. Raises: HardwareError where it is missing, is no TOML, or has mistakes (all told)."""
+    """Load the cluster from a TOML file. Raises: HardwareError, with all mistakes, if it is missing or invalid."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -189,7 +189,7 @@ def load(path: Path | str) -> Cluster:
 
 
 def dump(cluster: Cluster, beside: Mapping[str, Any] | None = None) -> str:
-    """The cluster as TOML text, which `load` reads back; `beside` has tables for people that it passes over."""
+    """Return the cluster as TOML text for `load`; `beside` has additional tables, which `load` ignores."""
     import tomli_w
 
     return tomli_w.dumps({"schema": SCHEMA, **to_table(cluster), **(beside or {})})

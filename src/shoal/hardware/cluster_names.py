@@ -15,16 +15,17 @@ _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)gb(?:ps|it|it/s)?", re.IGNORECASE)
 _MARGIN = re.compile(r"margin=(\d+(?:\.\d+)?)%", re.IGNORECASE)
 _PORTS = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
-_SPEED_SHARE = 0.9  # of a network whose speed is all that is known
+_SPEED_SHARE = 0.9  # reached share of a network's speed, if only the speed is known
 
 
 def named_cluster(text: str) -> Cluster:
-    """The cluster that a name stands for.
+    """Return the cluster for a name.
 
-    NxDEVICE is N devices in hosts of the usual size, HxNxDEVICE is H hosts of N, HxHOST is H hosts; each "@LINK" puts
-    another link in: one within a host, or P x one of the network, or a speed of the network per host ("@200Gb");
-    "@500W" caps each device's power, and "@margin=2%" says what of its memory plans leave free.
-    Raises: HardwareError where the catalogue has no such name, or the devices do not fill whole hosts.
+    - NxDEVICE: N devices in hosts of the usual size; HxNxDEVICE: H hosts of N devices; HxHOST: H hosts.
+    - "@LINK" replaces a link: a link within a host, P x a network link, or a network speed per host ("@200Gb").
+    - "@500W" caps each device's power; "@margin=2%" sets the share of device memory that plans leave free.
+
+    Raises: HardwareError if the catalogue has no such name, or the devices do not fill whole hosts.
     """
     parts = _NAME.fullmatch(text.strip())
     if parts is None:
@@ -45,7 +46,7 @@ def named_cluster(text: str) -> Cluster:
 
 
 def _host(name: str) -> Host:
-    """The host of that name, or the usual one of the device of that name, with that device in it."""
+    """Return the host of that name, or the usual host of the device of that name, with that device in it."""
     known = find(name, devices())
     if known is not None:
         return replace(host(devices()[known]["host"]), device=known)
@@ -92,12 +93,12 @@ def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
 
 
 def _ports(host: Host, devices: int) -> int:
-    """Ports of the network that so many of a host's devices have: of a port a device, as many as there are devices."""
+    """Return the network ports for `devices` devices of a host; a host with a port per device has one for each."""
     return min(host.ports, devices) if host.ports == host.devices else host.ports
 
 
 def of_cores(core: Device, cores: int, ranks: int) -> Device:
-    """The device of each of `ranks` ranks on a host of `cores` cores: as many threads as fit, memory in parts."""
+    """Return the device of each of `ranks` ranks on a host of `cores` cores: an equal share of threads and memory."""
     threads = cores // ranks
     if threads == 1 and ranks == cores:
         return core

@@ -15,18 +15,18 @@ from shoal.hardware.values import Cluster
 
 _NOT_MEASURED = "not measured: the catalogue's numbers for what is here; `shoal bench` measures this machine"
 
-# Of NVIDIA's driver: a folder for each GPU. To ask CUDA would make a process useless for a fork.
+# NVIDIA's driver has a folder for each GPU. A query through CUDA would prevent forks of the process.
 GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def here() -> Cluster:
-    """This machine as measured, or else as detected with the catalogue's numbers and a note that says so."""
+    """Return this machine as measured, or else as detected, with the catalogue's numbers and a note about that."""
     path = measured_file()
     return load(path) if path.is_file() else detected()
 
 
 def measured_file() -> Path:
-    """The file of `shoal bench`'s measurements on this machine: by host name, processor and cores."""
+    """Return the path of `shoal bench`'s measurements here, keyed by host name, processor, cores and GPUs."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node()) or "host"
     kind = f"{processor()} {cores()} {' '.join(gpus())}"
@@ -34,29 +34,29 @@ def measured_file() -> Path:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The processor's model, as the system calls it."""
+    """Return the system's name of the processor's model."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
-    """The host's memory."""
+    """Return the host's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def gpus() -> list[str]:
-    """The models of the GPUs that the driver shows."""
+    """Return the models of the GPUs that the driver shows."""
     shown = sorted(GPU_FOLDER.iterdir()) if GPU_FOLDER.is_dir() else []
     texts = [(gpu / "information").read_text() for gpu in shown]
     return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
 def visible_gpus() -> int:
-    """Number of GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves; 0 where there are none."""
+    """Return the number of GPUs that the driver shows, at most as many as CUDA_VISIBLE_DEVICES names."""
     found = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -65,7 +65,7 @@ def visible_gpus() -> int:
 
 
 def detected() -> Cluster:
-    """The hardware of this machine, without measuring: GPUs that the catalogue knows, or else the cores."""
+    """Detect this machine's hardware without measurements: GPUs that the catalogue knows, or else the cores."""
     found = gpus()
     kinds = {kind_of(model) for model in found}
     if len(kinds) == 1 and (kind := kinds.pop()):
@@ -84,7 +84,7 @@ def detected() -> Cluster:
 
 
 def kind_of(model: str) -> str | None:
-    """The catalogue's name of a GPU that the driver calls `model`: the longest of those that occur as words in it."""
+    """Return the catalogue's name for a GPU that the driver calls `model`, by its longest matching text."""
     known = [(text, name) for name, entry in devices().items() for text in entry.get("match", ())]
     found = [(len(text), name) for text, name in known if re.search(rf"\b{re.escape(text)}\b", model)]
     return max(found)[1] if found else None

@@ -1,4 +1,4 @@
-"""The fastest all-reduce algorithm on this machine: as `shoal bench collectives` measured it, else by a rule."""
+"""The fastest all-reduce algorithm on this machine, as measured by `shoal bench collectives`, else by a rule."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from shoal.hardware.catalogue import load
 from shoal.hardware.detect import gpus, measured_file
 from shoal.hardware.values import SHARED_MEMORY, Cluster, Curve
 
-# Which of them a plan can name.
+# The algorithms that a plan can name.
 ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
-# A bucket of gradients on CPUs is about so large.
+# A typical bucket of gradients on CPUs.
 BUCKET_BYTES = 4 << 20
-# Machines on which its counters were tried: see distributed/collectives/shared_memory/region.py.
+# Machines on which shared memory's counters were tested: see distributed/collectives/shared_memory/region.py.
 _ORDERED = ("x86_64", "AMD64")
-# A choice that was measured to win by less may be noise.
+# A smaller measured gain may be noise.
 _WORTH = 0.95
 
 
 def comparison_file(ranks: int) -> Path:
-    """The file of `shoal bench collectives`' measurements on this machine with so many ranks."""
+    """Return the path of `shoal bench collectives`' measurements on this machine with `ranks` ranks."""
     known = measured_file()
     return known.with_name(f"{known.stem}-collectives-{ranks}.json")
 
 
 def shares_memory(ranks: int) -> bool:
-    """Whether so many ranks, all of them processes of this machine, can sum in memory that all of them map."""
+    """Check whether `ranks` processes of this machine can sum through shared memory."""
     return ranks > 1 and why_not_shared() is None
 
 
 def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
-    """The name for a plan of so many ranks, all of them processes of this machine.
+    """Return the algorithm's name for a plan of `ranks` ranks, all on this machine.
 
-    Where nothing was measured: shared memory, which has been faster than Gloo wherever it was, at every size.
+    The default without measurements is shared memory, which was faster than Gloo in every measurement, at every size.
     """
     if gpus() or ranks < 2 or why_not_shared() is not None:
         return "native"
@@ -49,7 +49,7 @@ def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
         comparison = json.loads(comparison_file(ranks).read_text(encoding="utf-8"))
         return fastest(comparison, num_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # nothing was measured, or by another version
+        pass  # not measured, or measured by another version
     try:
         found = load(measured_file())
     except HardwareError:
@@ -59,7 +59,7 @@ def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
 
 
 def why_not_shared() -> str | None:
-    """The reason why processes of this machine cannot share memory, from a trial; None where they can."""
+    """Return why processes of this machine cannot share memory, from a trial; None if they can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memory without a name"
     if platform.machine() not in _ORDERED:
@@ -79,7 +79,7 @@ def why_not_shared() -> str | None:
 
 
 def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
-    """The algorithm with the least seconds among so many ranks of a host of the cluster, of those measured there."""
+    """Return the fastest measured algorithm among `ranks` ranks on one host of the cluster."""
     if cluster.within is None or not 1 < ranks <= cluster.devices_per_host:
         return "native"
     links = {"native": cluster.within, **cluster.algorithms}
@@ -87,12 +87,12 @@ def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> s
 
 
 def fastest(comparison: Mapping[str, Any], num_bytes: int) -> str:
-    """The algorithm with the least seconds at a size, between those measured on a line of logarithms."""
+    """Return the fastest algorithm at a size, with log-log interpolation between the measured sizes."""
     return _least({name: _at(known, num_bytes) for name, known in comparison["all_reduce_seconds"].items()})
 
 
 def _least(seconds: Mapping[str, float]) -> str:
-    """Native, unless another is faster by more than a twentieth."""
+    """Return the fastest algorithm, or native unless another is faster by more than a twentieth."""
     known = {name: seconds[name] for name in ALGORITHMS if name in seconds}
     best = min(known, key=lambda name: known[name])
     return best if known[best] < _WORTH * known.get("native", math.inf) else "native"

@@ -11,7 +11,7 @@ from shoal.hardware.host_facts import HostFacts, within_quota
 
 _GIB = 1 << 30
 _SHM = "/dev/shm"  # noqa: S108  (the mount)
-# Data workers hand batches over in /dev/shm; gradients of ranks lie in memory without a name, which is not counted.
+# Data workers pass batches through /dev/shm. Ranks' gradients are in anonymous memory, which does not count there.
 _SHM_BYTES = 1 * _GIB
 _OPEN_FILES = 4096
 _PROCESSES = 1024
@@ -20,13 +20,13 @@ _DISK_RATE = 100e6
 _SYNC_SECONDS = 0.1
 _CLOCK_SECONDS = 0.5
 _LEAST_TORCH = (2, 10)
-# Of a CUDA major version that torch is built for: the least driver, as NVIDIA's release notes have it.
+# The oldest driver for each CUDA major version of torch, from NVIDIA's release notes.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Severity(StrEnum):
-    """Severity of a check: nothing, a remark, slow or fragile, or training cannot work."""
+    """Severity of a check: no finding, a remark, slow or fragile training, or training cannot work."""
 
     OK = "ok"
     NOTE = "note"
@@ -36,7 +36,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """One check: its subject, what was seen, and what to do where that is anything."""
+    """One check: its subject, the observation, and a remedy if one is needed."""
 
     subject: str
     severity: Severity
@@ -48,7 +48,7 @@ Checks = Iterator[HealthCheck]
 
 
 def judged(facts: HostFacts) -> tuple[HealthCheck, ...]:
-    """All checks of a host, in the order of its parts."""
+    """Return all checks of a host, grouped by its parts."""
     rules: tuple[Callable[[HostFacts], Checks], ...] = (
         _versions,
         _cores,
@@ -67,7 +67,7 @@ def judged(facts: HostFacts) -> tuple[HealthCheck, ...]:
 
 
 def worst(checks: tuple[HealthCheck, ...]) -> Severity:
-    """The highest severity among checks."""
+    """Return the highest severity among checks."""
     order = list(Severity)
     return max((check.severity for check in checks), key=order.index, default=Severity.OK)
 
@@ -105,7 +105,7 @@ def _versions(facts: HostFacts) -> Checks:
 
 
 def usable_cores(facts: HostFacts) -> float:
-    """Cores that this process gets: by its affinity and by its cgroup's quota."""
+    """Return the number of cores that this process can use, limited by its affinity and its cgroup's quota."""
     return within_quota(facts.cores, facts.quota_cores)
 
 
@@ -244,7 +244,7 @@ def _clock(facts: HostFacts) -> Checks:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Environment variable, the values of it that hurt (a pattern), and what they do."""
+    """Environment variable, a pattern of its harmful values, and their effect."""
 
     name: str
     values: str
@@ -252,7 +252,7 @@ class _Setting:
     does: str
 
 
-# Seen with torch 2.13 where nothing else is said.
+# Observed with torch 2.13 unless stated otherwise.
 _SETTINGS = (
     _Setting("TORCH_DISTRIBUTED_DEBUG", "DETAIL", Severity.WARNING, "each collective is checked by another"),
     _Setting("CUDA_LAUNCH_BLOCKING", "1", Severity.WARNING, "the host waits for each kernel"),

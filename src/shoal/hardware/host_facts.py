@@ -1,6 +1,6 @@
 """Facts of this host that decide whether and how fast training runs: limits, memory, network, disk, GPUs, versions.
 
-Only reads what the system tells, tries loopback, and writes one small file; nothing is judged here.
+This module only reads what the system reports, tries loopback, and writes one small file. It judges nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.hardware.fastest_all_reduce import why_not_shared
 
 _WRITTEN_BYTES = 32 << 20
 _PATIENCE_SECONDS = 10.0
-# What nvidia-smi is asked of each GPU, in this order.
+# The fields that nvidia-smi reports for each GPU, in this order.
 GPU_FIELDS = (
     "name",
     "driver_version",
@@ -46,7 +46,7 @@ _UNSYNCHRONIZED, _TIME_ERROR = 0x40, 5
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """Folder for runs: its file system, free bytes, and a trial of writing; `error` where that failed."""
+    """Folder for runs: its file system, free bytes, and a trial write; `error` if the trial failed."""
 
     folder: str
     kind: str = ""
@@ -58,7 +58,7 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class ClockFacts:
-    """Clock: its source, and its synchronisation with others; None where nothing tells."""
+    """Clock: its source, and its synchronisation with other hosts; None if unknown."""
 
     source: str | None = None
     synchronized: bool | None = None
@@ -67,7 +67,7 @@ class ClockFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """A host as it is now. Limits are None where there is none; `quota_cores` is that of the cgroup."""
+    """Current state of a host. A limit is None if there is none; `quota_cores` is the cgroup's limit."""
 
     name: str
     system: str
@@ -101,7 +101,12 @@ class HostFacts:
 
 
 def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
-    """Facts of this host; runs are written to `folder`. `root`: where /proc and /sys are read."""
+    """Collect the facts of this host.
+
+    Args:
+        folder: the folder for runs, whose disk is tried.
+        root: the folder of /proc and /sys.
+    """
     memory = _meminfo(root / "proc/meminfo")
     found = gpus()
     rows, links = _gpu_rows() if found else ((), None)
@@ -139,7 +144,7 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores that the cgroup of this process may use at a time, the least of it and those around it; None: all."""
+    """Return the number of cores that this process's cgroup and its parents allow at a time; None: all."""
     text = _text(root / "proc/self/cgroup") or ""
     own: dict[str, str] = dict(re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE))
     found: list[float] = []
@@ -155,12 +160,12 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def within_quota(number: int, quota: float | None) -> float:
-    """Cores whose time a process gets of so many, by its cgroup's quota."""
+    """Return how many of `number` cores a process can use under its cgroup's quota."""
     return min(number, quota or number)
 
 
 def allowed_cores(root: Path = Path("/")) -> int:
-    """Whole cores whose time this process gets, by its affinity and by its cgroup's quota; at least one."""
+    """Return the whole cores that this process can use under its affinity and its cgroup's quota; at least one."""
     return max(1, int(within_quota(cores(), cpu_quota(root))))
 
 
@@ -222,7 +227,7 @@ def _versions(root: Path) -> dict[str, str | None]:
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, from its file: to import torch takes seconds."""
+    """Read the CUDA version of torch from its version file, since an import of torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -233,7 +238,7 @@ def _torch_cuda() -> str | None:
 
 
 def _loopback_error() -> str | None:
-    """Why processes of this host cannot talk over 127.0.0.1; None where they can."""
+    """Return why processes of this host cannot communicate over 127.0.0.1; None if they can."""
     try:
         with contextlib.ExitStack() as opened:
             server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -247,7 +252,7 @@ def _loopback_error() -> str | None:
 
 
 def _name_error() -> str | None:
-    """Why this host's name gives no address; None where it does."""
+    """Return why this host's name does not resolve to an address; None if it does."""
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError as error:
@@ -292,20 +297,20 @@ def _disk(folder: Path, root: Path) -> DiskFacts:
 
 
 def _file_system(folder: Path, root: Path) -> str:
-    """The kind of file system that has the folder: the mount with the longest path above it."""
+    """Return the kind of file system of the folder: that of the longest mount path above the folder."""
     mounts = [line.split()[1:3] for line in (_text(root / "proc/mounts") or "").splitlines() if line.count(" ") > 2]
     above = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
     return max(above, default=(0, ""))[1]
 
 
 def _gpu_rows() -> tuple[tuple[Mapping[str, str], ...], str | None]:
-    """What nvidia-smi says of each GPU, and of the links between them; nothing where it cannot be asked."""
+    """Return nvidia-smi's rows of the GPUs, and its text on the links between them; empty and None without it."""
     rows = _asked("--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits")
     return parsed_gpu_rows(rows or ""), _asked("topo", "-m")
 
 
 def parsed_gpu_rows(text: str) -> tuple[Mapping[str, str], ...]:
-    """Rows of nvidia-smi as mappings of `GPU_FIELDS`."""
+    """Parse nvidia-smi's rows into mappings of `GPU_FIELDS`."""
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return tuple(dict(zip(GPU_FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(GPU_FIELDS))
 

@@ -1,4 +1,4 @@
-"""Power caps: a device whose clock is held down to draw less than it is sold for."""
+"""Power caps: devices whose clock is lowered so that they draw less than their limit as sold."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from shoal.errors import HardwareError
 from shoal.hardware.values import Device
 
 CAP: Final = re.compile(r"(\d+(?:\.\d+)?)\s?W", re.IGNORECASE)
-# Of the limit, what leakage, memory and links draw at any clock.
+# Share of the limit that leakage, memory and links draw at any clock.
 _IDLE: Final = 0.2
-# Dynamic power is f V^2 (f the clock, V the voltage), and where boost clocks are V grows a little slower than f: with
-# V ~ f^(2/3), power grows with f^(7/3), and the clock with the power to 3/7.
+# Dynamic power is f V^2 (f the clock, V the voltage). At boost clocks V grows a little slower than f: with V ~ f^(2/3),
+# power grows with f^(7/3), and the clock with the power to 3/7.
 _CLOCK: Final = 3 / 7
-_LEAST: Final = 0.3  # of the limit: drivers accept no less on any part of the catalogue
+_LEAST: Final = 0.3  # of the limit: no driver for a device of the catalogue accepts less
 
 
 def capped(device: Device, watts: float) -> Device:
-    """A device whose power limit is set to so many watts; tensor cores slow down with the clock, and memory does not.
+    """Return the device with its power limit set to `watts`. Tensor cores slow down with the clock; memory does not.
 
-    Whole steps are taken to draw the limit that the device is sold with, as those do that `sustained` was fitted to.
-    Raises: HardwareError where its own limit is not known, or the cap is above it or below what a driver sets.
+    The model assumes that whole steps draw the full limit as sold, as the steps to which `sustained` was fitted do.
+    Raises: HardwareError if the device's limit is unknown, or the cap is above the limit or below a driver's minimum.
     """
     limit = device.watts
     if limit is None:

@@ -1,1 +1,1 @@
-"""Launchers of a run's processes."""
+"""Launchers, which start and supervise the processes of a run."""

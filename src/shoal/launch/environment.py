@@ -1,4 +1,4 @@
-"""Process environment: rank, world size and rendezvous address, as values; `environments/` reads them once."""
+"""Process environment: rank, world size and rendezvous address, as values. `environments/` reads them once."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
-FORK_FD = "SHOAL_FORK_FD"  # a socket on which this process is asked to fork ranks
+FORK_FD = "SHOAL_FORK_FD"  # a socket over which the launcher asks this process to fork ranks
 LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
-REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
-LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
-RUN_KEY = "SHOAL_RUN_KEY"  # a secret of this run, with which its processes prove to each other that they are of it
+REPORT_FILE = "SHOAL_REPORT_FILE"  # the file to which a worker writes its report for the local launcher
+LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # process id of the local launcher; a worker must not outlive this process
+RUN_KEY = "SHOAL_RUN_KEY"  # a secret with which processes prove to each other that they belong to this run
 LOCK_FD = "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher
-INSIDE = "SHOAL_INSIDE_RUN"  # set while this process runs a job's code: is its only rank, or looks at it
-REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher hands over to a worker
-ENGINE = "SHOAL_ENGINE"  # the engine that shoal's own launcher has started this rank on, as NAME or NAME:JOB
-RESTARTS = "SHOAL_RESTARTS"  # how often shoal's own launcher has started all ranks anew
-OWN_GPU = "SHOAL_OWN_GPU"  # set where a rank sees its own GPU only
+INSIDE = "SHOAL_INSIDE_RUN"  # set while this process runs a job's code, as the only rank or to inspect the job
+REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher passes to a worker
+ENGINE = "SHOAL_ENGINE"  # the engine on which shoal's own launcher started this rank, as NAME or NAME:JOB
+RESTARTS = "SHOAL_RESTARTS"  # how many times shoal's own launcher has restarted all ranks
+OWN_GPU = "SHOAL_OWN_GPU"  # set if a rank sees only its own GPU
 
 
 @contextlib.contextmanager
 def inside_run(variables: MutableMapping[str, str]) -> Iterator[None]:
-    """A context in which the variables say that this process runs a job's code."""
+    """Mark this process, for the duration of the context, as one that runs a job's code."""
     before = variables.get(INSIDE)
     variables[INSIDE] = "1"
     try:
@@ -33,7 +33,7 @@ def inside_run(variables: MutableMapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defaults(variables: MutableMapping[str, str], values: Mapping[str, str]) -> Iterator[None]:
-    """A context in which variables that nobody has set have these values."""
+    """Set the variables that are not yet set to `values` for the duration of the context."""
     added = {name: value for name, value in values.items() if name not in variables}
     variables.update(added)
     try:
@@ -47,8 +47,8 @@ def defaults(variables: MutableMapping[str, str], values: Mapping[str, str]) -> 
 class Environment:
     """Rank of this process, and the rendezvous of all ranks.
 
-    A process may also stand for a host: it is the only one that the engine has started there, and starts `num_to_start`
-    ranks itself. `rank` is then the first of these.
+    If the engine starts only one process on each host, that process represents the host. It starts `num_to_start` ranks
+    itself, and `rank` is the first of these ranks.
     """
 
     rank: int = 0
@@ -59,22 +59,22 @@ class Environment:
     port: int = 0
     listen_fd: int | None = None  # an open listening socket for rank 0's store
     agent_store: bool = False  # whether a launcher already serves a store
-    own_gpu: bool = False  # whether a process may see its own GPU only
-    restarts: int = 0  # how often the engine has started the ranks anew
-    key: str | None = field(default=None, repr=False)  # a secret of the run, where its launcher made one
+    own_gpu: bool = False  # whether the process may see only its own GPU
+    restarts: int = 0  # how many times the engine has restarted the ranks
+    key: str | None = field(default=None, repr=False)  # a secret of the run, if its launcher made one
     host: int = 0  # the number of this host
-    num_hosts: int = 1  # 0: nobody says
-    engine: str = ""  # "torchrun", "slurm", ...; empty where nothing has started this process
-    job: str = ""  # its number or name there
-    num_to_start: int = 0  # ranks that this process is to start on its host; 0: it is a rank itself
+    num_hosts: int = 1  # 0: unknown
+    engine: str = ""  # "torchrun", "slurm", ...; empty if no engine started this process
+    job: str = ""  # the engine's number or name for the job
+    num_to_start: int = 0  # ranks that this process starts on its host; 0: this process is a rank itself
 
     @property
     def single_host(self) -> bool:
-        """Whether all the ranks are on this host."""
+        """Whether all ranks are on this host."""
         return self.local_world_size == self.world_size
 
     def variables(self) -> dict[str, str]:
-        """Environment variables from which `joined` reads this value."""
+        """Return the environment variables from which `joined` reads this value."""
         found = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
         found |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
         if self.listen_fd is not None:

@@ -1,10 +1,10 @@
-"""Fork server of a host's ranks: a process that has loaded torch, and of which each rank is a copy.
+"""Fork server of a host's ranks: a process that has loaded torch and forks each rank.
 
-It loads no code of the job's, computes nothing and starts no thread, so that a copy is what a fresh interpreter would
-be. Where that is not so it says so, and ranks are fresh interpreters: where something that Python loads by itself
-(sitecustomize, a preloaded library) has started threads, where CUDA is initialised, and on other systems than Linux.
-What libraries read once as they load (OMP_*, LD_*, CUDA_*) is the same in both: the server has the launcher's
-environment, and a rank has only names of shoal's and of the rendezvous in addition.
+The server loads none of the job's code, computes nothing and starts no thread. A forked rank therefore equals a fresh
+interpreter. In three cases the server refuses, and ranks are fresh interpreters: code that Python loads by itself
+(sitecustomize, a preloaded library) has started threads; CUDA is initialised; the system is not Linux.
+Variables that libraries read once, when they load (OMP_*, LD_*, CUDA_*), are the same in both cases. The server has the
+launcher's environment, to which a rank adds only the variables of shoal and of the rendezvous.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.02
 
 
 class ForkedProcess:
-    """Process that the fork server has started: what its launcher uses of subprocess.Popen."""
+    """Process that the fork server has started, with the methods of subprocess.Popen that launchers use."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -46,12 +46,12 @@ class ForkedProcess:
         self._server = server
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         self._server.hear()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; the exit code. Raises: subprocess.TimeoutExpired."""
+        """Wait until the process ends and return its exit code. Raises: subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             left = None if deadline is None else deadline - time.monotonic()
@@ -62,13 +62,13 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """A signal, where it has not ended. The server tells of an end before it frees the process id."""
+        """Send a signal if the process has not ended. The server reports an end before it frees the process id."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, where it has not ended."""
+        """Send SIGKILL if the process has not ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -76,9 +76,9 @@ Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 
 class ForkServer:
-    """Launcher's end of a fork server, for ranks with these `shoal` arguments and threads each; to be closed.
+    """Launcher's end of a fork server, whose ranks get these `shoal` arguments and threads. Call `close` at the end.
 
-    Not thread-safe: the server and its ranks die with the thread that made it.
+    Not thread-safe: the server and its ranks die with the thread that created the server.
     """
 
     def __init__(self, arguments: Sequence[str], num_threads: int) -> None:
@@ -90,12 +90,12 @@ class ForkServer:
             return
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # With the arguments of its ranks, which `ps` shows of them too.
+            # `ps` shows the arguments of the ranks for the server and for each rank.
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads))}
             self._process = fresh_interpreter(arguments, threads, {FORK_FD: theirs.fileno()}, None)
 
     def until_loaded(self, stop: Callable[[], bool]) -> bool:
-        """Waits until it has loaded torch, or cannot; False where `stop` says so before."""
+        """Wait until the server has loaded torch or has refused. Return False if `stop` returns True before."""
         while self._ready is None:
             if stop():
                 return False
@@ -105,10 +105,10 @@ class ForkServer:
     def start(
         self, variables: Mapping[str, str], descriptors: Mapping[str, int], output: int | None
     ) -> ForkedProcess | None:
-        """A process with these variables in addition; None where a fresh interpreter has to be taken.
+        """Start a process with these additional variables; None if the caller has to start a fresh interpreter.
 
-        `descriptors`: of this process, which it inherits, by the variable that gives their number there.
-        `output`: a descriptor for what it prints, if not this process's own.
+        `descriptors`: descriptors that the process inherits, by the variable that gives their number in the process.
+        `output`: a descriptor for its output, if that is not this process's own output.
         """
         if not self._ready:
             return None
@@ -124,10 +124,10 @@ class ForkServer:
         return self._newest
 
     def hear(self, seconds: float | None = 0.0) -> None:
-        """Takes note of what the server tells; waits so long for the first of it, None: without end."""
+        """Read the server's messages. Wait at most `seconds` for the first message, or without limit if None."""
         while self._ready is not False and self._has_told(seconds):
             text = b""
-            with contextlib.suppress(OSError):  # it may have died with a request unread
+            with contextlib.suppress(OSError):  # the server may have died with a request unread
                 text = self._requests.recv(_MOST_BYTES)
             if not text:
                 self._lose()
@@ -136,13 +136,13 @@ class ForkServer:
             seconds = 0.0
 
     def _has_told(self, seconds: float | None) -> bool:
-        """Whether there is something to hear within so long; with poll, since a user's process may have many files."""
-        look = select.poll()  # its own: a handler of Ctrl-Z may come here in the midst of another's
+        """Check whether a message arrives within `seconds`. `select.select` fails in processes with many files."""
+        look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll
         look.register(self._requests, select.POLLIN)
         return bool(look.poll(None if seconds is None else math.ceil(seconds * 1000)))
 
     def close(self) -> None:
-        """Ends it, and its ranks."""
+        """End the server and its ranks."""
         if sys.platform == "linux":
             self._lose()
             self._requests.close()
@@ -158,7 +158,7 @@ class ForkServer:
             self._newest = self._processes[told["pid"]] = ForkedProcess(self, told["pid"])
 
     def _lose(self) -> None:
-        """Ends it and what is left of its ranks, of whose ends nobody would tell."""
+        """Kill the server and its remaining ranks, since nothing would report their ends."""
         self._ready = False
         self._process.kill()
         self._process.wait()
@@ -172,7 +172,7 @@ class ForkServer:
 def fresh_interpreter(
     arguments: Sequence[str], variables: Mapping[str, str], descriptors: Mapping[str, int], output: int | None
 ) -> subprocess.Popen[bytes]:
-    """An interpreter with these `shoal` arguments; the others as of `ForkServer.start`."""
+    """Start an interpreter with these `shoal` arguments; the other parameters are those of `ForkServer.start`."""
     numbers = {name: str(descriptor) for name, descriptor in descriptors.items()}
     return subprocess.Popen(
         [sys.executable, "-m", "shoal", *arguments],
@@ -181,7 +181,7 @@ def fresh_interpreter(
         stdout=output,
         stderr=output,
         pass_fds=list(descriptors.values()),
-        start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher only, which tells them once
+        start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which signals each rank once
     )
 
 
@@ -190,7 +190,7 @@ def fresh_interpreter(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a forked process becomes."""
+    """Variables, descriptors and output of a rank that a forked process becomes."""
 
     variables: dict[str, str]
     inherited: dict[str, int]
@@ -198,12 +198,12 @@ class _Rank:
 
 
 def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
-    """Makes this process a fork server that has called `load`; returns in each process that it forks alone.
+    """Make this process a fork server that has called `load`. The call returns only in each forked process.
 
-    `holds_signals`: whether what asks a rank to stop waits until `Signals.handled` takes it; else it ends the rank.
+    If `holds_signals`, signals that ask a rank to stop wait until `Signals.handled` unblocks them. Else they end it.
     """
     descriptor = int(os.environ.pop(FORK_FD))
-    # They are for the ranks alone; threads of numpy take them too.
+    # Only the ranks handle these signals; the threads of numpy inherit the mask too.
     handlers = {number: signal.signal(number, lambda *_: None) for number in stop_signals()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
     die_with_launcher()
@@ -214,7 +214,7 @@ def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
                 os._exit(0)
             requests.send(b'{"ready": true}')
             rank = _forked(requests)
-        except BaseException:  # of an import, say: fresh interpreters will tell it
+        except BaseException:  # of an import, for example: fresh interpreters will show the error
             os._exit(1)
     if rank is None:
         os._exit(0)
@@ -226,23 +226,23 @@ def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
 
 
 def _loaded(load: Callable[[], object]) -> bool:
-    """Loads what ranks need; whether this process may be copied.
+    """Load what ranks need and return whether this process may be forked.
 
-    numpy's own threads are no hindrance: OpenBLAS ends them before a fork, and starts them again where it needs them.
+    Threads of numpy do not prevent a fork: OpenBLAS ends them before a fork and restarts them on demand.
     """
-    alone = _num_threads() == 1 or "numpy" in sys.modules  # before this: nobody can tell its threads from others
+    alone = _num_threads() == 1 or "numpy" in sys.modules  # first: numpy's threads look like others'
     with contextlib.suppress(ImportError):
         importlib.import_module("numpy.random")
     threads = _num_threads()
     load()
     gc.collect()
-    gc.freeze()  # or a collection in a rank would copy every page
+    gc.freeze()  # otherwise a collection in a rank would copy every page
     still = _num_threads() == threads and threading.active_count() == 1
     return alone and still and _tells_of_ends() and not _has_used_a_gpu()
 
 
 def _tells_of_ends() -> bool:
-    """Whether the end of a process can be waited for here: old kernels and some containers have no pidfd_open."""
+    """Check for pidfd_open, which reports the end of a process. Old kernels and some containers lack it."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -251,7 +251,7 @@ def _tells_of_ends() -> bool:
 
 
 def _has_used_a_gpu() -> bool:
-    """Whether torch would refuse GPUs in a copy, as after torch.cuda.is_available(); only a copy can tell."""
+    """Check whether torch would refuse GPUs in a fork, as after torch.cuda.is_available(). Only a fork can tell."""
     cuda = sys.modules["torch"].cuda
     if cuda.is_initialized():
         return True
@@ -268,8 +268,8 @@ def _num_threads() -> int:
 
 
 def _forked(requests: socket.socket) -> _Rank | None:
-    """Forks as it is asked to: what a child is to become, in the child; None once nobody can ask any more."""
-    running: dict[int, int] = {}  # process id by a descriptor that can be read once it has ended
+    """Serve fork requests. Return the new rank in each child, and None in the server once the launcher is gone."""
+    running: dict[int, int] = {}  # process id by a descriptor that becomes readable when the process ends
     while True:
         ready = select.select([requests.fileno(), *running], [], [])[0]
         for descriptor in set(ready) & set(running):
@@ -285,10 +285,10 @@ def _forked(requests: socket.socket) -> _Rank | None:
             if not text:
                 return None
             asked, server = json.loads(text), str(os.getpid())
-            sys.stdout.flush()  # what is buffered is not the child's to write
+            sys.stdout.flush()  # the child must not write the buffered text a second time
             sys.stderr.flush()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads: there are none but numpy's
+                warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only numpy's exist
                 child = _fork()
             if child == 0:
                 for descriptor in running:
@@ -304,14 +304,14 @@ def _forked(requests: socket.socket) -> _Rank | None:
 
 
 def _fork() -> int | None:
-    """As os.fork; None where the system has no more processes."""
+    """Call os.fork; None if the system can create no more processes."""
     with contextlib.suppress(OSError):
         return os.fork()
     return None
 
 
 def _take_on(rank: _Rank) -> None:
-    """Makes this process, a copy of the server, what a fresh interpreter would be that the launcher starts."""
+    """Turn this fork of the server into the process that a fresh interpreter would be."""
     os.setsid()
     if rank.output is not None:
         for standard in (1, 2):
@@ -320,4 +320,4 @@ def _take_on(rank: _Rank) -> None:
     os.environ.update(rank.variables)
     os.environ.update({name: str(descriptor) for name, descriptor in rank.inherited.items()})
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # or all ranks would draw the same where nobody seeds; `random` does itself
+        sys.modules["numpy.random"].seed()  # otherwise ranks draw the same if nobody seeds; `random` reseeds itself

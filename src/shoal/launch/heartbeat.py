@@ -1,7 +1,7 @@
-"""Heartbeat of a rank, in a file's memory that its launcher reads: its phase, since when, and how long each takes.
+"""Heartbeat of a rank, in a memory-mapped file that the launcher reads: phase, its begin, and the longest time of each.
 
-Written at each change of phase, a fraction of a microsecond each time, and read without a lock: a value that is half
-written is one of an instant ago.
+The rank writes at each change of phase, in a fraction of a microsecond. Reads need no lock: a half-written value is
+at most one instant old.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from shoal.runs.records import SPANS
 if TYPE_CHECKING:
     from shoal.launch.fork_server import Process
 
-HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher, beside which the rank's stacks are written
-# Ends a rank, which first shows the stacks of its threads. Python's handler is in C: nobody needs to give up the GIL.
+HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher; the rank's stacks are written next to it
+# Ends a rank after it has shown its threads' stacks. Python's handler is in C and does not need the GIL.
 STACKS = signal.SIGRTMAX
-# Shows them, and the rank goes on.
+# Shows the stacks and lets the rank continue.
 SHOW = signal.SIGRTMAX - 1
 
-# What a rank does; those of a step are its spans. "away" has no end that could be known: start-up, a checkpoint.
+# Phases of a rank; those of a step are its spans. "away" (start-up, a checkpoint) has no predictable end.
 PHASES = ("away", *SPANS, "evaluation")
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-# Steps begun, the phase, its beginning; then the longest seconds of each phase in this window of steps and the last.
+# Steps begun, the phase and its begin; then the longest seconds of each phase in this and the last window of steps.
 _NOW = struct.Struct("<qqd")
 _LONGEST = struct.Struct(f"<{len(PHASES)}d")
 _SIZE = _NOW.size + 2 * _LONGEST.size
-# Steps of a window: what took long before, a compilation say, is forgotten after two of them.
+# Steps of a window. A long phase, for example a compilation, is forgotten after two windows.
 _WINDOW = 64
 
 
 class Heartbeat:
-    """Writer of this process's heartbeat; without a file it does nothing, and `writes` says so."""
+    """Writer of this process's heartbeat. Without a file it does nothing, and `writes` is False."""
 
     def __init__(self, path: Path | None) -> None:
         self._memory: mmap.mmap | None = None
@@ -57,20 +57,20 @@ class Heartbeat:
         self._stacks = _stacks_of(path).open("wb")
         faulthandler.register(
             STACKS, self._stacks, all_threads=True, chain=True
-        )  # and ends, as the signal's default is
+        )  # then the signal's default action ends the process
         self._shown = _shown_of(path).open("wb")
         faulthandler.register(SHOW, self._shown, all_threads=True)
-        if not faulthandler.is_enabled():  # else someone has chosen another place
+        if not faulthandler.is_enabled():  # otherwise the user has chosen another place
             faulthandler.enable(self._stacks, all_threads=True)
 
     @classmethod
     def joined(cls, variables: Mapping[str, str]) -> Heartbeat:
-        """The heartbeat of a rank that a launcher watches; else one that does nothing."""
+        """Return the heartbeat of a rank that a launcher watches, or one that does nothing if no launcher does."""
         path = variables.get(HEARTBEAT_FILE)
         return cls(Path(path) if path else None)
 
     def close(self) -> None:
-        """Ends the writing, for a process that goes on without a launcher."""
+        """Stop writing, for a process that continues without a launcher."""
         if self._memory is not None:
             faulthandler.unregister(STACKS)
             faulthandler.unregister(SHOW)
@@ -81,14 +81,14 @@ class Heartbeat:
             self._memory, self.writes = None, False
 
     def begin_step(self) -> None:
-        """Counts a step."""
+        """Count a step."""
         self._steps += 1
         if self._memory is not None and self._steps % _WINDOW == 0:
             _LONGEST.pack_into(self._memory, _NOW.size + _LONGEST.size, *self._longest)
             self._longest = [0.0] * len(PHASES)
 
     def enter(self, phase: str) -> None:
-        """Ends the phase that this rank was in, and begins another; the same again is a sign of life."""
+        """End the rank's current phase and begin `phase`. Entering the same phase again is a sign of life."""
         if self._memory is None:
             return
         now = time.perf_counter()
@@ -101,21 +101,21 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Reading:
-    """Heartbeat of a rank at an instant: `since` on the clock of `time.perf_counter`, `longest` in seconds."""
+    """Heartbeat of a rank at one instant: `since` on the clock of `time.perf_counter`, `longest` in seconds."""
 
     steps: int
     phase: str
     since: float
-    longest: float  # that this phase took lately; 0 where it never ended yet
+    longest: float  # of this phase in the last two windows; 0 if the phase has never ended
 
 
 def make(path: Path) -> None:
-    """Makes an empty file for a rank's heartbeat."""
+    """Create an empty file for a rank's heartbeat."""
     path.write_bytes(bytes(_SIZE))
 
 
 def read(path: Path) -> Reading | None:
-    """The last heartbeat of a rank; None where it has not begun."""
+    """Read the last heartbeat of a rank; None if the rank has not begun."""
     found = path.read_bytes()
     steps, number, since = _NOW.unpack_from(found)
     if not since or not 0 <= number < len(PHASES):
@@ -125,9 +125,9 @@ def read(path: Path) -> Reading | None:
 
 
 def end(path: Path, process: Process, patience_seconds: float = 2.0) -> str:
-    """Ends a process, also a stopped one; the Python stacks that its threads were in, empty where it shows none."""
+    """Kill a process, even a stopped one. Return its threads' Python stacks, or an empty text if it shows none."""
     _signal_main_thread(process, STACKS)
-    process.send_signal(signal.SIGCONT)  # on which it goes no further: the other signal comes first
+    process.send_signal(signal.SIGCONT)  # the process runs no further: it handles the other signal first
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_seconds)
     process.kill()
@@ -135,7 +135,7 @@ def end(path: Path, process: Process, patience_seconds: float = 2.0) -> str:
 
 
 def last_stacks(path: Path) -> str:
-    """The Python stacks of a rank that has ended by a fault or was asked for them; empty where it has shown none."""
+    """Return the Python stacks that a rank wrote on a fault or on request; empty if it wrote none."""
     with contextlib.suppress(OSError):
         found = _stacks_of(path).read_text(encoding="utf-8", errors="replace")
         return found.partition("\nExtension modules:")[0]
@@ -143,8 +143,8 @@ def last_stacks(path: Path) -> str:
 
 
 def show(path: Path, process: Process, patience_seconds: float = 0.5) -> str:
-    """The Python stacks of a rank that goes on; empty where it does not answer."""
-    if read(path) is None:  # it could not listen yet
+    """Return the Python stacks of a rank, which continues; empty if the rank does not answer."""
+    if read(path) is None:  # the rank has no handler yet
         return ""
     _signal_main_thread(process, SHOW)
     deadline, found = time.monotonic() + patience_seconds, ""
@@ -157,9 +157,9 @@ def show(path: Path, process: Process, patience_seconds: float = 0.5) -> str:
 
 
 def _signal_main_thread(process: Process, number: int) -> None:
-    """Signals the main thread of a process, which then stands still while all stacks are read.
+    """Send a signal to the main thread of a process, so that this thread stands still while all stacks are read.
 
-    A stopped process gives a signal of its own to whichever thread wakes first, while the main one runs on.
+    A stopped process gives a process-wide signal to the first thread that wakes, while its main thread runs on.
     """
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if process.poll() is None and (send is None or send(process.pid, process.pid, number) != 0):

@@ -1,7 +1,7 @@
-"""Process of one host of a run on several, which ssh starts: it starts the host's ranks and tells their launcher.
+"""Process that ssh starts on each host of a run on several. It starts the host's ranks and reports to the launcher.
 
-It is told by lines of JSON what to start, and later the signals; it answers with lines of JSON. Once its standard input
-ends, the launcher is gone, and it ends itself and so its ranks.
+The launcher sends lines of JSON: first the ranks to start, later the signals. The process answers in lines of JSON.
+When its standard input ends, the launcher is gone, and the process ends itself and its ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.runs.version import __version__
 
 
 class _Answers(io.TextIOBase):
-    """Answers to the launcher; as a stream, rank 0's output among them."""
+    """Writer of answers to the launcher. As a text stream, it sends the output of rank 0 as answers."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._lock = stream, threading.Lock()
@@ -48,7 +48,7 @@ class _Answers(io.TextIOBase):
 
 
 def main() -> int:
-    """Starts the ranks that the first line of the standard input tells, and waits for them; the exit code."""
+    """Start the ranks that the first line of standard input describes, wait for them and return the exit code."""
     answers = _Answers(sys.stdout)
     asked = json.loads(sys.stdin.readline() or "null")
     if asked is None:
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _run(asked: Mapping[str, Any], answers: _Answers, until_end: contextlib.ExitStack) -> LocalRun:
-    """The run of this host. Raises: LaunchError where this host lacks what the others have, all of it in one."""
+    """Return this host's run. Raises: LaunchError, with all causes, if this host lacks what the run needs."""
     place = Environment(**asked["place"])
     _refuse_differences(asked)
     answers.answer(fit=True)
@@ -76,7 +76,7 @@ def _run(asked: Mapping[str, Any], answers: _Answers, until_end: contextlib.Exit
     if listener is not None:
         place = replace(place, port=listener.getsockname()[1])
         answers.answer(port=place.port)
-    elif not place.port:  # told once rank 0's host listens
+    elif not place.port:  # the launcher sends the port once rank 0's host listens
         place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
         if not place.port:
             os._exit(ExitCode.INTERRUPTED)
@@ -94,7 +94,7 @@ def _run(asked: Mapping[str, Any], answers: _Answers, until_end: contextlib.Exit
     )
 
 
-# Certificates, schedules of learning rates and trackers read clocks; files of a run are compared by their times.
+# Certificates, learning rate schedules and trackers read clocks, and a run compares the times of its files.
 MOST_APART_SECONDS = 60.0
 
 
@@ -114,7 +114,7 @@ def _refuse_differences(asked: Mapping[str, Any]) -> None:
 
 
 def _folders(asked: Mapping[str, Any]) -> list[str]:
-    """Folders that every host has to have."""
+    """Return the folders that must exist on every host."""
     return [asked["folder"], *([asked["out"]] if asked["address"] is None else [])]
 
 
@@ -126,7 +126,7 @@ def _described(error: ShoalError, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listen(signals: Signals) -> None:
-    """Notes the signals that the launcher sends, until it is gone."""
+    """Record the signals that the launcher sends. End the process when the launcher is gone."""
     for line in sys.stdin:
         signals.received.append(int(line))
     os._exit(ExitCode.RANK_LOST)  # the ranks die with this process

@@ -1,4 +1,4 @@
-"""Function calls in a child process, so that no import or data of theirs (torch, a job's) stays in the launcher."""
+"""Function calls in a child process, so that no import or data of the call (torch, a job) stays in the launcher."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _POLL_SECONDS = 0.02
 
 
 def fork(work: Callable[[], None]) -> int:
-    """A child process that does `work` and ends, with code 1 where that raises: its process id."""
+    """Fork a child that calls `work` and ends, with code 1 if `work` raises. Return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that are here
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the child uses no thread of this process
         child = os.fork()
     if child:
         return child
@@ -35,7 +35,7 @@ def fork(work: Callable[[], None]) -> int:
         work()
         code = 0
     except ShoalError:
-        pass  # the parent's look was for nothing, and what comes after it says why
+        pass  # the parent's probe failed, and a later step reports why
     except Exception:
         traceback.print_exc()
     finally:
@@ -46,10 +46,15 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:
-    """The result of `work` in a child process that has ended when this returns; a JSON value.
+    """Return the result of `work` from a child process that has ended when this returns.
 
-    Raises: LaunchError where the child dies, or has not ended after `seconds`; SystemExit on a signal that asks to
-    stop, which ends the child.
+    Args:
+        work: function that returns a JSON value.
+        seconds: time limit.
+
+    Raises:
+        LaunchError: the child died or ran longer than `seconds`.
+        SystemExit: a signal asked to stop; the child has been killed.
     """
     until = time.monotonic() + seconds
     signals = Signals(impatient=False)
@@ -91,9 +96,9 @@ def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> d
 
 
 def look_in_child(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any] | None:
-    """The result of `work` in a child process whose output is dropped; None where it raises, dies or is late.
+    """Return the result of `work` from a child process without output, or None if it raises, dies or is late.
 
-    A signal that asks to stop ends the child, and this process receives SIGTERM.
+    A signal that asks to stop ends the child and sends SIGTERM to this process.
     """
 
     def quiet() -> dict[str, Any]:

@@ -20,26 +20,32 @@ from shoal.launch.verdict import verdict
 from shoal.launch.watch import Stuck, Watch
 
 _POLL_SECONDS = 0.02
-# After one rank has died the others find out by themselves, as an error of their next collective, or are ended.
+# After a rank has died, the others notice an error in their next collective or are ended.
 _GRACE_SECONDS = 3.0
 # After an agreed end with an error, the last rank may still be writing a checkpoint and the result.
 _PATIENCE_SECONDS = 60.0
-# A place in a run whose processes die so often will not be filled by another.
+# A rank that dies more often than this is not replaced again.
 _MOST_REPLACED = 3
 
 
 class LaunchEnd(NamedTuple):
-    """End of a launch: the run's exit code, the root error if there is one, and when the first failure was noticed."""
+    """End of a launch: the run's exit code, the root error if there is one, and the time of the first failure."""
 
     code: int
     error: ShoalError | None
-    failed_at: float  # seconds since the epoch; of the end, where nothing failed
+    failed_at: float  # seconds since the epoch; the time of the end if nothing failed
 
 
 def launch(run: LocalRun, signals: Signals | None = None, server: ForkServer | None = None) -> LaunchEnd:
-    """Starts the workers and waits for them. `server`: of a run that may be launched again.
+    """Start the workers and wait for them.
 
-    Raises: LaunchError where the port that MASTER_PORT names is taken.
+    Args:
+        run: the processes to start.
+        signals: receives the signals that arrive; default: a new object.
+        server: the fork server of a run that may be launched again; default: a new one, for this launch.
+
+    Raises:
+        LaunchError: the port in MASTER_PORT is in use.
     """
     signals = signals or Signals(impatient=False)
     with contextlib.ExitStack() as until_end:
@@ -59,7 +65,7 @@ def _launched(run: LocalRun, start: Start, signals: Signals) -> LaunchEnd:
     replaced: Counter[int] = Counter()
 
     def replace(worker: RankProcess) -> bool:
-        """Starts the worker's place anew, where that may help; True where nobody need miss it."""
+        """Restart the worker's rank if that may help. Return False if the worker's end is a failure of the run."""
         rank = worker.rank
         if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
             return False
@@ -80,7 +86,7 @@ def _launched(run: LocalRun, start: Start, signals: Signals) -> LaunchEnd:
 
 
 def _ended_well(worker: RankProcess, serves: bool) -> bool:
-    """Whether a worker is done: by its exit code, and its report, without which it ended in the midst of its work."""
+    """Check the exit code and the report of an ended worker. A missing report means that it was interrupted."""
     return worker.is_well and (serves or worker.how_it_ended() is not None)
 
 
@@ -91,12 +97,12 @@ def _watch(
     replace: Callable[[RankProcess], bool],
     watch: Watch,
 ) -> float:
-    """Time of the first failure that was seen, on the monotonic clock; infinite where there was none.
+    """Wait until all workers have ended. Return the monotonic time of the first failure, infinite if there was none.
 
-    Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
+    Forwards signals to the workers. Kills the remaining workers once one has died for good without a report.
 
-    Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long; before it is
-    ended it is asked to, since it may be well without those that failed and can save what was computed.
+    If `replace` may restart ranks, rank 0 leads the others, and none outlives it by long. Rank 0 first gets a request
+    to stop: it may be well without the failed ranks and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None
@@ -130,7 +136,7 @@ def _watch(
 
 
 def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
-    """Kills ranks that are taken for lost, once they have shown where they are."""
+    """Kill the ranks in `found` after they have shown their stacks."""
     if not found:
         return
     reasons = {stuck.rank: stuck.reason for stuck in found}

@@ -1,4 +1,4 @@
-"""Output of a process that another stream than this process's own is to show: a notebook's, say."""
+"""Relay of a process's output to a Python stream, for example in a notebook."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 import threading
 from typing import BinaryIO, TextIO
 
-# A process that a rank has left behind may hold the pipe open.
+# A process that a rank has left running may keep the pipe open.
 _PATIENCE_SECONDS = 2.0
 _CHUNK_BYTES = 1 << 16
 
 
 def other_stream() -> TextIO | None:
-    """sys.stdout where that is not what processes inherit: in a notebook, say; None where it is."""
+    """Return sys.stdout if child processes do not inherit it (in a notebook, for example), else None."""
     stream = sys.stdout
     if stream is None:
         return None
@@ -25,7 +25,7 @@ def other_stream() -> TextIO | None:
 
 
 class OutputRelay:
-    """A pipe whose text a thread writes to a stream; `writer` is for the process that is to be heard."""
+    """Pipe from which a thread copies text to a stream; processes write to `writer`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class OutputRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Waits until all is written that a process has said which has ended."""
+        """Wait until the stream has all output of the processes that have ended."""
         self.writer.close()
         self._thread.join(_PATIENCE_SECONDS)
 
@@ -43,6 +43,6 @@ class OutputRelay:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with os.fdopen(self._reader, "rb", buffering=0) as pipe:
             while chunk := pipe.read(_CHUNK_BYTES):
-                with contextlib.suppress(OSError, ValueError):  # nobody takes it any more
+                with contextlib.suppress(OSError, ValueError):  # the stream is closed
                     self._stream.write(decoder.decode(chunk))
                     self._stream.flush()

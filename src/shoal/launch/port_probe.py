@@ -1,7 +1,7 @@
-"""Process on a host that finds out whether other hosts can be reached there, at ports as ranks listen on.
+"""Process on a host that tests whether it can reach other hosts at ports like those that ranks listen on.
 
-It listens on two ports that the system chooses and says which; it is told the ports of the others, tries each, and says
-what came of that; it listens until its input ends.
+The process listens on two ports that the system chooses and reports them. It receives the ports of the other hosts,
+tries each and reports the results. It listens until its input ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LIMIT_SECONDS = 4.0
 
 
 def main() -> None:
-    """Speaks JSON lines with whoever started it."""
+    """Exchange JSON lines with the process that started this one."""
     listening = [_listening() for _ in range(NUM_PORTS)]
     print(json.dumps([found.getsockname()[1] for found in listening]), flush=True)
     places = json.loads(sys.stdin.readline() or "[]")
@@ -27,14 +27,14 @@ def main() -> None:
 
 
 def _listening() -> socket.socket:
-    """A socket on each interface; what connects is not answered."""
+    """Listen on all interfaces without answering connections."""
     both = socket.has_dualstack_ipv6()
     family, place = (socket.AF_INET6, "::") if both else (socket.AF_INET, "0.0.0.0")  # noqa: S104  (that is asked)
     return socket.create_server((place, 0), family=family, backlog=128, dualstack_ipv6=both)
 
 
 def tried(place: tuple[str, int]) -> str:
-    """Why an address and port cannot be reached; empty where they can."""
+    """Return the reason why an address and port cannot be reached, or an empty text if they can."""
     try:
         socket.create_connection((place[0], place[1]), _LIMIT_SECONDS).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Process attributes that the kernel keeps: a rank's name in `ps`, and that it ends with its launcher."""
+"""Process attributes that the kernel stores: a rank's name in `ps`, and its end together with its launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def die_with_launcher() -> None:
-    """No worker of the local launcher outlives it, even one that was killed, and no command of its holds the lock."""
+    """End this worker if its launcher ends, even if that is killed. The worker's commands do not inherit the lock."""
     launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
     if lock is not None:
         os.set_inheritable(int(lock), False)
@@ -25,9 +25,9 @@ def die_with_launcher() -> None:
 
 
 def name_process(name: str) -> None:
-    """Gives this process a name of at most 15 characters, which `ps -e`, `top` and `pgrep` show.
+    """Set the name of this process, at most 15 characters, which `ps -e`, `top` and `pgrep` show.
 
-    Without blanks: Slurm's proctrack/linuxproc, among others, would not find the process's parent behind them.
+    `name` must not contain blanks: Slurm's proctrack/linuxproc, among others, would not find the parent process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

@@ -33,26 +33,26 @@ _NAME_SECONDS, _LOOK_SECONDS = 40.0, 0.5
 
 @dataclass(frozen=True)
 class LocalRun:
-    """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each."""
+    """Processes to start: the `shoal` arguments of each worker, the number of workers, and the threads of each."""
 
     arguments: Sequence[str]
     num_processes: int
     num_threads: int
-    logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
-    request: str | None = None  # a text that is handed over to each of them as a file
-    replaceable: range = range(0)  # ranks that are started again, a few times, where they die without a word
-    unsaved: Callable[[], float] = lambda: 0.0  # the seconds since the newest checkpoint
-    excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
-    stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
-    lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
-    share: Environment | None = None  # of the first of these ranks, where other hosts have others; None: all are here
-    listener: socket.socket | None = None  # for rank 0's store, where its port is to be known before; else one is made
+    logs: Path  # folder for the output of ranks other than 0; created only if they print text and the run stores files
+    request: str | None = None  # a text that each worker receives as a file
+    replaceable: range = range(0)  # ranks that are restarted, a few times, if they die without a report
+    unsaved: Callable[[], float] = lambda: 0.0  # returns the seconds since the newest checkpoint
+    excused: dict[str, float] = field(default_factory=dict)  # as in `Watch`, from earlier starts
+    stream: TextIO | None = None  # stream for rank 0's output; None: this process's own output
+    lock: int | None = None  # a descriptor that all workers inherit; its lock lasts until the last worker has ended
+    share: Environment | None = None  # the first rank's, if other hosts have ranks too; None: all are here
+    listener: socket.socket | None = None  # for rank 0's store, if the caller needs its port; None: a new one
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
 @dataclass
 class RankProcess:
-    """Process of a rank, as its launcher knows it."""
+    """Process of a rank, from its launcher's point of view."""
 
     rank: int
     process: Process
@@ -60,16 +60,16 @@ class RankProcess:
     log: Path | None
     heartbeat: Path
     relay: OutputRelay | None = None
-    given_up: bool = False  # killed from here, or asked to end, after another had died
-    stuck: str | None = None  # why it was killed from here while it lived
+    given_up: bool = False  # this launcher killed it or asked it to end, after another rank had died
+    stuck: str | None = None  # why this launcher killed it while it was alive
 
     def how_it_ended(self) -> dict[str, Any] | None:
-        """Its report; None where it ended without one."""
+        """Return the rank's report, or None if it ended without a report."""
         return read_json(self.report)
 
     @property
     def is_well(self) -> bool:
-        """Whether it has ended and its exit code is a good one."""
+        """Whether the process has ended with an exit code that means success."""
         return self.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
     @property
@@ -78,7 +78,7 @@ class RankProcess:
         return self.process.returncode
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
-        """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
+        """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
         how, shown = self.stuck or f"it {how_it_ended(self.process.wait())}", ""
         if self.stuck is None:
             shown = heartbeat.last_stacks(self.heartbeat)
@@ -93,7 +93,7 @@ class RankProcess:
         return error
 
     def last_words(self) -> str:
-        """The last lines that it printed, each on a new line."""
+        """Return the last lines of its output, each after a newline."""
         if self.log is None:
             return ""
         with contextlib.suppress(OSError):
@@ -103,9 +103,9 @@ class RankProcess:
 
 
 class Start:
-    """Processes of one start of a run's ranks: copies of the fork server, or fresh interpreters where it has none.
+    """Processes of one start of a run's ranks, forked by the fork server or, if it refuses, fresh interpreters.
 
-    Raises: LaunchError where the port that MASTER_PORT names cannot be used.
+    Raises: LaunchError if the port in MASTER_PORT cannot be used.
     """
 
     def __init__(self, run: LocalRun, server: ForkServer) -> None:
@@ -115,14 +115,14 @@ class Start:
         self._folder = StartFolder()
 
     def begin(self) -> None:
-        """Starts the processes."""
+        """Start the processes."""
         if self._run.request is not None:
             (self._place / _REQUEST).write_text(self._run.request, encoding="utf-8")
         for place in range(self._run.num_processes):
             self.workers.append(self._started(place))
 
     def again(self, rank: int) -> None:
-        """Starts a rank whose process has ended anew."""
+        """Restart a rank whose process has ended."""
         ended = self.workers[rank]
         self._keep_log(ended)
         if ended.relay is not None:
@@ -130,7 +130,7 @@ class Start:
         self.workers[rank] = self._started(rank)
 
     def close(self) -> None:
-        """Kills what still runs, keeps the logs, and removes the folder."""
+        """Kill the processes that still run, store the logs, and remove the folder."""
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.kill()
@@ -148,7 +148,7 @@ class Start:
         return self._folder.path
 
     def _environment(self, place: int) -> Environment:
-        """Environment of the rank that has this place among those of this start."""
+        """Return the environment of the rank at index `place` among the ranks of this start."""
         run, number, share = self._run, self._run.num_processes, self._run.share
         if share is None:
             assert self._listener is not None, "all ranks are here"
@@ -198,7 +198,7 @@ class Start:
 
 
 def tell(workers: Sequence[RankProcess], number: int) -> None:
-    """A signal to each that lives; SIGKILL gives it up."""
+    """Send a signal to each worker that is alive. SIGKILL marks the worker as given up."""
     for worker in workers:
         if worker.process.poll() is None:
             worker.given_up = number == signal.SIGKILL
@@ -207,7 +207,7 @@ def tell(workers: Sequence[RankProcess], number: int) -> None:
 
 
 def tell_groups(workers: Sequence[RankProcess], number: int) -> None:
-    """A signal to each worker and the processes that it has started: the terminal's own reaches this group only."""
+    """Send a signal to each worker and its child processes. The terminal's signals reach only the launcher's group."""
     for worker in workers:
         if worker.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -215,7 +215,7 @@ def tell_groups(workers: Sequence[RankProcess], number: int) -> None:
 
 
 def _listener() -> socket.socket:
-    """A socket that listens on loopback for rank 0's store; on MASTER_PORT where that is set, else on a free port."""
+    """Listen on loopback for rank 0's store, on MASTER_PORT if that is set, else on a free port."""
     port = os.environ.get("MASTER_PORT", "0")
     if not port.isdecimal() or int(port) > 65535:
         raise LaunchError(
@@ -239,7 +239,7 @@ def _listener() -> socket.socket:
 
 
 def _resolved(share: Environment) -> Any:
-    """The first of the address's entries. Of a pod the name is not known before the cluster has noticed its Service."""
+    """Resolve the address and return its first entry. Retry for a pod, whose name resolves only after some seconds."""
     deadline = time.monotonic() + (_NAME_SECONDS if share.engine == "kubernetes" else 0.0)
     while True:
         try:
@@ -251,9 +251,9 @@ def _resolved(share: Environment) -> Any:
 
 
 def listener_at(share: Environment) -> socket.socket | None:
-    """A socket for rank 0's store where rank 0 is here; it listens on the address and on nothing else.
+    """Listen on the address of rank 0's store, and on no other, if rank 0 is on this host. Return None if it is not.
 
-    Raises: LaunchError where the address is none of this host, or no other host reaches it, or the port is taken.
+    Raises: LaunchError if the address is not of this host, other hosts cannot reach it, or the port is in use.
     """
     if share.rank != 0:
         return None

@@ -1,4 +1,4 @@
-"""Recovery of a run after the loss of a rank: a new start of all ranks or none, the pause before it, its account."""
+"""Recovery of a run after the loss of a rank: the decision to restart all ranks, the pause before, and the record."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.events import Events, instant
 
-# By default so often in a row, without a step that was never trained before.
+# Default number of restarts in a row without a newly trained step.
 MOST = 5
 _LONGEST_PAUSE_SECONDS = 60.0
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP", "does not answer")
-_DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise the same
+_DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise identical
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of a rank or host: which, where anybody knows, and how; the last step of records, and of a checkpoint."""
+    """Loss of a rank or host: its number or name if known, the cause, and the last recorded and last saved steps."""
 
     rank: int | str | None
     how: str
@@ -36,10 +36,10 @@ class Loss:
 
 @dataclass
 class RestartBudget:
-    """Decision after each loss: starts of all ranks, at most `most` in a row without a new step or a new checkpoint.
+    """Decision after each loss: restart all ranks at most `most` times in a row without a new step or checkpoint.
 
-    A second loss of the same rank in the same way after the same step is the job's own doing: there is no third try.
-    Signals that others send are an exception, since two may arrive at the same place.
+    If the same rank is lost twice in the same way after the same step, the cause is the job: there is no third try.
+    Signals from outside are an exception, since two may arrive at the same step.
     """
 
     most: int
@@ -50,7 +50,7 @@ class RestartBudget:
     _before: tuple[Any, ...] | None = None
 
     def refusal(self, loss: Loss) -> str | None:
-        """Why the ranks are not started again after a loss; None where they are, which is counted."""
+        """Return why the ranks are not restarted after `loss`. Return None, and count a restart, if they are."""
         same = (loss.rank, _DIGITS.sub("", loss.how), loss.reached)
         is_new = loss.reached > self._furthest or loss.saved > self._saved
         self.in_vain = 0 if is_new else self.in_vain + 1
@@ -66,13 +66,13 @@ class RestartBudget:
 
     @property
     def pause_seconds(self) -> float:
-        """The seconds to wait before the start that was decided upon."""
+        """The seconds to wait before the next restart."""
         return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_vain - 1)) if self.in_vain else 0.0
 
 
 @dataclass
 class Recovery:
-    """Restarts of one call of `shoal run`, with their account in the events."""
+    """Restarts of one call of `shoal run`, recorded in the events."""
 
     most: int
     directory: RunDirectory
@@ -86,11 +86,11 @@ class Recovery:
 
     @property
     def count(self) -> int:
-        """How often the ranks were started again."""
+        """The number of restarts of the ranks."""
         return self.budget.count
 
     def pause(self, error: ShoalError | None, noticed_at: float) -> float | None:
-        """The seconds to wait before the ranks are started again; None where they are not, and `error` says why."""
+        """Return the seconds to wait before the ranks are restarted. None if they are not; `error` then says why."""
         if self.most == 0 or not isinstance(error, RankLostError | PeerError):
             return None
         reached, newest = last_step(self.directory.records), self._newest()
@@ -108,11 +108,18 @@ class Recovery:
     def until_done(
         self, signals: Signals, once: Callable[[int, float], tuple[int, ShoalError | None, float]]
     ) -> tuple[int, ShoalError | None]:
-        """The exit code and the root error of the last start: ranks start again where one was lost.
+        """Restart the ranks until none is lost. After a signal no restart follows.
 
-        `once` starts them all, given how often before and when the loss was noticed; it returns the exit code, the
-        error, and when that was noticed. After a signal nothing starts again. Raises: FencedError where another process
-        goes on with the run.
+        Args:
+            signals: the signals that arrive during the run.
+            once: starts all ranks and waits for them, given the number of restarts and the time at which the last loss
+                was noticed (seconds since the epoch). It returns the exit code, the error, and the time of the error.
+
+        Returns:
+            The exit code and the root error of the last start.
+
+        Raises:
+            FencedError: another process has resumed the run.
         """
         noticed_at = 0.0
         while True:
@@ -128,7 +135,7 @@ class Recovery:
                 return int(ExitCode.PREEMPTED), None
 
     def told(self, error: ShoalError, pause_seconds: float) -> str:
-        """A line about the loss and the new start, and below it what the rank was in."""
+        """Return a line about the loss and the restart, followed by the stacks of the lost rank."""
         where = f"rank {error.rank} on {error.host}" if error.rank is not None else "a rank"
         if error.rank is None and error.host:
             where = f"host {error.host}"
@@ -137,7 +144,7 @@ class Recovery:
         return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}{newline}{shown}"
 
     def unsaved_seconds(self) -> float:
-        """The seconds since the newest checkpoint, or since this start of the ranks began from one."""
+        """Return the seconds since the newest checkpoint or the current start of the ranks, whichever is later."""
         saved = 0.0
         with contextlib.suppress(OSError):
             saved = self.directory.saved.stat().st_mtime
@@ -148,7 +155,7 @@ class Recovery:
 
 
 def _noticed(error: ShoalError) -> str:
-    """By what a loss was noticed."""
+    """Return the sign by which a loss was noticed."""
     if isinstance(error, PeerError):
         return "an error of the ranks' collectives"
     said = error.conflict.split("\n")[0]
@@ -157,7 +164,7 @@ def _noticed(error: ShoalError) -> str:
 
 
 def last_step(records: Path) -> int:
-    """The step of the last record that is whole; 0 where there is none."""
+    """Return the step of the last complete record; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), records.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - (1 << 16)))
         for line in reversed(file.read().splitlines(keepends=True)):

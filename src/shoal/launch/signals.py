@@ -15,15 +15,15 @@ from types import FrameType
 from shoal.errors import ExitCode
 from shoal.launch.environment import LAUNCHER_PID
 
-# A scheduler tells the whole process group, and so does the launcher that it told: that is one request.
+# A scheduler signals the whole process group, and so does the launcher it signals: this counts as one request.
 SAME_SECONDS = 1.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask to stop: SIGTERM, SIGUSR1, and of Ctrl-C and the terminal's end those that are not ignored.
+    """Return the signals that ask to stop: SIGTERM, SIGUSR1, and SIGINT and SIGHUP unless they are ignored.
 
-    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. SIGUSR1 is what schedulers
-    are asked to send before a time limit, and what Open MPI's mpirun hands on.
+    A shell ignores SIGINT for the background commands of a script, and nohup ignores SIGHUP. Schedulers can send
+    SIGUSR1 before a time limit, and Open MPI's mpirun forwards SIGUSR1.
     """
     ignorable = (signal.SIGINT, signal.SIGHUP)
     return (signal.SIGTERM, signal.SIGUSR1, *(n for n in ignorable if signal.getsignal(n) is not signal.SIG_IGN))
@@ -31,10 +31,10 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 @dataclass
 class Signals:
-    """Signals that arrived. `impatient`: the second of a kind ends this process at once.
+    """Signals that arrived. If `impatient`, a second signal of one kind ends this process at once.
 
-    Deliveries of one kind within a second are one. One of each kind is no impatience: a scheduler may send SIGTERM when
-    the terminal has sent SIGINT.
+    Deliveries of one kind within a second count once. A signal of another kind does not count as a second one: a
+    scheduler may send SIGTERM after the terminal has sent SIGINT.
     """
 
     impatient: bool
@@ -44,11 +44,11 @@ class Signals:
 
     @property
     def twice(self) -> bool:
-        """Whether one kind has arrived again."""
+        """Whether one kind of signal has arrived again."""
         return len(set(self.received)) < len(self.received)
 
     def takes(self, number: int) -> bool:
-        """Notes a delivery; whether it is a request of its own."""
+        """Record a delivery. Return whether it is a separate request."""
         now = self.clock()
         if now - self._taken.get(number, -math.inf) < SAME_SECONDS:
             return False
@@ -57,7 +57,7 @@ class Signals:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long, or until one arrives; whether one did."""
+        """Wait for `seconds` or until a signal arrives. Return whether one has arrived."""
         deadline = self.clock() + seconds
         while not self.received and self.clock() < deadline:
             time.sleep(0.05)
@@ -69,12 +69,12 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """A context in which they are noted and end nothing; in another than the main thread they stay as they are."""
+        """Record signals during the context, without any other effect. Outside the main thread, nothing changes."""
         if not _in_main_thread():
             yield
             return
         before = {n: signal.signal(n, self._handle) for n in stop_signals()}
-        if LAUNCHER_PID in os.environ:  # a rank of a fork server has them wait until here
+        if LAUNCHER_PID in os.environ:  # in a rank of a fork server, the signals are blocked until here
             signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
         try:
             yield
@@ -84,13 +84,13 @@ class Signals:
 
 
 def _in_main_thread() -> bool:
-    """Whether this thread may set handlers."""
+    """Check whether this thread may set handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
 def pausing(tell: Callable[[int], None]) -> Iterator[None]:
-    """A context in which Ctrl-Z tells other processes SIGSTOP before this one stops, and SIGCONT once it goes on."""
+    """Handle Ctrl-Z: other processes get SIGSTOP before this process stops, and SIGCONT after it continues."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         tell(signal.SIGSTOP)
@@ -108,7 +108,7 @@ def pausing(tell: Callable[[int], None]) -> Iterator[None]:
 
 
 def how_it_ended(code: int) -> str:
-    """A process's end in words: "was killed by SIGKILL" of code -9, else "ended with code N"."""
+    """Describe the end of a process: "was killed by SIGKILL" for code -9, else "ended with code N"."""
     with contextlib.suppress(ValueError):
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""Python stacks of ranks, read for the collectives that the job's own code was in: to name those that differ."""
+"""Python stacks of ranks: finds the collectives that the job's own code called, and names those that differ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def own_call(stacks: str) -> str | None:
-    """The collective that a rank's stacks are in, as "all_reduce at FILE:LINE in FUNCTION" of the job's own code.
+    """Return the collective that the job's own code called, as "all_reduce at FILE:LINE in FUNCTION".
 
-    `stacks`: of faulthandler, or an exception's traceback. None where they are in none, or it is shoal that calls it.
+    `stacks`: from faulthandler or an exception's traceback. None if no collective is in them, or if shoal called it.
     """
     for frames in _threads(stacks):
         called = [(place, found[1]) for place, (file, _, _) in enumerate(frames) if (found := _COLLECTIVES.match(file))]
@@ -30,7 +30,7 @@ def own_call(stacks: str) -> str | None:
 
 
 def _threads(stacks: str) -> Iterator[list[tuple[str, str, str]]]:
-    """Frames of each thread, the innermost first: file, line and function."""
+    """Yield the frames of each thread, the innermost first: file, line and function."""
     if stacks.startswith("Traceback"):
         yield [match.groups() for match in reversed(list(_FRAME.finditer(stacks)))]  # type: ignore[misc]
         return
@@ -39,7 +39,7 @@ def _threads(stacks: str) -> Iterator[list[tuple[str, str, str]]]:
 
 
 def different_calls(stacks: Mapping[int, str]) -> str:
-    """Clause that names the collective of each rank, where the job's own code is in one and not all are alike."""
+    """Return a clause that names each rank's collective if the job's own collectives differ between ranks, else ""."""
     calls = {rank: own_call(text) for rank, text in sorted(stacks.items()) if text}
     if len(calls) < 2 or len({(call or "").partition(" ")[0] for call in calls.values()} - {""}) == 0:
         return ""

@@ -1,4 +1,4 @@
-"""Folder of one start of ranks, under the system's temporary files; what a killed launcher left there is removed."""
+"""Temporary folder of one start of ranks. Folders of launchers that were killed are removed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _PREFIX, _LOCK = "shoal-", "launcher.lock"
 
 
 class StartFolder:
-    """Folder of this process's, until `close`. An OS lock in it says that the process lives; its children have none."""
+    """Folder of this process until `close`. An OS lock in it, not inherited, shows that the process is alive."""
 
     def __init__(self) -> None:
         remove_left(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         aside = self.path / f".{_LOCK}"
         self._lock = os.open(aside, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes it for left over
+        with contextlib.suppress(OSError):  # a file system without locks: other launchers then do not remove the folder
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             aside.rename(self.path / _LOCK)
 
     def close(self) -> None:
-        """Removes the folder."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def remove_left(place: Path) -> None:
-    """Removes the folders there of this user's launchers that are dead."""
+    """Remove the folders under `place` that belong to dead launchers of this user."""
     for lock in place.glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)

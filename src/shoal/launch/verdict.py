@@ -1,4 +1,4 @@
-"""Verdict on a run whose ranks have ended: its exit code, and the error at the root, on every engine the same."""
+"""Verdict on a run whose ranks have ended: the exit code and the root error, by the same rules on every engine."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from shoal.launch.signals import Signals
 
 
 class EndedRank(Protocol):
-    """Rank whose process has ended, as whoever started it knows it."""
+    """Rank whose process has ended, from its launcher's point of view."""
 
     @property
     def code(self) -> int | None:
-        """Exit code of the process, negative for a signal; None where nobody knows it."""
+        """Exit code of the process, negative for a signal; None if unknown."""
 
     @property
     def given_up(self) -> bool:
-        """Whether it was ended by its launcher, after another had failed."""
+        """Whether the launcher ended it after another rank had failed."""
 
     def how_it_ended(self) -> dict[str, Any] | None:
-        """Its report; None where it ended without one."""
+        """Return its report, or None if it ended without a report."""
 
     def error(self, others: Mapping[int, str]) -> RankLostError:
-        """Its loss, where it ended without a report; `others`: where other ranks were when they noticed."""
+        """Describe the rank's loss. `others`: stacks of the ranks that noticed the loss, by rank."""
 
 
 def verdict(ranks: Sequence[EndedRank], signals: Signals, *, elsewhere: bool = True) -> tuple[int, ShoalError | None]:
-    """The exit code of all ranks, and the root error. `elsewhere`: whether other hosts may have ranks, unknown here."""
+    """Return the exit code of all ranks and the root error. `elsewhere`: other hosts may have ranks, unknown here."""
     ends = [(rank, rank.how_it_ended()) for rank in ranks]
     lost = sorted((rank for rank, end in ends if end is None), key=lambda rank: rank.given_up)
     if signals.twice and lost:
@@ -39,7 +39,7 @@ def verdict(ranks: Sequence[EndedRank], signals: Signals, *, elsewhere: bool = T
     if roots:
         return int(roots[0]["exit_code"]), from_json(roots[0]["error"])
     if signals.received and any(rank.code == -signal.SIGTERM for rank in lost):
-        return int(ExitCode.INTERRUPTED), None  # told to stop before it could listen: nothing had begun
+        return int(ExitCode.INTERRUPTED), None  # the signal came before the rank could handle it: nothing had begun
     if lost:
         errors = [end["error"] for end in told]
         stacks = {int(error["rank"]): error.get("traceback") or "" for error in errors if error.get("rank") is not None}

@@ -1,4 +1,4 @@
-"""Watch of a launcher over its ranks: stopped and stuck ones are found by signs outside of their collectives."""
+"""Watch of a launcher over its ranks: detects stopped and stuck ranks without using their collectives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from shoal.launch.heartbeat import Reading, read
 
-# Pauses of a few seconds are nothing.
+# Pauses of up to 5 s do not trigger an alarm.
 _LEAST_SECONDS = 5.0
 _TIMES = 3.0
-# A phase that never ended before: a first step compiles, loads and connects.
+# For a phase that has never ended: a first step compiles, loads and connects.
 _FIRST_SECONDS = 600.0
 _LOOK_SECONDS = 0.25
-# What waits for others, and what may take as long as a disk likes.
+# Phases that wait for other ranks, and phases without a time limit, such as writes to a disk.
 _WAITING, _UNLIMITED = ("exposed_communication",), ("away", "checkpoint")
 
 
 @dataclass(frozen=True)
 class Stuck:
-    """Rank that is taken for lost although its process lives."""
+    """Rank that is considered lost although its process is alive."""
 
     rank: int
     reason: str
@@ -30,23 +30,23 @@ class Stuck:
 
 @dataclass
 class Watch:
-    """Watch over ranks, by their process ids and heartbeat files. `clock`: seconds, that of those files.
+    """Watch over ranks, by their process ids and heartbeat files. `clock`: the heartbeat files' clock, in seconds.
 
-    `unsaved` gives the seconds since the run's newest checkpoint: to wait as long as starting again would cost is never
-    more than twice too long, whether the rank would have come back or not.
+    `unsaved` returns the seconds since the run's newest checkpoint, which a restart would repeat. Waiting for that long
+    costs at most twice the best choice, whether the rank would have recovered or not.
     """
 
     heartbeats: Mapping[int, Path]
     unsaved: Callable[[], float]
     clock: Callable[[], float] = time.perf_counter
-    all_here: bool = True  # whether ranks that wait for others can only wait for one of these
-    excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds of an alarm that was raised before
+    all_here: bool = True  # whether ranks that wait can only wait for ranks on this host
+    excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds before an earlier alarm
     _stopped: dict[int, float] = field(default_factory=dict)
     _looked: float | None = None
-    _since: float = 0.0  # before it this process may have been stopped itself
+    _since: float = 0.0  # before this time, this process itself may have been stopped
 
     def look(self, living: Mapping[int, int]) -> list[Stuck]:
-        """The ranks that are stopped or stuck, of those that live (rank: process id); at most a few times a second."""
+        """Return the stopped and stuck ranks among `living` (rank: process id). Checks at most four times a second."""
         now = self.clock()
         if self._looked is not None and now - self._looked < _LOOK_SECONDS:
             return []
@@ -70,11 +70,11 @@ class Watch:
                 if rank in living and reading is not None:
                     readings[rank] = reading
         if not readings or len(readings) < len(self.heartbeats):
-            return []  # not all have begun, or one has ended
+            return []  # not all ranks have begun, or one has ended
         fewest = min(reading.steps for reading in readings.values())
         behind = {rank: reading for rank, reading in readings.items() if reading.steps == fewest}
         if any(reading.phase in _UNLIMITED or self._stopped.get(rank) for rank, reading in behind.items()):
-            return []  # who is stopped is judged by that, and named so
+            return []  # a stopped rank is reported as stopped, not as stuck
         busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING}
         if not busy and not self.all_here:
             return []
@@ -89,7 +89,7 @@ class Watch:
         return max(_LEAST_SECONDS, learned, lost, 4.0 * self.excused.get(reading.phase, 0.0))
 
     def excuse(self, stuck: list[Stuck]) -> None:
-        """Notes an alarm: the same phase may take four times as long from now on, in case that it was only slow."""
+        """Record an alarm: from now on the same phase may take four times as long, in case the rank was only slow."""
         now = self.clock()
         for found in stuck:
             with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ def _reason(now: float, reading: Reading) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal; a debugger's stop is none."""
+    """Check whether a signal has stopped a process. Stops by a debugger do not count."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].startswith(b"T")
     return False

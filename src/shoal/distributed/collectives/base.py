@@ -1,4 +1,4 @@
-"""Interface of collectives: every algorithm that moves or sums tensors among the ranks of a group."""
+"""Interface of collectives: the algorithms that move or sum tensors among the ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Operation = Literal["sum", "max", "min"]
 OPERATIONS: tuple[Operation, ...] = ("sum", "max", "min")
 NARROW = (torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-# The dtypes that every algorithm takes; their places in this list are what ranks tell each other.
+# The dtypes that every algorithm accepts. Ranks exchange indices into this list.
 DTYPES = (torch.float32, torch.float64, *NARROW, *_INTEGERS)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
@@ -27,26 +27,26 @@ class Handle(Protocol):
     """Handle of an asynchronous collective, which owns its tensors until `wait` has returned."""
 
     def wait(self) -> object:
-        """Returns when the result is there. Raises: what the collective raises."""
+        """Wait for the result. Raises: the errors of the collective."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Handle of work on a collective's own thread, or of none that is left."""
+    """Handle of work on a collective's own thread, or of completed work."""
 
     future: Future[None] | None = None
 
     def wait(self) -> None:
-        """Waits for the thread."""
+        """Wait for the thread."""
         if self.future is not None:
             self.future.result()
 
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
+    """Ranks of a collective: a process group (None means all ranks), and the division of all ranks into such groups.
 
-    `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
+    `partition` lists the global ranks of every such group, the same on every rank; empty if there is only one group.
     """
 
     group: dist.ProcessGroup | None = None
@@ -54,59 +54,59 @@ class Team:
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
-        """The partition, also where it has one part."""
+        """The partition, with one part if there is only one group."""
         return self.partition or [range(dist.get_world_size())]
 
 
 class Collective(ABC):
-    """An algorithm on a group of ranks. Every method is collective over that group and called in one order by all.
+    """Algorithm on a group of ranks. Every method is collective over the group, and all ranks call in the same order.
 
-    Tensors are contiguous, of a dtype in DTYPES, on the CPU; results are equal on all ranks, bit for bit. 16-bit sums
-    are added up in float32 where the algorithm says so. One thread at a time calls it.
+    Tensors are contiguous, of a dtype in DTYPES, on the CPU; results are equal on all ranks, bit for bit. Some
+    algorithms accumulate 16-bit sums in float32. Only one thread at a time may call it.
     """
 
     name: ClassVar[str]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """`group` None for all ranks."""
+        """Join the group; None means all ranks."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, flat, in memory where this algorithm is fastest. Collective where `allocates_together`."""
+        """Return flat zeros in memory where this algorithm is fastest. Collective in some algorithms."""
         return torch.zeros(numel, dtype=dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Releases memory of `allocate`; no view of it is used any more."""
+        """Release memory of `allocate`. No view of it may be used afterwards."""
         return
 
     def sum_of(self, tensor: Tensor) -> Tensor:
-        """Where `all_reduce` leaves the sum of a tensor from `allocate`: in the tensor itself."""
+        """Return the tensor where `all_reduce` leaves the sum of a tensor from `allocate`: here the tensor itself."""
         return tensor
 
     def buffers(self) -> list[Tensor]:
-        """The memory that this algorithm keeps besides what it allocated for others."""
+        """Return the memory that this algorithm owns, except memory allocated for callers."""
         return []
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """Every rank's `tensor` becomes the sum (or maximum, minimum) of all of them, in place."""
+        """Replace every rank's `tensor` by the sum (or maximum, minimum) of all ranks' tensors."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """`output` becomes every rank's `tensor`, in the order of the ranks."""
+        """Fill `output` with every rank's `tensor`, in rank order."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """Every rank's `tensor` becomes that of the rank `root` of the group."""
+        """Replace every rank's `tensor` by that of the group's rank `root`."""
 
     def close(self) -> None:
-        """Ends threads and gives memory back. Not collective."""
+        """End threads and release memory. Not collective."""
         return
 
 
 def check(kind: str, tensors: Iterable[Tensor], op: str = "sum") -> None:
-    """Raises: CollectiveError for a tensor or operation that no algorithm takes."""
+    """Raise CollectiveError for a tensor or operation that no algorithm accepts."""
     for tensor in tensors:
         wrong = [
             *(() if tensor.dtype in DTYPES else (f"dtype {tensor.dtype}",)),
@@ -126,7 +126,7 @@ def check(kind: str, tensors: Iterable[Tensor], op: str = "sum") -> None:
 
 
 def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None:
-    """Raises: CollectiveError where `whole` is not `world_size` times `part`."""
+    """Raise CollectiveError if `whole` does not have `world_size` times the elements of `part`."""
     if whole.numel() != world_size * part.numel() or whole.dtype != part.dtype:
         raise CollectiveError(
             given=f"{kind} of {whole.numel()} elements of {whole.dtype} and {part.numel()} of {part.dtype}",
@@ -136,12 +136,12 @@ def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None
 
 
 def call_numbers(kind: str, tensor: Tensor, op: Operation, times: int = 1) -> tuple[int, int, int, int]:
-    """By which ranks tell each other what they call: a collective of `times` tensors like that one."""
+    """Return numbers that describe a collective of `times` tensors like `tensor`, for comparison among ranks."""
     return KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), times * tensor.numel()
 
 
 def call_in_words(numbers: Sequence[int]) -> str:
-    """The call of these `call_numbers`."""
+    """Return a description of the call with these `call_numbers`."""
     kind, op, dtype, numel = numbers[:4]
     if not 0 <= kind < len(KINDS) or not 0 <= dtype < len(DTYPES):
         return "nothing known"
@@ -150,15 +150,15 @@ def call_in_words(numbers: Sequence[int]) -> str:
 
 
 def combine(op: Operation, first: Tensor, second: Tensor, out: Tensor) -> None:
-    """out = first op second, elementwise; `out` may be one of them."""
+    """Compute out = first op second, elementwise; `out` may be one of the operands."""
     by_name: dict[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     by_name[op](first, second, out=out)
 
 
 def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tensor | None = None) -> None:
-    """out = values[0] op values[1] op ... from the left; `out` may be any one of the values.
+    """Compute out = values[0] op values[1] op ... from the left; `out` may be any one of the values.
 
-    `wide`: float32 memory of at least their length, for sums of more than two narrow values, rounded once.
+    `wide`: float32 memory of at least their length, for sums of more than two 16-bit values, rounded once.
     """
     if len(values) == 1:
         out.copy_(values[0])
@@ -171,7 +171,7 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
         out.copy_(total)
         return
     place = next((i for i, v in enumerate(values) if v.data_ptr() == out.data_ptr()), 0)
-    if place > 1:  # `out` is read later than it would first be written
+    if place > 1:  # `out` must not be written before it is read
         total = values[0].clone()
         for value in values[1:]:
             combine(op, total, value, total)
@@ -183,9 +183,9 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 
 
 class Threaded(Collective):
-    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls.
+    """Collective whose asynchronous calls run on its own thread, in the order of the calls.
 
-    An algorithm has `_reduce` and `_pass_on`; an all-gather is a broadcast from each rank where it has none of its own.
+    Subclasses define `_reduce` and `_pass_on`. By default an all-gather is a broadcast from each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -224,22 +224,22 @@ class Threaded(Collective):
         return self._start(work, asynchronous)
 
     def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
-        """Raises: CollectiveError where ranks do not make the same call, as far as the algorithm looks."""
+        """Raise CollectiveError if the ranks make different calls, in algorithms that compare calls."""
 
     @abstractmethod
     def _reduce(self, flat: Tensor, op: Operation) -> None:
-        """The all-reduce of a flat tensor, in place."""
+        """Reduce a flat tensor in place."""
 
     @abstractmethod
     def _pass_on(self, flat: Tensor, root: int) -> None:
-        """The broadcast of a flat tensor."""
+        """Broadcast a flat tensor."""
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         for root, part in enumerate(parts):
             self._pass_on(part, root)
 
     def _start(self, work: Callable[[], None], asynchronous: bool) -> Handle:
-        """Does `work` now, after everything that was started before, or on the thread."""
+        """Run `work` on the thread if asynchronous, else here, after all earlier work has ended."""
         if asynchronous:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shoal-{self.name}")

@@ -16,7 +16,7 @@ from shoal.errors import PlanError
 
 
 def open_tree(name: str, num_grains: int, like: Tensor, timeout: timedelta = COLLECTIVE_TIMEOUT) -> TreeSum:
-    """Exact mode's tree among all ranks: through shared memory where that is the name of the all-reduce.
+    """Return exact mode's tree among all ranks, through shared memory unless `name` is "native".
 
     Collective: all ranks of the run. Raises: as `open_collective`.
     """
@@ -30,7 +30,7 @@ def open_tree(name: str, num_grains: int, like: Tensor, timeout: timedelta = COL
 
 
 def not_on(device: torch.device, name: str) -> PlanError:
-    """The error of an algorithm that does not work on a device."""
+    """Return the error for an algorithm that does not work on a device."""
     return PlanError(
         given=f'collectives.all_reduce = "{name}" on {device.type}',
         conflict="it sums on CPUs; between GPUs NCCL is faster than what passes through the host's memory",
@@ -39,16 +39,25 @@ def not_on(device: torch.device, name: str) -> PlanError:
 
 
 def open_collective(name: str, team: Team, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Collective:
-    """The algorithm `name` over the ranks of a team.
+    """Return the algorithm `name` over the ranks of a team.
+
+    Args:
+        name: one of the values of a plan's `collectives.all_reduce`.
+        team: the ranks.
+        device: device of the tensors.
+        timeout: how long a rank waits for others in one collective.
+
+    Raises:
+        PlanError: the algorithm does not work on the device.
+        LaunchError: the algorithm does not work on these hosts.
 
     Collective: all ranks of the run.
-    Raises: PlanError for an algorithm that does not work on the device, LaunchError where ranks are not where it needs.
     """
     if name == "native":
         return Native(team)
     if device.type != "cpu":
         raise not_on(device, name)
-    # What a plan does not ask for is not imported.
+    # Imports only the algorithm that the plan names.
     if name == "shared_memory":
         from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
         from shoal.distributed.collectives.shared_memory.region import places

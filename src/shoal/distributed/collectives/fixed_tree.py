@@ -1,8 +1,8 @@
 """Fixed-tree sum over grains: the same binary tree of additions, and so the same bits, on any number of ranks.
 
-The tree over positions [0, G) splits [lo, hi) at lo + the largest power of two below hi - lo. A grain that is not
-there is the identity: its sibling's sum passes through unchanged. Additions are elementwise, so that the vector may be
-divided over the ranks for the last levels without changing a bit.
+The tree over positions [0, G) splits [lo, hi) at lo + the largest power of two below hi - lo. A missing grain is the
+identity: its sibling's sum passes through unchanged. Additions are elementwise, so dividing the vector over the ranks
+for the last levels does not change a bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def evaluate(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T]) -> T | None:
-    """The sum at the root, from the values at any set of disjoint nodes; None where there are none."""
+    """Return the sum at the root, given the values at any set of disjoint nodes; None if there are none."""
 
     def visit(lo: int, hi: int) -> T | None:
         if (lo, hi) in values:
@@ -39,28 +39,28 @@ def evaluate(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T
 
 
 class TreeSum:
-    """Partial sums of this rank, grain by grain in any order; at most about log2(G) of them for neighbours."""
+    """Partial sums of this rank's grains, added in any order; about log2(G) sums at most for neighbouring grains."""
 
     def __init__(self, num_grains: int, like: Tensor) -> None:
         self.num_grains, self._like = num_grains, like
-        self.nodes: dict[Range, Tensor] = {}  # this rank's own sums, by the ranges of grains that they are over
+        self.nodes: dict[Range, Tensor] = {}  # this rank's own sums, by their ranges of grains
         self._spare: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forgets the sums and keeps their memory: fresh pages for every grain cost more than the additions."""
+        """Discard the sums and reuse their memory: fresh pages for every grain cost more than the additions."""
         self._spare += self.nodes.values()
         self.nodes = {}
 
     def empty(self) -> Tensor:
-        """A vector to fill and `add`."""
+        """Return a vector to fill and `add`."""
         return self._spare.pop() if self._spare else torch.empty_like(self._like)
 
     def buffers(self) -> list[Tensor]:
-        """All the vectors that are allocated."""
+        """Return all allocated vectors."""
         return [self._like, *self.nodes.values(), *self._spare]
 
     def add(self, grain: int, value: Tensor) -> None:
-        """Takes the value (a flat tensor, from now on owned and changed here) of one grain."""
+        """Add the value of one grain, a flat tensor that this object owns and changes from now on."""
         self.nodes[grain, grain + 1] = value
         self._merge(0, self.num_grains, grain)
 
@@ -75,19 +75,19 @@ class TreeSum:
             self._spare.append(added)
 
     def borrowed(self) -> list[Tensor]:
-        """Memory of other ranks that `total` may give; none."""
+        """Return memory of other ranks that `total` may return; here none."""
         return []
 
     def move(self, numbers: Tensor) -> None:
-        """Numbers of which each is zero on all ranks but one, in place on all. Collective: every rank of the world."""
+        """Sum numbers in place; each is nonzero on one rank at most. Collective: every rank of the world."""
         dist.all_reduce(numbers)
 
     def close(self) -> None:
-        """Holds nothing open."""
+        """Do nothing, since this class has nothing to close."""
         return
 
     def total(self, holders: list[list[int]], rank: int) -> Tensor:
-        """The sum over all grains of all ranks: a flat tensor as `like`, the same bits on every rank.
+        """Return the sum over all grains of all ranks: a flat tensor as `like`, the same bits on every rank.
 
         `holders` lists each rank's grains. Collective: every rank of the world, one all-to-all in which a rank sends
         its pieces (one or a few vectors) once, and one all-gather of the vector.
@@ -121,23 +121,23 @@ class TreeSum:
 
 
 class SharedTreeSum(TreeSum):
-    """Fixed-tree sum through the shared memory of one host: each rank's own part of the additions, in place.
+    """Fixed-tree sum through the shared memory of one host, where each rank does its part of the additions in place.
 
-    A rank puts its partial sums, one or a few vectors, into its slot. Once all have, each rank adds up its part of the
-    vector over all slots along the tree and writes it to everyone's result. Messages: none. Bytes that a rank writes:
-    its pieces, and N.
+    A rank copies its partial sums, one or a few vectors, into its slot. After a barrier each rank adds up its part of
+    the vector over all slots along the tree and writes the sum to every rank's result. Messages: none. Bytes that a
+    rank writes: its pieces, and N.
     """
 
     def __init__(self, num_grains: int, like: Tensor, collective: SharedMemory, *, one_sum: bool = False) -> None:
-        """`like` is on the CPU; `collective` is over all the ranks that `total` is told of.
+        """Prepare the sum of CPU tensors as `like`; `collective` spans all ranks of the `holders` in `total`.
 
-        `one_sum`: all ranks are given the same memory, some rank's, and not each its own.
+        `one_sum`: all ranks get the same memory, that of some rank, instead of a result each.
         """
         super().__init__(num_grains, like)
         self._collective = collective
         self._own: Tensor | None = None
         self._num_results = 0 if one_sum else 1
-        # Per rank, the result if it has one, and then its pieces.
+        # For each rank: the result, if it has one, and then its pieces.
         self._slots: list[list[Tensor]] = []
 
     def buffers(self) -> list[Tensor]:
@@ -151,10 +151,10 @@ class SharedTreeSum(TreeSum):
         self._collective.close()
 
     def total(self, holders: list[list[int]], rank: int) -> Tensor:
-        """The sum over all grains of all ranks, in memory that the next call overwrites.
+        """Return the sum over all grains of all ranks, in memory that the next call overwrites.
 
-        `holders` lists each rank's grains. Collective: every rank of the world; two barriers, and new memory where a
-        rank has more pieces than any had before.
+        `holders` lists each rank's grains. Collective: every rank of the world; two barriers, and new memory if a rank
+        has more pieces than any rank had before.
         """
         if len(holders) == 1:
             return super().total(holders, rank)
@@ -169,15 +169,15 @@ class SharedTreeSum(TreeSum):
         self._collective.barrier()
         if self._num_results:
             return self._slots[rank][0]
-        # In the tree every sum is added to its left part in place.
+        # The tree adds every sum to its left part in place.
         return min(self._named(nodes), key=lambda named: named[0])[1]
 
     def borrowed(self) -> list[Tensor]:
-        """The memory of all ranks, of which `buffers` has this one's part."""
+        """Return the memory of all ranks, of which `buffers` has this rank's part."""
         return [vector for slots in self._slots for vector in slots]
 
     def _named(self, nodes: list[list[Range]]) -> list[tuple[Range, Tensor]]:
-        """Every rank's nodes and where they lie."""
+        """Return every rank's nodes with their memory."""
         held = zip(nodes, self._slots, strict=True)
         return [named for own, slots in held for named in zip(own, slots[self._num_results :], strict=False)]
 
@@ -193,7 +193,7 @@ class SharedTreeSum(TreeSum):
         self._slots = [[vector[:length] for vector in whole.split(stride)] for whole in slots]
 
     def _add(self, nodes: list[list[Range]], rank: int) -> None:
-        """This rank's part, a chunk that stays in the cache at a time. The slots' own values are lost there."""
+        """Add up this rank's part, one cache-sized chunk at a time. This overwrites the slots' own values."""
         places = cut(self._like.numel(), self._like.itemsize, len(nodes))
         step = CHUNK_BYTES // self._like.itemsize
         named = self._named(nodes)

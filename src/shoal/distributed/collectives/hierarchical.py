@@ -1,10 +1,10 @@
-"""Hierarchical all-reduce: shared memory inside each host, then a ring among the hosts' first ranks, then inside again.
+"""Hierarchical all-reduce: shared memory inside each host, a ring among the hosts' first ranks, then inside again.
 
-Messages between hosts: those of a ring among the hosts, sent by the first rank of each; all other ranks send none.
-Bytes across a host's link: 2 N (H - 1) / H of H hosts, however many ranks each has, where a flat ring sends that for
-every rank whose neighbour is elsewhere, and takes 2 (P - 1) steps instead of 2 (H - 1). It wins wherever there are
-several ranks on each of several hosts. Large tensors go in pieces, a ring's messages each, two of them on their way at
-a time. Sums over a host are made in the order of its ranks.
+Messages between hosts: those of a ring among the hosts, sent by the first rank of each host; other ranks send none.
+Bytes across a host's link: 2 N (H - 1) / H for H hosts, for any number of ranks a host. A flat ring sends as much for
+every rank whose neighbour is on another host, and takes 2 (P - 1) steps instead of 2 (H - 1). This algorithm wins with
+several ranks on each of several hosts. Large tensors are sent in pieces, each with a ring's messages, two pieces at a
+time. Sums over a host are in rank order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
 from shoal.distributed.mesh import new_group
 
-# While pieces cross the link the host sums the next, and while one waits for an answer another one crosses. Pieces of
-# 4 MB took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
+# While a piece crosses the link, the host sums the next, and two pieces overlap their latencies. Pieces of 4 MB
+# took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
 PIECE_BYTES = 1 << 20
 _NUM_RINGS = 2
 
@@ -48,7 +48,7 @@ class Hierarchical(Threaded):
         local = new_group(within, timeout)
         if len(self.hosts[self._place]) > 1:
             self._local = SharedMemory(Team(local), timeout, by_host.count(by_host[dist.get_rank()]))
-        # Every rank is in a part: those that lead no host are by themselves.
+        # Every rank is in a part: a rank that leads no host is alone in its part.
         leaders = [[host[0] for host in hosts] for hosts in divided]
         across = [*leaders, *([rank] for host in within for rank in host[1:])]
         for _ in range(_NUM_RINGS):
@@ -59,7 +59,7 @@ class Hierarchical(Threaded):
                 ring.close()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """In this rank's slot of its host's memory. Collective: the ranks of the host."""
+        """Allocate in this rank's slot of its host's memory. Collective: the ranks of the host."""
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
@@ -67,7 +67,7 @@ class Hierarchical(Threaded):
             self._local.release(tensor)
 
     def _reduce(self, flat: Tensor, op: Operation) -> None:
-        """Sum of the host, sum of the hosts, and back."""
+        """Sum within the host, across hosts, and broadcast within the host."""
         pieces = flat.split(PIECE_BYTES // flat.itemsize)
         crossing: list[Handle] = []
         for piece in pieces:
@@ -83,7 +83,7 @@ class Hierarchical(Threaded):
                 self._local.broadcast(piece, 0)
 
     def _pass_on(self, flat: Tensor, root: int) -> None:
-        """On the root's host, from its first rank to the others', on each of those."""
+        """Broadcast within the root's host, from its first rank to those of the other hosts, and within these hosts."""
         of = next(n for n, host in enumerate(self.hosts) if root in host)
         if self._local is not None and self._place == of:
             self._local.broadcast(flat, self.hosts[of].index(root))
@@ -100,22 +100,22 @@ class Hierarchical(Threaded):
 
 
 def _hosts() -> list[int]:
-    """The number of each rank's host. Collective: all ranks of the run, an all-gather of a few numbers.
+    """Return the number of each rank's host. Collective: all ranks of the run, an all-gather of a few numbers.
 
-    A network namespace of its own counts as a host: what leaves it goes through a link.
+    A separate network namespace counts as a host, since its traffic crosses a link.
     """
     try:
         network = Path("/proc/self/ns/net").stat().st_ino
     except OSError:
         network = 0
     place = place_of_process()
-    # Where memory cannot be shared every rank is a host by itself.
+    # If memory cannot be shared, every rank counts as a host.
     places = exchanged([*place, network] if place[0] else [0, dist.get_rank(), 0, 0])
     return [places.index(place) for place in places]
 
 
 def _divide(part: Sequence[int], by_host: Sequence[int]) -> list[list[int]]:
-    """A group's ranks by host, hosts in the order of their first ranks."""
+    """Group a group's ranks by host, with hosts in the order of their first ranks."""
     hosts: dict[int, list[int]] = {}
     for rank in part:
         hosts.setdefault(by_host[rank], []).append(rank)

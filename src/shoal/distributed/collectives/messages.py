@@ -1,6 +1,6 @@
 """All-reduces by point-to-point messages of torch.distributed: ring, double binary tree, halving and doubling.
 
-Each sum is made on one rank, or of the same two numbers on both: all ranks have the same bits.
+Each sum is computed on one rank, or from the same two numbers on both, so all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoal.errors import CollectiveError, PeerError
 from shoal.plans.accounting.all_reduce import HEADER_BYTES, Halving, doubles, halving, place_in_tree, segments
 from shoal.plans.accounting.partition import cuts
 
-# How long a rank whose message failed looks for the one that died.
+# How long a rank whose message failed searches for the rank that died.
 _PATIENCE_SECONDS = 0.5
 
 
 class Messages:
-    """Point-to-point messages in a group of its own. Collective: all ranks of the run, new groups and an all-gather."""
+    """Point-to-point messages in their own group. Collective: all ranks of the run, new groups and an all-gather."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
         self._group = new_group(team.parts, timeout)
@@ -36,24 +36,24 @@ class Messages:
         self._processes = exchanged([*place_of_process(), os.getpid()], self._group)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
-        """Starts to send; the tensor is left alone until the message has been waited for."""
+        """Start to send. The tensor must not change until `wait` of the message has returned."""
         work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag) if tensor.numel() else None
         return Message(self, work, to)
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Message:
-        """Starts to receive as many elements as the tensor has."""
+        """Start to receive as many elements as the tensor has."""
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag) if tensor.numel() else None
         return Message(self, work, source)
 
     def exchange(self, out: Tensor, to: int, into: Tensor, source: int) -> None:
-        """Sends and receives at once."""
+        """Send and receive at the same time."""
         with self.failures(f"rank {source}"):
             messages = self.send(out, to), self.receive(into, source)
         for message in messages:
             message.wait()
 
     def compare(self, header: list[int]) -> None:
-        """Raises: CollectiveError where the rank before this one calls something else, said by `header`."""
+        """Raise CollectiveError if the previous rank makes another call, described by `header`."""
         own = torch.tensor([*header, *[0] * (HEADER_BYTES // 8 - len(header))], dtype=torch.int64)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
         told = torch.empty_like(own)
@@ -67,7 +67,7 @@ class Messages:
 
     @contextlib.contextmanager
     def failures(self, who: str) -> Iterator[None]:
-        """Names the culprit of what fails inside: a process of this host that is gone, or else `who`."""
+        """Convert errors in the context to a PeerError that names a dead process of this host, or else `who`."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -75,7 +75,7 @@ class Messages:
                 raise
             limit = time.monotonic() + _PATIENCE_SECONDS
             gone = self._gone()
-            while not gone and time.monotonic() < limit:  # its sockets close before it has ended
+            while not gone and time.monotonic() < limit:  # its sockets close before the process has ended
                 time.sleep(0.02)
                 gone = self._gone()
             raise PeerError(
@@ -86,7 +86,7 @@ class Messages:
             ) from error
 
     def _gone(self) -> list[int]:
-        """Ranks of this host whose process has ended."""
+        """Return the ranks of this host whose process has ended."""
         here = self._processes[self.rank][:3]
         return [
             r
@@ -95,8 +95,8 @@ class Messages:
         ]
 
     def close(self) -> None:
-        """Ends the group."""
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # ended already, with all others
+        """End the group."""
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # already ended with all other groups
             dist.destroy_process_group(self._group)
 
 
@@ -107,17 +107,17 @@ class Message:
         self._messages, self._work, self._other = messages, work, other
 
     def wait(self) -> None:
-        """Raises: PeerError where the other side is gone or silent."""
+        """Wait for the message. Raises: PeerError if the other side is gone or silent."""
         if self._work is not None:
             with self._messages.failures(f"rank {self._other}"):
                 self._work.wait()
 
 
 class ByMessages(Threaded):
-    """Base class of message-passing algorithms. A broadcast takes ceil(log2 P) messages at most, as a binomial tree."""
+    """Base class of message-passing algorithms. A broadcast is a binomial tree: a rank sends ceil(log2 P) at most."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
-        """Collective: all ranks of the run."""
+        """Open the groups of the team. Collective: all ranks of the run."""
         super().__init__(team.group)
         self._messages = Messages(team, timeout)
 
@@ -130,7 +130,7 @@ class ByMessages(Threaded):
             self._messages.compare([*call_numbers(kind, tensor, op), root])
 
     def _pass_on(self, flat: Tensor, root: int) -> None:
-        """A broadcast: at distance d = 1, 2, 4, ... from the root those below d have it and send it d on."""
+        """Broadcast: for distances d = 1, 2, 4, ... from the root, ranks below d send to the rank d further."""
         place = (self.rank - root) % self.world_size
         sent = []
         distance = 1
@@ -145,11 +145,10 @@ class ByMessages(Threaded):
 
 
 class Ring(ByMessages):
-    """Ring: each rank sends to the next only; a reduce-scatter once around, then an all-gather once around.
+    """Ring: each rank sends only to the next rank, in a reduce-scatter once around and an all-gather once around.
 
-    Messages: 2 (P - 1) and a header. Bytes: 2 N (P - 1) / P, as few as there can be. It wins for large tensors between
-    hosts of equal links; its latency grows with P. Sums are made in the order of the ring; 16-bit values are rounded at
-    each hop.
+    Messages: 2 (P - 1) and a header. Bytes: 2 N (P - 1) / P, the minimum. It wins for large tensors between hosts with
+    equal links; its latency grows with P. Sums are in ring order; 16-bit values are rounded at each hop.
     """
 
     name = "ring"
@@ -180,11 +179,11 @@ _UP, _DOWN = 0, 1
 
 
 class Tree(ByMessages):
-    """Double binary tree: one for each half of the tensor; sums go up, the result down, in pieces.
+    """Double binary tree: one tree for each half of the tensor. Sums go up and the result goes down, in pieces.
 
-    Messages: for each piece one to the parent and one to each child. Bytes: at most 2 N a rank, and about N where a
-    rank passes on in neither tree. It wins for small and middling tensors on many ranks: 2 log2 P steps deep where a
-    ring is 2 (P - 1).
+    Messages: for each piece, one to the parent and one to each child. Bytes: at most 2 N a rank, and about N for a rank
+    that is a leaf in both trees. It wins for small and medium tensors on many ranks: it takes 2 log2 P steps, a ring
+    2 (P - 1).
     """
 
     name = "tree"
@@ -213,7 +212,7 @@ class Tree(ByMessages):
             message.wait()
             combine(op, room, piece, piece)
         if place.parent is not None:
-            # The parent's answer arrives in the piece itself: it may only be sent from a copy, or waited for.
+            # The parent's answer arrives in the same memory, so the send must complete first.
             self._messages.send(piece, place.parent, _tag(tree, _UP)).wait()
 
     def _down(self, tree: int, piece: Tensor) -> list[Message]:
@@ -224,16 +223,16 @@ class Tree(ByMessages):
 
 
 def _tag(tree: int, direction: int) -> int:
-    """Of two ranks one may be above the other in both trees, in either direction."""
+    """Return a tag per tree and direction, since one rank may be above another in both trees."""
     return 1 + 2 * tree + direction
 
 
 class RecursiveDoubling(ByMessages):
-    """Recursive halving and doubling: partners at half the distance each time exchange half of their common part.
+    """Recursive halving and doubling: partners exchange half of their common part, at half the distance each time.
 
-    Messages: 2 log2 P. Bytes: 2 N (P - 1) / P for a power of two; else the ranks beyond it fold into others first, N
-    more each. Small tensors are exchanged whole: log2 P messages of N. It wins for small tensors on a power of two of
-    ranks.
+    Messages: 2 log2 P. Bytes: 2 N (P - 1) / P for a power of two; else the ranks beyond it first fold into others, with
+    N more bytes each. Small tensors are exchanged whole: log2 P messages of N. It wins for small tensors on a power of
+    two of ranks.
     """
 
     name = "recursive_doubling"

@@ -1,7 +1,7 @@
 """torch.distributed's own collectives: Gloo between CPUs and NCCL between GPUs.
 
-Messages and bytes are the library's: Gloo's all-reduce is a ring in segments. Few ranks gather a small tensor and each
-adds it up, one exchange instead of two. It is what every other algorithm has to beat.
+Messages and bytes are those of the library: Gloo's all-reduce is a ring in segments. A few ranks gather a small tensor
+and each adds it up, in one exchange instead of two. This is the baseline of every other algorithm.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class _NativeWork:
-    """A collective of torch on its way, and what is to be done when it is through."""
+    """Running collective of torch, with an optional sum that follows it."""
 
     def __init__(self, work: dist.Work | None, rows: Tensor | None = None, out: Tensor | None = None) -> None:
         self._work, self._rows, self._out = work, rows, out
 
     def wait(self) -> None:
-        """Waits, and adds what was gathered in the order of the ranks: the same bits on all."""
+        """Wait, and add the gathered rows in rank order, which gives the same bits on all ranks."""
         if self._work is not None:
             self._work.wait()
         if self._rows is not None and self._out is not None:
@@ -32,7 +32,7 @@ class _NativeWork:
 
 
 class Native(Collective):
-    """torch.distributed's collectives; on GPUs tensors are there, and streams keep the order."""
+    """torch.distributed's collectives; for tensors on GPUs, streams keep the order."""
 
     name = "native"
 
@@ -47,7 +47,7 @@ class Native(Collective):
         return list(self._gathered.values())
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """A gather where that is cheaper; its memory is kept for the next tensor at the same place."""
+        """Reduce in place, by a gather if that is cheaper. A tensor at the same address reuses the gather's memory."""
         size = tensor.numel() * tensor.itemsize
         if op == "sum" and tensor.is_floating_point() and gathers(size, self.world_size, tensor.device.type == "cpu"):
             rows = self._gathered.get(tensor.data_ptr())

@@ -1,1 +1,1 @@
-"""Environments: of each engine the variables that say which rank a process is; `detect.py` has their precedence."""
+"""Environments: for each engine, the variables that say which rank a process is. `detect.py` has their precedence."""

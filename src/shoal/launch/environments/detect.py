@@ -1,4 +1,4 @@
-"""Detection of the environment: the engines in their precedence, and the refusal of two that disagree."""
+"""Detection of the environment: the order of precedence of the engines, and an error if two disagree."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from shoal.launch.environments.slurm import SLURM
 from shoal.launch.environments.spark import SPARK
 from shoal.launch.environments.torchrun import TORCHRUN
 
-# The innermost first: what may have been started inside of those that follow.
+# Innermost first: each engine may be started inside the engines after it.
 READERS = (RAY, SPARK, TORCHRUN, OPEN_MPI, PMI, KUBERNETES, SLURM)
 
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", RESTARTS)
-# What launchers that are not joined say of a process: its number, and of how many.
+# Variables of launchers that are not supported: the rank and the number of ranks.
 _UNKNOWN = (("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),)
 
 
 def detected(variables: Mapping[str, str]) -> Environment | None:
-    """The environment that an engine has set, of a rank or of a process that starts its host's; None without one.
+    """Return the environment that an engine has set for this process, or None without an engine.
 
-    The first of `READERS` that says something holds. Raises: LaunchError where another says otherwise, where variables
-    are incomplete or make no sense, or where they are words that nobody here reads: each process would train by itself.
+    The process is a rank or starts the ranks of its host. The first of `READERS` that finds an environment wins.
+    Raises: LaunchError if another reader disagrees, if variables are missing or invalid, or if an unsupported launcher
+    has set them, since each process would then train alone.
     """
     found = _read(variables)
     if not found:
@@ -41,25 +42,25 @@ def detected(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _read(variables: Mapping[str, str]) -> list[tuple[EnvironmentReader, Environment]]:
-    """Environments that the variables say, the innermost first. Raises: LaunchError."""
+    """Return the environments in the variables, the innermost first. Raises: LaunchError."""
     found: list[tuple[EnvironmentReader, Environment]] = []
     for reader in READERS:
         try:
             said = reader.read(variables)
         except LaunchError:
             if found and _is_started(found[0][0], variables):
-                continue  # words that are left of what has started the inner launcher
+                continue  # variables of the engine that started the inner launcher
             raise
         if said is None:
             continue
         found.append((reader, said))
-        if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own, which knew of the others
+        if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own launcher, which knew of the others
             break
     return found
 
 
 def joined(variables: Mapping[str, str]) -> Environment | None:
-    """The environment of a rank, as `detected`. Raises: LaunchError also where this process should start its host's."""
+    """Return the environment of a rank, as `detected`. Raises: LaunchError also if this process should start ranks."""
     environment = detected(variables)
     if environment is not None and environment.num_to_start:
         raise LaunchError(
@@ -71,15 +72,15 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
 
 
 def restarts(variables: Mapping[str, str]) -> int:
-    """How often an engine has started this command anew, also where it has started one process alone."""
+    """Return how many times an engine has restarted this command, also if the engine starts only one process."""
     return sum(numbers_of(variables, _RESTARTS).values())
 
 
 def refuse_rank(variables: Mapping[str, str], call: str) -> None:
-    """Raises: LaunchError where a process that starts ranks is a rank itself, or one of a launcher's processes."""
+    """Raise LaunchError if a process that starts ranks is itself a rank or a launcher's process."""
     launched = detected(variables)
     if launched is not None and launched.num_to_start and launched.num_hosts == 1:
-        launched = None  # a pod that is to start its ranks, as this process does
+        launched = None  # a pod that starts its own ranks, which this process does
     if launched is None and INSIDE not in variables:
         return
     own = INSIDE in variables or LAUNCHER_PID in variables
@@ -94,12 +95,12 @@ def refuse_rank(variables: Mapping[str, str], call: str) -> None:
 
 
 def _is_started(reader: EnvironmentReader, variables: Mapping[str, str]) -> bool:
-    """Whether that launcher itself has set the variables; RANK and WORLD_SIZE may be anybody's, or left over."""
+    """Check whether this launcher itself set the variables. RANK and WORLD_SIZE may come from another program."""
     return reader is not TORCHRUN or "TORCHELASTIC_RUN_ID" in variables
 
 
 def _agree(inner: Environment, outer: Environment, *, nested: bool) -> bool:
-    """Whether both say the same, or `outer` has started, once on each host, a launcher that spans these hosts."""
+    """Check whether the two environments agree, or `outer` started one launcher per host that spans these hosts."""
     if outer.num_to_start:
         return (inner.world_size, inner.num_hosts) == (outer.world_size, outer.num_hosts)
     if (inner.rank, inner.world_size) == (outer.rank, outer.world_size):
@@ -123,7 +124,7 @@ def _contradiction(
 
 
 def _refuse_unknown(variables: Mapping[str, str]) -> None:
-    """Raises: LaunchError where another launcher has started this process beside others."""
+    """Raise LaunchError if an unsupported launcher has started this process as one of several."""
     for launcher, rank, size in _UNKNOWN:
         if variables.get(size, "1") != "1":
             raise LaunchError(

@@ -1,4 +1,4 @@
-"""Environment of a Kubernetes pod: an Indexed Job's, or one of the Kubeflow Trainer, whose PET_ words torchrun has."""
+"""Environment of a pod of a Kubernetes Indexed Job or of the Kubeflow Trainer, which sets torchrun's PET_ variables."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from shoal.runs.request import devices_here
 
 _INDEX, _HOST, _HOSTS, _RANKS = "JOB_COMPLETION_INDEX", "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE"
 _ADDRESS, _PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
-_DEFAULT_PORT = 29500  # a pod has an address of its own
-# torchrun's words for one a device.
+_DEFAULT_PORT = 29500  # each pod has its own address
+# torchrun's words for one process per device.
 _ALL_DEVICES = ("auto", "gpu", "cpu", "xpu")
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """A pod: a rank where it is to have one process, else a process that starts its host's ranks.
+    """Read a pod's environment: a rank if the pod runs one process, else a process that starts the pod's ranks.
 
-    Raises: LaunchError where variables are missing or no numbers, or leave the number of pods open.
+    Raises: LaunchError if variables are missing, are not numbers, or do not fix the number of pods.
     """
     if _HOSTS not in variables and _INDEX not in variables:
         return None
     if "RANK" in variables and ("TORCHELASTIC_RUN_ID" in variables or ":" in variables.get(_HOSTS, "")):
-        return None  # torchrun has started this process, and these words are its own defaults
+        return None  # torchrun has started this process, and the variables are torchrun's own defaults
     if ":" in variables.get(_HOSTS, "") or "PET_RDZV_ENDPOINT" in variables:
         raise LaunchError(
             given=f"{_HOSTS}={variables.get(_HOSTS, '')}",
@@ -59,7 +59,7 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _ranks(variables: Mapping[str, str]) -> int:
-    """Processes of a pod."""
+    """Return the number of processes in a pod."""
     text = variables.get(_RANKS, "1")
     return devices_here() if text in _ALL_DEVICES else max(1, numbers_of(variables, [_RANKS]).get(_RANKS, 1))
 

@@ -12,9 +12,9 @@ _LOCAL = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """A process of several; where they are on several hosts, MASTER_ADDR has to say where rank 0 is.
+    """Read the environment of one of several processes. On several hosts, MASTER_ADDR must name the host of rank 0.
 
-    Seen with Open MPI 4.1. Raises: LaunchError where that, or another variable, is missing or no number.
+    Tested with Open MPI 4.1. Raises: LaunchError if this or another variable is missing or not a number.
     """
     if numbers_of(variables, [_SIZE]).get(_SIZE, 1) == 1:
         return None

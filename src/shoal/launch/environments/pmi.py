@@ -1,4 +1,4 @@
-"""Environment of a process that MPICH's mpirun (Hydra), Intel's or MVAPICH's has started."""
+"""Environment of a process that the mpirun of MPICH (Hydra), Intel MPI or MVAPICH has started."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_PARENTS = 16
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """A process of several; where they are on several hosts, MASTER_ADDR has to say where rank 0 is.
+    """Read the environment of one of several processes. On several hosts, MASTER_ADDR must name the host of rank 0.
 
-    Seen with MPICH 4.0. Raises: LaunchError where that, or another variable, is missing or no number.
+    Tested with MPICH 4.0. Raises: LaunchError if this or another variable is missing or not a number.
     """
     size = numbers_of(variables, [_SIZE]).get(_SIZE, 1)
     if size == 1:
@@ -28,7 +28,7 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     rank = numbers[_RANK]
     refuse_outside((_RANK, rank), (_SIZE, size))
     if "SLURM_STEP_NUM_TASKS" in variables and _LOCAL[0] not in variables:
-        return None  # srun --mpi=pmi2, whose own words say more
+        return None  # srun --mpi=pmi2, whose own variables say more
     refuse_missing(variables, (_RANK, _SIZE, *_LOCAL), "start with Hydra's mpirun, which sets them, or with torchrun")
     local_rank, local_size = (numbers[name] for name in _LOCAL)
     if local_size < size:
@@ -54,9 +54,9 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _proxy() -> int:
-    """Process id of the proxy that has started this rank, which those beside it have in common: PMI names no job."""
+    """Return the process id of the proxy that started this host's ranks, in place of a job id: PMI has none."""
     for pid, name in _parents():
-        if name.startswith(_PROXY[:15]):  # as the kernel shortens it
+        if name.startswith(_PROXY[:15]):  # the kernel shortens the name
             return pid
     return os.getppid()
 

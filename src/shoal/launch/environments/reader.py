@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 
-# Below those that systems give out by themselves. A function of the engine's job, so that all ranks know it.
+# Below the system's ephemeral ports. Computed from the engine's job, so that all ranks agree.
 _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 
 
 @dataclass(frozen=True)
 class EnvironmentReader:
-    """An engine's words: `read` gives the environment in them, or None where they say nothing of several processes.
+    """Variables of an engine: `read` returns the environment, or None if they do not describe several processes.
 
-    `rank_name` and `size_name` are the variables to show and to unset. `nests`: whether its processes may be started
-    inside of another engine's, one of these on each host.
+    `rank_name` and `size_name` are the variables that messages show. `nests`: whether another engine's processes, one
+    on each host, may start this engine's processes.
     """
 
-    title: str  # as people call it: "torchrun", "Slurm's srun"
+    title: str  # the usual name: "torchrun", "Slurm's srun"
     rank_name: str
     size_name: str
     read: Callable[[Mapping[str, str]], Environment | None]
     nests: bool = False
 
     def shown(self, variables: Mapping[str, str]) -> str:
-        """The two variables with their values."""
+        """Return the two variables with their values."""
         names = (self.rank_name, self.size_name)
         return ", ".join(f"{name}={variables.get(name, '')}" for name in names)
 
 
 def numbers_of(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, int]:
-    """Variables that are set, as numbers. Raises: LaunchError naming all that are none."""
+    """Return the variables that are set, as numbers. Raises: LaunchError that names all invalid ones."""
     texts = {name: variables[name] for name in names if name in variables}
     wrong = {name: text for name, text in texts.items() if not text.isdecimal()}
     if wrong:
@@ -46,7 +46,7 @@ def numbers_of(variables: Mapping[str, str], names: Iterable[str]) -> dict[str, 
 
 
 def refuse_missing(variables: Mapping[str, str], needed: Iterable[str], remedy: str) -> None:
-    """Raises: LaunchError naming every variable of `needed` that is not set."""
+    """Raise LaunchError that names every variable of `needed` that is not set."""
     names = tuple(needed)
     missing = [name for name in names if name not in variables]
     if missing:
@@ -58,7 +58,7 @@ def refuse_missing(variables: Mapping[str, str], needed: Iterable[str], remedy: 
 
 
 def refuse_outside(rank: tuple[str, int], size: tuple[str, int]) -> None:
-    """Raises: LaunchError where a rank, with the name of its variable, is not below the size of its world."""
+    """Raise LaunchError if a rank is not below the world size; each argument is a variable's name and value."""
     if not 0 <= rank[1] < size[1]:
         raise LaunchError(
             given=f"{rank[0]}={rank[1]}, {size[0]}={size[1]}",
@@ -68,6 +68,6 @@ def refuse_outside(rank: tuple[str, int], size: tuple[str, int]) -> None:
 
 
 def port_of(variables: Mapping[str, str], number: int) -> int:
-    """MASTER_PORT, or a port that all ranks of the job of this number compute alike."""
+    """Return MASTER_PORT or, if it is not set, a port that all ranks compute from the job's number."""
     given = numbers_of(variables, ["MASTER_PORT"])
     return given.get("MASTER_PORT", _FIRST_PORT + number % _NUM_PORTS)

@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from shoal.launch.environment import OWN_GPU, Environment
 from shoal.launch.environments.reader import EnvironmentReader, numbers_of, port_of, refuse_missing, refuse_outside
 
-# Steps of Slurm from here on are no steps of srun: the batch script, an interactive shell.
+# Step ids from here on are not steps of srun: the batch script, an interactive shell.
 _SPECIAL_STEPS = 0xFFFFFFF0
 _SIZE = "SLURM_STEP_NUM_TASKS"
 _NUMBERS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _NODES, _PER_NODE = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
-# srun shows a task of such a step its own GPUs only.
+# srun shows each task of such a step only its own GPUs.
 _BINDING = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """A task of an srun step of several; None elsewhere, also in a batch script, which has SLURM_PROCID as well.
+    """Read the environment of one of several tasks of an srun step; None elsewhere.
 
-    Seen with Slurm 22.05: SLURM_STEP_NUM_TASKS is set by srun alone.
+    A batch script has SLURM_PROCID too. With Slurm 22.05, only srun sets SLURM_STEP_NUM_TASKS.
     """
     found = numbers_of(variables, (_SIZE, "SLURM_STEP_ID"))
     if found.get(_SIZE, 1) == 1 or found.get("SLURM_STEP_ID", 0) >= _SPECIAL_STEPS:
@@ -52,7 +52,7 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _repeated(text: str) -> list[int]:
-    """[2, 2, 1] from "2(x2),1": how many tasks each node has."""
+    """Return the number of tasks of each node: [2, 2, 1] for "2(x2),1"."""
     counts = []
     for part in text.split(","):
         number, _, times = part.partition("(x")
@@ -61,7 +61,7 @@ def _repeated(text: str) -> list[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """gpu007 from "gpu[007-009,012],login1"."""
+    """Return the first host: gpu007 for "gpu[007-009,012],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "it may be empty"
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())

@@ -1,4 +1,4 @@
-"""Environment of a task of Spark's barrier mode: torchrun's words, and the engine's name by shoal's own launcher."""
+"""Environment of a barrier task of Spark: torchrun's variables, and the engine's name from shoal's own launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.launch.environments.torchrun import read_ranks
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """The rank of a task of Spark's barrier mode that shoal's launcher has started; None elsewhere."""
+    """Read the rank of a barrier task of Spark that shoal's launcher has started; None elsewhere."""
     if variables.get(ENGINE, "").partition(":")[0] != "spark":
         return None
     return read_ranks(variables, "spark")

@@ -1,4 +1,4 @@
-"""Environment of torchrun, of shoal's own launchers, and of whoever sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+"""Environment of torchrun, shoal's launchers, and others that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTARTS)
 
 
 def read(variables: Mapping[str, str]) -> Environment | None:
-    """The rank in torchrun's words, where no launcher of shoal's says that it is of another engine."""
+    """Read the rank from torchrun's variables, unless shoal's launcher has marked it as a rank of Ray or Spark."""
     engine = variables.get(ENGINE, "torchrun").partition(":")[0]
     if engine in ("ray", "spark"):
         return None
@@ -22,9 +22,9 @@ def read(variables: Mapping[str, str]) -> Environment | None:
 
 
 def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
-    """The rank that RANK and WORLD_SIZE say; None where neither is set.
+    """Read the rank from RANK and WORLD_SIZE; None if neither is set.
 
-    Raises: LaunchError where they are incomplete or make no sense, all of that at once.
+    Raises: LaunchError that names all missing or invalid variables.
     """
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         _refuse_local_alone(variables)
@@ -61,7 +61,7 @@ def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
 
 
 def _refuse_local_alone(variables: Mapping[str, str]) -> None:
-    """Raises: LaunchError for a local rank without a rank: one of several processes that nobody has numbered."""
+    """Raise LaunchError for a local rank without a rank: one of several processes that have no numbers."""
     alone = {name: variables[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in variables}
     if any(text not in ("0", "1") for text in alone.values()) or alone.get("LOCAL_RANK") == "1":
         raise LaunchError(

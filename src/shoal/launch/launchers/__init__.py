@@ -1,1 +1,1 @@
-"""Launchers: of each engine a module that renders and starts a run there; `base.py` has what they have in common."""
+"""Launchers: for each engine, a module that renders and starts a run on it. `base.py` has the common parts."""

@@ -1,4 +1,4 @@
-"""Argument of `--on NAME:ARG`: a word that may come first, and settings KEY=VALUE after it, with commas between."""
+"""Argument of `--on NAME:ARG`: an optional first word, then settings KEY=VALUE, separated by commas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from typing import Any, TypeVar
 from shoal.errors import CommandError, nearest
 
 T = TypeVar("T")
-Check = tuple[Callable[[], bool], str]  # whether it is right, and what to write where it is not
+Check = tuple[Callable[[], bool], str]  # a check, and what to write if it fails
 # A comma within brackets belongs to the value: local-cluster[2,1,1024].
 _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> T:
-    """The argument as a frozen value, whose fields are the settings and whose `word` is the field of the first part.
+    """Parse the argument of `--on NAME:ARG`.
 
-    Raises: CommandError with every part that is no setting, is given twice, or is no number where one is meant.
+    Args:
+        kind: class of the result, a frozen dataclass whose fields are the settings.
+        name: the engine, for messages.
+        argument: the text after the colon.
+        word: the field of the first part, if that part may come without a key.
+
+    Raises:
+        CommandError: lists every part that is not a setting, is a duplicate or should be a number.
     """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -55,7 +62,7 @@ def _converted(wanted: str, key: str, text: str, wrong: list[str]) -> Any:
 
 
 def refuse_wrong(given: str, checks: Mapping[str, Check]) -> None:
-    """Raises: CommandError with everything that does not hold, and for each what to write."""
+    """Raise CommandError that lists every check that fails, and for each what to write."""
     failed = {conflict: remedy for conflict, (holds, remedy) in checks.items() if not holds()}
     if failed:
         raise CommandError(given=given, conflict="\n".join(failed), remedy="\n".join(failed.values()))

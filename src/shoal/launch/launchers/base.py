@@ -1,4 +1,4 @@
-"""Launcher of a run's ranks on an engine, and the submission that it is given."""
+"""Launcher of a run's ranks on an engine, and the submission that describes the run to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from shoal.errors import CommandError, LaunchError
 from shoal.launch.signals import Signals
 
-# Modules, imported when their engine is asked for. Each is a `Launcher`.
+# Modules, each a `Launcher`, imported when their engine is requested.
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
     "slurm": "shoal.launch.launchers.slurm",
@@ -28,21 +28,21 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Submission:
-    """Run to start on an engine: the command that each of its processes has, and what they need."""
+    """Run to start on an engine: the command of each process, and the resources that the processes need."""
 
     arguments: tuple[str, ...]  # of `shoal`, with --out and without --on and --dry-run
-    name: str  # of the run, of letters, digits, dots, underscores and hyphens
+    name: str  # of the run: letters, digits, dots, underscores and hyphens
     out: Path  # the run directory, absolute
-    folder: Path  # where the command is given, absolute
-    num_processes: int  # with `least_processes` the most
-    options: str = ""  # what follows the engine's name and a colon
-    threads: int | None = None  # of each process; None: nobody says
+    folder: Path  # the command's working directory, absolute
+    num_processes: int  # the most processes if `least_processes` is given
+    options: str = ""  # the text after the engine's name and a colon
+    threads: int | None = None  # of each process; None: not given
     num_hosts: int | None = None  # None: the engine decides
-    gpus: bool | None = None  # whether each process needs a GPU; None: nobody says
-    cluster: str | None = None  # the name of the one that the plan was made for
-    max_restarts: int = 0  # in a row, that bring no new step
-    least_processes: int | None = None  # how few will do, where there are not so many; None: it is one number
-    address: str | None = None  # of the run directory, where `out` is this host's working copy of it
+    gpus: bool | None = None  # whether each process needs a GPU; None: not given
+    cluster: str | None = None  # the name of the cluster for which the plan was made
+    max_restarts: int = 0  # in a row, without a new step
+    least_processes: int | None = None  # the fewest processes that suffice; None: exactly `num_processes`
+    address: str | None = None  # of the run directory, if `out` is this host's working copy of it
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -50,13 +50,13 @@ class Submission:
         return (sys.executable, "-m", "shoal", *self.arguments)
 
     def with_what_is_there(self, number: int) -> Submission:
-        """The submission for so many processes as an engine can start now, within its limits."""
+        """Return the submission for `number` processes that can start now, clipped to the submission's limits."""
         if self.least_processes is None:
             return self
         return replace(self, num_processes=min(self.num_processes, max(self.least_processes, number)))
 
     def option_words(self) -> list[str]:
-        """`options` as words, as a shell reads them. Raises: CommandError where a quote is open."""
+        """Split `options` into words by the rules of a shell. Raises: CommandError if a quote is open."""
         try:
             return shlex.split(self.options)
         except ValueError as error:
@@ -66,20 +66,20 @@ class Submission:
 
 
 class Launcher(Protocol):
-    """Module of an engine. Both functions raise a ShoalError for what the engine does not take."""
+    """Module of an engine. Both functions raise a ShoalError if the engine cannot accept the submission."""
 
     def render(self, submission: Submission) -> Mapping[str, str]:
-        """Texts that would be submitted or started, by a file name, or a word, for each."""
+        """Return the texts that would be submitted or started, by a file name or a word for each."""
 
     def start(self, submission: Submission, signals: Signals) -> int:
-        """Starts or submits the run and follows it to its end; shoal's exit code.
+        """Start or submit the run and follow it to its end. Return shoal's exit code.
 
-        A signal in `signals` is handed on to the run. `signals` are handled by the caller.
+        The caller handles `signals`; the launcher forwards each to the run.
         """
 
 
 def launcher(name: str) -> Launcher:
-    """The launcher of an engine. Raises: CommandError for an engine that is not known."""
+    """Return the launcher of an engine. Raises: CommandError if the engine is unknown."""
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, 1)
         raise CommandError(
@@ -91,7 +91,7 @@ def launcher(name: str) -> Launcher:
 
 
 def library(engine: str, module: str, submission: Submission) -> Any:
-    """An engine's own package. Raises: LaunchError where it is not installed."""
+    """Import an engine's own package. Raises: LaunchError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Process of a rank below a worker of an engine (Ray's actor, Spark's task): started, watched and told from there."""
+"""Process of a rank below a worker of an engine (Ray actor, Spark task), which starts and watches it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from shoal.runs.directory import read_json
 
 _POLL_SECONDS = 0.05
 _LAST_LINES = 5
-_KEPT_BYTES = 1 << 20  # of what a rank prints
+_KEPT_BYTES = 1 << 20  # of a rank's output
 
 
 @dataclass(frozen=True)
 class RankCommand:
-    """Command of one rank: the words after `shoal`, its folder, and the variables that number it."""
+    """Command of one rank: the words after `shoal`, its working directory, and the variables that number it."""
 
     arguments: tuple[str, ...]
     folder: str
     variables: Mapping[str, str]
-    logs: str = ""  # the folder in the run directory where a rank's own output is kept; empty: it is shown
+    logs: str = ""  # folder in the run directory for a rank's own output; empty: the output is shown
 
 
 class RankLook(NamedTuple):
-    """State of a rank's process: text that is new, and once it has ended its code, report and last lines."""
+    """State of a rank's process: its new text and, once it has ended, its exit code, report and last lines."""
 
     text: str = ""
     code: int | None = None
@@ -47,7 +47,7 @@ class RankLook(NamedTuple):
 
 
 class EngineRank:
-    """A rank's process, which dies with this one."""
+    """Process of a rank, which dies with this process."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))
@@ -59,7 +59,7 @@ class EngineRank:
         self._rank = "0"
 
     def listen(self, address: str) -> int:
-        """A free port of the address, on which rank 0's store will be heard."""
+        """Listen on a free port of the address, for rank 0's store. Return the port."""
         family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, kind)
         self._listener.bind(place)
@@ -68,7 +68,7 @@ class EngineRank:
         return port
 
     def start(self, command: RankCommand) -> None:
-        """Starts the process, in the command's folder where this host has it."""
+        """Start the process, in the command's folder if this host has the folder."""
         kept = () if self._listener is None else (self._listener.fileno(),)
         variables: dict[str, str] = {
             **os.environ,
@@ -104,14 +104,14 @@ class EngineRank:
                 self._told = max(0, self._told - gone)
 
     def look(self, seconds: float) -> RankLook:
-        """The state after so long, or as soon as the process has ended. Whose output is kept in a log shows no text."""
+        """Return the state after `seconds` or at the process's end. The text is empty if the output goes to a log."""
         assert self._process is not None
         deadline = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         code = self._process.returncode
         if code is not None and self._reader is not None:
-            self._reader.join(2.0)  # what it has left behind may hold the pipe open
+            self._reader.join(2.0)  # processes that the rank has left running may keep the pipe open
         new = "" if self._logs else self._untold(everything=code is not None)
         if code is None:
             return RankLook(new)
@@ -121,7 +121,7 @@ class EngineRank:
         return RankLook(new, code, read_json(self._folder / "report.json"), _last(text))
 
     def _untold(self, *, everything: bool) -> str:
-        """Lines that no look has shown yet; at the end also one that is not ended."""
+        """Return the lines that no look has returned yet; at the end, also an incomplete line."""
         with self._lock:
             end = len(self._text) if everything else max(self._told, self._text.rfind(b"\n") + 1)
             new, self._told = bytes(self._text[self._told : end]), end
@@ -135,13 +135,13 @@ class EngineRank:
                 (logs / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
 
     def tell(self, number: int) -> None:
-        """Sends a signal to the process, where it lives."""
+        """Send a signal to the process if it is alive."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     def close(self) -> None:
-        """Kills what still runs, and removes its files."""
+        """Kill the process if it still runs, and remove its files."""
         self.tell(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
@@ -160,7 +160,14 @@ def _last(text: str) -> str:
 def environments(
     engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
 ) -> list[Environment]:
-    """The environment of each rank, from the node of each; `store`: address and port of rank 0's store."""
+    """Return the environment of each rank, in rank order.
+
+    Args:
+        engine: name of the engine.
+        places: node of each rank.
+        store: address and port of rank 0's store.
+        own_gpu: whether each rank sees only its own GPU.
+    """
     nodes = list(dict.fromkeys(places))
     return [
         Environment(
@@ -181,30 +188,30 @@ def environments(
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank, as its engine knows it. `gone`: why, where the engine has lost the process with its worker."""
+    """End of a rank, from its engine's point of view. `gone`: why the engine has lost the process with its worker."""
 
     rank: int
     host: str
     look: RankLook = field(default_factory=RankLook)
     gone: str = ""
-    given_up: bool = False  # ended from here, after another had failed
+    given_up: bool = False  # this launcher ended it after another rank had failed
 
     @property
     def is_well(self) -> bool:
-        """Whether it is done, or has stopped on request."""
+        """Whether the rank is done, or has stopped on request."""
         return not self.gone and self.look.code in (ExitCode.DONE, ExitCode.PREEMPTED) and self.look.report is not None
 
     @property
     def code(self) -> int | None:
-        """Exit code of the process, as far as it is known."""
+        """Exit code of the process; None if unknown."""
         return self.look.code
 
     def how_it_ended(self) -> dict[str, Any] | None:
-        """Its report; None where it ended without one, or the engine has lost it."""
+        """Return its report; None if it ended without a report or the engine has lost it."""
         return None if self.gone else self.look.report
 
     def error(self, _: Mapping[int, str]) -> RankLostError:
-        """The rank's loss as an error."""
+        """Describe the rank's loss."""
         how = how_it_ended(self.look.code if self.look.code is not None else 0)
         error = RankLostError(
             given=f"rank {self.rank} on {self.host}",

@@ -1,4 +1,4 @@
-"""Launcher on Kubernetes: renders an Indexed Job, a TrainJob or a RayJob, applies it with kubectl, follows it."""
+"""Launcher on Kubernetes: renders an Indexed Job, TrainJob or RayJob, applies it with kubectl and follows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.launch.launchers.kubernetes_objects import LONGEST_NAME, NOBODY_SAID,
 from shoal.launch.launchers.yaml_text import documents
 from shoal.launch.signals import Signals
 
-# What no waiting mends.
+# Reasons that do not go away by waiting.
 _HOPELESS = {
     "ErrImagePull": "image",
     "ImagePullBackOff": "image",
@@ -35,13 +35,13 @@ _MOST_UNANSWERED = 60
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The objects as one YAML file."""
+    """Return the objects as one YAML file."""
     run = pod_run(submission)
     return {f"{run.settings.name}.yaml": documents(run.objects())}
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Applies the objects with kubectl, shows rank 0's output, and returns when the run has ended."""
+    """Apply the objects with kubectl, show rank 0's output, and return when the run has ended."""
     run, kubectl = pod_run(submission), shutil.which("kubectl")
     if kubectl is None:
         raise LaunchError(
@@ -56,7 +56,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 
 def _refuse_older(run: PodRun, kubectl: Kubectl) -> None:
-    """Raises: LaunchError where an object of that name is there, whose end would be followed."""
+    """Raise LaunchError if an object of that name exists, since its end would be followed instead."""
     older = kubectl.json(run.watched[0])
     if not older:
         return
@@ -69,7 +69,7 @@ def _refuse_older(run: PodRun, kubectl: Kubectl) -> None:
 
 
 def pod_run(submission: Submission) -> PodRun:
-    """The run in pods. Raises: CommandError of the settings."""
+    """Return the run in pods. Raises: CommandError for invalid settings."""
     given = f"--on kubernetes:{submission.options}"
     settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
     settings.check(given, submission.num_processes, needs_volume=submission.address is None)
@@ -79,7 +79,7 @@ def pod_run(submission: Submission) -> PodRun:
 
 
 def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:
-    """The settings with what nobody said: by the cluster, where one is named."""
+    """Fill in the settings that the user has not given, from the cluster if one is named."""
     pods, gpus = settings.pods, settings.gpus
     named = settings.cluster or submission.cluster
     if named:
@@ -90,7 +90,7 @@ def _completed(settings: KubernetesSettings, submission: Submission) -> Kubernet
         pods = pods or -(-submission.num_processes // per_pod)
         gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)
     own = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")
-    if len(own) > LONGEST_NAME:  # of a module in packages
+    if len(own) > LONGEST_NAME:  # the name of a module in packages
         own = own[-LONGEST_NAME:].lstrip("-0123456789")
     name = settings.name or own or "shoal"
     restarts = submission.max_restarts if settings.restarts == NOBODY_SAID else settings.restarts
@@ -98,7 +98,7 @@ def _completed(settings: KubernetesSettings, submission: Submission) -> Kubernet
 
 
 def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, ...]:
-    """The command's words with the run directory on the pods' volume, unless it is at an address."""
+    """Return the command's words, with the run directory on the pods' volume unless it is at an address."""
     if submission.address is not None:
         return submission.arguments
     out = PurePosixPath(submission.out)
@@ -111,13 +111,13 @@ def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, 
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl, with the namespace of a run."""
+    """The kubectl command with the namespace of a run."""
 
     path: str
     namespace: str = ""
 
     def call(self, *words: str, text: str | None = None) -> str:
-        """Its output. Raises: LaunchError with what it says."""
+        """Run kubectl and return its output. Raises: LaunchError with kubectl's message."""
         ended = subprocess.run(self.command(*words), input=text, capture_output=True, text=True, check=False)
         if ended.returncode:
             said = (ended.stderr or ended.stdout).strip()
@@ -129,19 +129,19 @@ class Kubectl:
         return ended.stdout
 
     def json(self, *words: str) -> dict[str, Any]:
-        """An object, or a list of them; empty where the server cannot be asked just now."""
+        """Return an object or a list of objects; empty if the server does not answer now."""
         with contextlib.suppress(LaunchError, ValueError):
             found: dict[str, Any] = json.loads(self.call("get", *words, "-o", "json"))
             return found
         return {}
 
     def command(self, *words: str) -> list[str]:
-        """The words of a call."""
+        """Return the words of a call."""
         return [self.path, *(("--namespace", self.namespace) if self.namespace else ()), *words]
 
 
 def _remedy(said: str) -> str:
-    """Advice on what kubectl has said."""
+    """Return advice for an error message of kubectl."""
     if re.search(r"Unauthorized|must be logged in|expired", said):
         return "log in to the cluster again: its token is expired or wrong (kubectl auth can-i create jobs)"
     if "Forbidden" in said or "forbidden" in said:
@@ -153,17 +153,17 @@ def _remedy(said: str) -> str:
 
 @dataclass
 class PodWatch:
-    """Watch over the pods of a run: shows rank 0's output until the run has ended."""
+    """Watch over the pods of a run, which shows rank 0's output until the run has ended."""
 
     run: PodRun
     kubectl: Kubectl
     pause: Callable[[float], None] = time.sleep
     _shown: set[str] = field(default_factory=set)
-    _unanswered: int = 0  # looks in a row to which the server gave no answer
+    _unanswered: int = 0  # consecutive requests that the server did not answer
     _logs: subprocess.Popen[bytes] | None = None
 
     def follow(self, signals: Signals) -> int:
-        """The run's exit code. Raises: LaunchError where the pods cannot start."""
+        """Wait until the run has ended and return its exit code. Raises: LaunchError if the pods cannot start."""
         try:
             while True:
                 pods = self._pods()
@@ -188,14 +188,14 @@ class PodWatch:
         return found
 
     def _ended(self, pods: list[dict[str, Any]]) -> int | None:
-        """The exit code, once the object says that it is done or has failed."""
+        """Return the exit code once the object is complete or has failed, else None."""
         try:
             status = json.loads(self.kubectl.call("get", self.run.watched[0], "-o", "json")).get("status", {})
             self._unanswered = 0
         except LaunchError as error:
             self._unanswered += 1
             if "NotFound" in error.conflict or self._unanswered >= _MOST_UNANSWERED:
-                raise  # deleted by somebody else, or a token that is expired: no look will ever tell the end
+                raise  # deleted by somebody else, or the token has expired: no later request can succeed
             return None
         true = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
         if "Complete" in true or status.get("jobStatus") == "SUCCEEDED":
@@ -207,7 +207,7 @@ class PodWatch:
         return int((roots or codes or [ExitCode.FAILED])[0])
 
     def _refuse_hopeless(self, pods: list[dict[str, Any]]) -> None:
-        """Raises: LaunchError where a pod waits for what will not come."""
+        """Raise LaunchError if a pod cannot start and waiting does not help."""
         for pod in pods:
             for state in _states(pod, "waiting"):
                 kind = _HOPELESS.get(state.get("reason", ""))
@@ -226,7 +226,7 @@ class PodWatch:
                 )
 
     def _show_logs(self, pods: list[dict[str, Any]]) -> None:
-        """Shows the output of the pod that has rank 0, from its beginning; a new one of that index is shown as well."""
+        """Show the output of the pod with rank 0 from its beginning, and of a new pod that replaces it."""
         if self._logs is not None and self._logs.poll() is None:
             return
         for pod in pods:

@@ -16,45 +16,46 @@ NOBODY_SAID = -1
 KINDS = ("job", "trainjob", "rayjob")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _MANAGER = "shoal/run"  # owner of a TrainJob's patches
-_CONTAINER = "node"  # as Trainer's own runtimes name it, so that one name serves all kinds
-# The same mistake would be made again: no new start.
+_CONTAINER = "node"  # the name in Trainer's own runtimes, used for all kinds
+# Exit codes without a restart, since the same error would follow.
 _FINAL = (ExitCode.USER, ExitCode.NONFINITE, ExitCode.STORAGE, ExitCode.INTEGRITY)
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _IMAGE = re.compile(r"[a-zA-Z0-9][\w./:@-]*")
-# A pod's name ends in a hyphen and its index, JobSet's in "-node-0-" and its index; 63 characters are a host's name.
+# A pod's name ends in a hyphen and its index, in JobSet in "-node-0-" and its index; a host name has at most 63
+# characters.
 LONGEST_NAME = 45
 
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """Settings of `--on kubernetes:KIND,KEY=VALUE,...`; an empty text or a 0 is what nobody said."""
+    """Settings of `--on kubernetes:KIND,KEY=VALUE,...`; an empty text or 0 means that the user gave none."""
 
     kind: str = "job"
     image: str = ""
     name: str = ""
-    namespace: str = ""  # that of kubectl's context
+    namespace: str = ""  # default: the namespace of kubectl's context
     pods: int = 0
-    cluster: str = ""  # a name or file as `shoal plan --cluster` takes it, for pods and gpus
+    cluster: str = ""  # a name or file as in `shoal plan --cluster`, for pods and gpus
     gpus: int = 0  # of a pod
     gpu: str = "nvidia.com/gpu"  # the resource's name
     cpu: str = ""
     memory: str = ""
     claim: str = ""  # a PersistentVolumeClaim for the run directory
     mount: str = "/runs"
-    grace: int = 120  # seconds from SIGTERM to SIGKILL: for a checkpoint
-    restarts: int = NOBODY_SAID  # that of --max-restarts
+    grace: int = 120  # seconds from SIGTERM to SIGKILL, for a checkpoint
+    restarts: int = NOBODY_SAID  # default: --max-restarts
     port: int = 29500
-    runtime: str = ""  # of a TrainJob: a ClusterTrainingRuntime that is there, in place of one of its own
+    runtime: str = ""  # an existing ClusterTrainingRuntime for a TrainJob; default: a new runtime
 
     def check(self, given: str, num_ranks: int, *, needs_volume: bool = True) -> None:
-        """Raises: CommandError with everything that no cluster would take, or no run could use."""
+        """Raise CommandError that lists everything that no cluster would accept or no run could use."""
         refuse_wrong(given, self._names() | self._sizes(num_ranks, needs_volume))
 
     def _names(self) -> dict[str, Check]:
-        """Of names and of the kind: by what would be wrong, whether it is right, and what to write."""
+        """Return checks of the names and the kind, by the conflict that a failure means."""
         label = "a small letter, then small letters, digits and hyphens"
         return {
             f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}": (
@@ -88,7 +89,7 @@ class KubernetesSettings:
         }
 
     def _sizes(self, num_ranks: int, needs_volume: bool) -> dict[str, Check]:
-        """Of numbers of pods and their resources, as `_names`."""
+        """Return checks of the number of pods and their resources, as `_names`."""
         quantity = "a number such as 4, 500m or 16Gi"
         gpus = f"{self.gpus} GPUs a pod for {num_ranks // max(1, self.pods)} ranks"
         return {
@@ -121,20 +122,20 @@ class KubernetesSettings:
 
 @dataclass(frozen=True)
 class PodRun:
-    """Run in pods: their settings, the ranks of each, and the command of each, without a shell."""
+    """Run in pods: their settings, the ranks of each pod, and the command of each, without a shell."""
 
     settings: KubernetesSettings
     ranks_per_pod: int
     command: tuple[str, ...]
 
     def objects(self) -> list[Object]:
-        """The objects to apply, in order."""
+        """Return the objects to apply, in order."""
         makers = {"job": self._indexed_job, "trainjob": self._train_job, "rayjob": self._ray_job}
         return makers[self.settings.kind]()
 
     @property
     def watched(self) -> tuple[str, str]:
-        """The object that says how the run ends, and the selector of its pods' labels."""
+        """The object whose status shows how the run ends, and the label selector of its pods."""
         name = self.settings.name
         return {
             "job": (f"job/{name}", f"batch.kubernetes.io/job-name={name}"),
@@ -162,7 +163,7 @@ class PodRun:
             "metadata": self._metadata(),
             "spec": {
                 "clusterIP": "None",
-                "publishNotReadyAddresses": True,  # the ranks meet before any of them is ready
+                "publishNotReadyAddresses": True,  # the ranks connect before any pod is ready
                 "selector": {"batch.kubernetes.io/job-name": at.name},
                 "ports": [{"name": "rendezvous", "port": at.port}],
             },
@@ -172,7 +173,7 @@ class PodRun:
         return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata(), "spec": spec}]
 
     def _job(self, restarts: int, pod: Object) -> Object:
-        """Specification of an Indexed Job whose pods are replaced, but for an end that would come again."""
+        """Return an Indexed Job's specification. Its pods are replaced, except after an error that would recur."""
         final = {"containerName": _CONTAINER, "operator": "In", "values": sorted(int(code) for code in _FINAL)}
         rules: list[Object] = [
             {"action": "FailJob", "onExitCodes": final},
@@ -198,7 +199,7 @@ class PodRun:
             "volumeMounts": self._mounts(),
         }
         return {
-            "restartPolicy": "Never",  # a new pod with the same index, maybe on another node, in place of a failed one
+            "restartPolicy": "Never",  # a new pod with the same index replaces a failed one, maybe elsewhere
             "terminationGracePeriodSeconds": at.grace,
             "containers": [container],
             "volumes": self._volumes(),
@@ -211,7 +212,7 @@ class PodRun:
         return {"requests": found, "limits": {n: t for n, t in found.items() if n != "cpu"}} if found else {}
 
     def _volumes(self) -> list[Object]:
-        memory: Object = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # a runtime's own has 64 MiB
+        memory: Object = {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}  # a runtime's default has 64 MiB
         claim = {"name": "runs", "persistentVolumeClaim": {"claimName": self.settings.claim}}
         return [memory, claim] if self.settings.claim else [memory]
 
@@ -242,7 +243,7 @@ class PodRun:
         return [job] if at.runtime else [self._runtime(), job]
 
     def _runtime(self) -> Object:
-        """Runtime of the TrainJob's own, since only a runtime can say what a lost pod leads to: all start again."""
+        """Return the TrainJob's own runtime. Only a runtime can specify that a lost pod restarts all pods."""
         at = self.settings
         replicated = {
             "name": _CONTAINER,
@@ -264,7 +265,7 @@ class PodRun:
         }
 
     def _runtime_job(self) -> Object:
-        """Specification of the runtime's Job; Trainer sets its completions, its image and its command."""
+        """Return the runtime's Job specification. Trainer sets its completions, image and command."""
         job = self._job(0, self._pod(env=[], command=()))
         return {name: value for name, value in job.items() if name not in ("completions", "parallelism")}
 

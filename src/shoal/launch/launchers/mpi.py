@@ -1,4 +1,4 @@
-"""Launcher by mpirun, Open MPI's or MPICH's, whichever the command names."""
+"""Launcher by mpirun of Open MPI or MPICH, whichever the command names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 
 @dataclass(frozen=True)
 class _Mpirun:
-    """An mpirun: its words for variables that ranks get, and those that let every rank end by itself.
+    """An mpirun: its options for ranks' variables, and those that let every rank end by itself.
 
-    Both would kill the other ranks once one ends with a code that is not 0, in the midst of a checkpoint.
+    By default both kill the other ranks, even during a checkpoint, once one rank ends with a nonzero code.
     """
 
     path: str
@@ -37,7 +37,7 @@ class _Mpirun:
     def words(self, num_processes: int, variables: Mapping[str, str], options: list[str]) -> list[str]:
         if self.is_open_mpi:
             given = [word for name, text in variables.items() for word in ("-x", f"{name}={text}")]
-            # Without recovery it waits for ever for one that a signal has killed.
+            # Without recovery Open MPI waits forever for a rank that a signal has killed.
             alone = ["--mca", "orte_abort_on_non_zero_status", "0", "--enable-recovery"]
         else:
             given = [word for name, text in variables.items() for word in ("-genv", name, text)]
@@ -46,19 +46,19 @@ class _Mpirun:
 
     @property
     def stop(self) -> int:
-        """The signal that it hands on to the ranks; Open MPI's kills them a second after SIGTERM."""
+        """The signal that mpirun forwards to the ranks. Open MPI kills them one second after SIGTERM."""
         return signal.SIGUSR1 if self.is_open_mpi else signal.SIGTERM
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The command of mpirun. Raises: LaunchError where there is none."""
+    """Return the mpirun command. Raises: LaunchError without an mpirun."""
     mpirun, options = _chosen(submission)
     words = mpirun.words(submission.num_processes, _variables(submission, options), options)
     return {"mpirun": shlex.join([*words, *submission.command]) + "\n"}
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Starts mpirun and waits for it, again where a rank was lost. Raises: LaunchError where there is no mpirun."""
+    """Start mpirun and wait for it, and again if a rank is lost. Raises: LaunchError without an mpirun."""
     mpirun, options = _chosen(submission)
     rendezvous = _variables(submission, options)
     if "MASTER_ADDR" not in rendezvous and (host := _host_of_rank_0(mpirun, submission.num_processes, options)):
@@ -74,7 +74,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 
 def _followed(words: list[str], mpirun: _Mpirun, signals: Signals) -> None:
-    """Runs mpirun to its end; it gets its signals from here alone, not from the terminal too."""
+    """Run mpirun to its end. It gets signals only from this process, not from the terminal too."""
     handed_on = 0
     with subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True) as process:
         try:
@@ -89,7 +89,7 @@ def _followed(words: list[str], mpirun: _Mpirun, signals: Signals) -> None:
 
 
 def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
-    """The mpirun that the options begin with, or that of the path, and the rest of the options."""
+    """Return the mpirun that the options name first, or the one on PATH, and the remaining options."""
     options = submission.option_words()
     named = options[0] if options and not options[0].startswith("-") else None
     name = named or "mpirun"
@@ -112,7 +112,7 @@ def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
 
 
 def _variables(submission: Submission, options: list[str]) -> dict[str, str]:
-    """The rendezvous, where the ranks are on several hosts: at the first of them. Of one host it is not needed."""
+    """Return the rendezvous: the port, and the first host that the options name, if any."""
     port = _FIRST_PORT + sum(byte * 31**n for n, byte in enumerate(str(submission.out).encode())) % _NUM_PORTS
     found = {"MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
     first = os.environ.get("MASTER_ADDR") or _first_host(options)
@@ -120,9 +120,9 @@ def _variables(submission: Submission, options: list[str]) -> dict[str, str]:
 
 
 def _host_of_rank_0(mpirun: _Mpirun, number: int, options: list[str]) -> str | None:
-    """The host where mpirun puts rank 0, as a scheduler or a file of mpirun's own may say; None where all are on one.
+    """Return the host where mpirun puts rank 0, from a probe run; None if all ranks are on one host.
 
-    None also where it cannot start: the ranks' own start will say why.
+    None also if mpirun fails: the start of the ranks will report the cause.
     """
     told = 'echo "shoal: ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $(uname -n)"'
     words = [mpirun.path, "-n", str(number), *options, "sh", "-c", told]
@@ -137,7 +137,7 @@ def _host_of_rank_0(mpirun: _Mpirun, number: int, options: list[str]) -> str | N
 
 
 def _first_host(options: list[str]) -> str | None:
-    """The host that mpirun's options name first; None where they name none."""
+    """Return the first host that mpirun's options name; None if they name none."""
     for number, word in enumerate(options):
         name, equals, value = word.partition("=")
         value = value if equals else next(iter(options[number + 1 : number + 2]), "")

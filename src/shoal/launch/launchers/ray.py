@@ -1,4 +1,4 @@
-"""Launcher on Ray: an actor for each rank, in one placement group, on a cluster that is there or on one made for it."""
+"""Launcher on Ray: an actor for each rank, in one placement group, on an existing cluster or a new one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shoal.launch.launchers.reports import restarted
 from shoal.launch.signals import Signals
 from shoal.launch.verdict import verdict
 
-# Ranks share no objects: what Ray takes for its store by default is a third of the memory.
+# Ranks share no objects, and Ray's default store takes a third of the memory.
 _STORE_BYTES = 200 << 20
 _LOOK_SECONDS = 0.3
-# After a loss the others find out by themselves, as an error of their next collective, or are ended; one that has told
-# of an error may still be writing a checkpoint.
+# After a loss the others notice an error in their next collective or are ended; a rank that has reported an error may
+# still be writing a checkpoint.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 5.0, 60.0
 _PLACE_SECONDS, _SAY_SECONDS = 60.0, 10.0
 _CONNECT_SECONDS = 10.0
@@ -38,14 +38,14 @@ _LOOPBACK = "127.0.0.1"
 class RaySettings:
     """Settings of `--on ray:KEY=VALUE,...`."""
 
-    address: str = ""  # of a cluster; RAY_ADDRESS where that is set; "local": a new one
+    address: str = ""  # of a cluster; default: RAY_ADDRESS; "local": a new cluster
     cpus: int = 1  # of a rank
-    gpus: int = -1  # of a rank; one where the plan was made for GPUs, or the cluster has some
+    gpus: int = -1  # of a rank; default: one if the plan is for GPUs or the cluster has GPUs
     strategy: str = "PACK"
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The placement group and the actors that would be asked for. Raises: CommandError of the settings."""
+    """Describe the placement group and the actors of the run. Raises: CommandError for invalid settings."""
     settings = _settings(submission)
     where = _address(settings) or "a new cluster on this host"
     gpus = "1 GPU where there are any" if settings.gpus < 0 else f"{settings.gpus} GPU"
@@ -57,12 +57,12 @@ def render(submission: Submission) -> Mapping[str, str]:
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Starts the ranks in actors, shows rank 0's output, and starts all again where one was lost."""
+    """Start the ranks in actors, show rank 0's output, and restart all ranks if one is lost."""
     settings = _settings(submission)
     if not _address(settings):
         os.environ.update(_token(os.environ))
     ray = library("ray", "ray", submission)
-    with _connected(ray, settings, submission), signals.handled():  # again: ray.init puts handlers of its own
+    with _connected(ray, settings, submission), signals.handled():  # a second time: ray.init installs its own handlers
         run = RayRun(ray, settings, submission, signals)
         try:
             return run.train()
@@ -83,14 +83,14 @@ def _settings(submission: Submission) -> RaySettings:
 
 
 def _address(settings: RaySettings) -> str:
-    """The cluster's address; empty for a new one."""
+    """Return the cluster's address; empty for a new cluster."""
     address = settings.address or os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 @contextlib.contextmanager
 def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Iterator[None]:
-    """A connection to the cluster; this program's own, where it has one. Raises: LaunchError."""
+    """Connect to the cluster, or use the program's own connection. Raises: LaunchError."""
     if ray.is_initialized():
         yield
         return
@@ -113,7 +113,7 @@ def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Itera
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raises: LaunchError where nothing listens at HOST:PORT; Ray by itself would try for minutes."""
+    """Raise LaunchError if nothing listens at HOST:PORT. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "//" in address or not port.isdecimal():
         return
@@ -124,10 +124,10 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _token(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables with a token for a cluster of our own, where nobody has chosen: others on this host reach its ports.
+    """Return variables with a token for a new cluster, since other users of this host can reach its ports.
 
-    Ray reads it as it is imported, and wants the same variables as long as the program lives: they stay. A program that
-    has imported it already keeps what it has.
+    Ray reads the variables during its import and needs them until the program ends. They are not set if Ray is already
+    imported or the user has chosen RAY_AUTH_MODE.
     """
     if "RAY_AUTH_MODE" not in variables and "ray" not in sys.modules:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -138,7 +138,7 @@ def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchEr
     said = str(error).strip().split("\n")[0][:300]
     if not address:
         remedy = "see the logs in /tmp/ray/session_latest/logs"
-    elif reached:  # a cluster that does not know the token says so in its own log lines alone
+    elif reached:  # only the cluster's own log says that it rejects the token
         remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's token; "
         remedy += "and check with ray status that this is a cluster, of the same version"
     else:
@@ -150,7 +150,7 @@ def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchEr
 
 @dataclass
 class RayRun:
-    """Actors of a run's ranks, and their watch."""
+    """Actors of a run's ranks, and the watch over them."""
 
     ray: Any
     settings: RaySettings
@@ -162,7 +162,7 @@ class RayRun:
     _hosts: list[str] = field(default_factory=list)
 
     def train(self) -> int:
-        """The exit code, after as many starts as it takes."""
+        """Start the ranks until the run ends and return its exit code."""
         bundle = self._bundle
         there = min(int(self.ray.available_resources().get(name, 0.0) // each) for name, each in bundle.items() if each)
         self.submission = self.submission.with_what_is_there(there)
@@ -176,7 +176,7 @@ class RayRun:
         return verdict(ends, self.signals)
 
     def close(self) -> None:
-        """Ends the actors, and gives their resources back."""
+        """End the actors and release their resources."""
         self._end_actors()
         if self._group is not None:
             with contextlib.suppress(Exception):
@@ -190,7 +190,7 @@ class RayRun:
         return {"CPU": self.settings.cpus, **({"GPU": gpus} if gpus else {})}
 
     def _placed(self) -> Any:
-        """The placement group, once there is room for it; None where a signal came first. Raises: LaunchError."""
+        """Wait for the placement group and return it; None if a signal came first. Raises: LaunchError."""
         number, bundle = self.submission.num_processes, self._bundle
         group = self.ray.util.placement_group([bundle] * number, strategy=self.settings.strategy)
         began = said = self.clock()
@@ -201,7 +201,7 @@ class RayRun:
                 return None
             found = {name: self.ray.cluster_resources().get(name, 0.0) for name in bundle}
             short = [name for name, each in bundle.items() if found[name] < each * number]
-            if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may be on their way
+            if short and self.clock() - began > _PLACE_SECONDS / 6:  # nodes may still be joining
                 raise LaunchError(
                     given=f"{number} ranks with {_resources(bundle)} each",
                     conflict=f"the Ray cluster has {_resources(found)} in all",
@@ -214,7 +214,7 @@ class RayRun:
         return group
 
     def _trained(self, restarts: int) -> list[RankEnd]:
-        """One start of all ranks, to its end."""
+        """Run one start of all ranks to its end."""
         try:
             self._start(restarts)
         except self.ray.exceptions.RayActorError as error:
@@ -222,7 +222,7 @@ class RayRun:
         return self._watched()
 
     def _start(self, restarts: int) -> None:
-        """Starts actors and, in each of them, its rank. Raises: LaunchError; RayActorError."""
+        """Start actors and, in each actor, its rank. Raises: LaunchError; RayActorError."""
         self._end_actors()
         ray, strategy = self.ray, self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         bundle = self._bundle
@@ -257,7 +257,7 @@ class RayRun:
         ray.get([actor.start.remote(command) for actor, command in zip(self._actors, commands, strict=True)])
 
     def _watched(self) -> list[RankEnd]:
-        """The ends of all ranks. What one of them has failed at, ends the others, after a while."""
+        """Wait for the ends of all ranks. A failure of one rank ends the others after a grace period."""
         ends: dict[int, RankEnd] = {}
         looks: dict[Any, int] = {actor.look.remote(_LOOK_SECONDS): i for i, actor in enumerate(self._actors)}
         failed, told = math.inf, 0
@@ -283,7 +283,7 @@ class RayRun:
         return [ends[index] for index in sorted(ends)]
 
     def _look(self, reference: Any, index: int, *, given_up: bool) -> RankEnd | None:
-        """The end of a rank, if it has ended; rank 0's output is shown."""
+        """Return the end of a rank if it has ended. Show the output of rank 0."""
         host = self._hosts[index]
         try:
             look: RankLook = self.ray.get(reference)
@@ -300,7 +300,7 @@ class RayRun:
                 actor.tell.remote(int(number))
 
     def _end_actors(self) -> None:
-        """Ends the actors, and their ranks with them; those that live remove their files before."""
+        """End the actors and their ranks. Actors that are alive first remove their files."""
         closed = [actor.close.remote() for actor in self._actors]
         if closed:
             with contextlib.suppress(Exception):
@@ -315,7 +315,7 @@ class RankActor(EngineRank):
     """Actor with the process of one rank."""
 
     def place(self) -> str:
-        """The address of this node."""
+        """Return the address of this node."""
         import ray
 
         return str(ray.util.get_node_ip_address())

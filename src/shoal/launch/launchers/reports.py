@@ -1,4 +1,4 @@
-"""Reports of ranks that an engine has started, by which their launcher knows how a run ended; and its new starts."""
+"""Reports of ranks on an engine, from which the launcher learns how a run ended; and restarts of the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import RunDirectory, read_json
 
 _TRIES, _PAUSE_SECONDS = 3, 2.0
-_RANK = "%r"  # in the report's path: each rank puts its number there
+_RANK = "%r"  # in the report's path: each rank inserts its number
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class RankStart:
     reports: str
 
     def variables(self) -> dict[str, str]:
-        """Variables that every rank is started with."""
+        """Return the environment variables of every rank."""
         found = {REPORT_FILE: f"{self.reports}/{_name(_RANK)}"}
         return found | ({RESTARTS: str(self.number)} if self.number else {})
 
     def ends(self, host: str) -> list[ReportedRank]:
-        """How the ranks ended, by their own reports. `host`: where those without one were lost, as far as is known."""
+        """Return how the ranks ended, from their reports. `host`: the supposed host of the ranks without a report."""
         size = self.submission.num_processes
         reports = [self._read(_name(str(rank))) for rank in range(size)]
         lost = tuple(rank for rank, report in enumerate(reports) if report is None)
         return [ReportedRank(report, lost, size, host) for report in reports]
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """A report; None where there is none. Raises: StorageError where an address does not answer, three times."""
+        """Read a report; None if there is none. Raises: StorageError if an address fails three times."""
         if not is_address(self.reports):
             return read_json(Path(self.reports, name))
         at = RunAddress(self.reports)
@@ -66,7 +66,7 @@ class RankStart:
 
 @dataclass(frozen=True)
 class ReportedRank:
-    """End of a rank of which there is only its report; `lost`: all ranks of the run that have none."""
+    """End of a rank, known only from its report. `lost`: all ranks of the run that have no report."""
 
     report: dict[str, Any] | None
     lost: tuple[int, ...]
@@ -76,11 +76,11 @@ class ReportedRank:
     given_up: bool = False
 
     def how_it_ended(self) -> dict[str, Any] | None:
-        """Its report."""
+        """Return its report, or None if it ended without a report."""
         return self.report
 
     def error(self, _: Mapping[int, str]) -> RankLostError:
-        """The loss of all that are lost."""
+        """Describe the loss of all ranks without a report."""
         names = ", ".join(map(str, self.lost[:16]))
         error = RankLostError(
             given=f"rank {names} of {self.size}",
@@ -94,7 +94,7 @@ class ReportedRank:
 def until_done(
     submission: Submission, signals: Signals, once: Callable[[RankStart], tuple[int, ShoalError | None]]
 ) -> int:
-    """Starts all ranks by `once`, again where one was lost, as on one host; prints the error, and gives its code."""
+    """Start all ranks with `once`, and again after the loss of a rank. Print the error and return its exit code."""
 
     def start(number: int) -> tuple[int, ShoalError | None]:
         with _folder(submission) as folder:
@@ -104,13 +104,13 @@ def until_done(
 
 
 def restarted(submission: Submission, signals: Signals, once: Callable[[int], tuple[int, ShoalError | None]]) -> int:
-    """As `until_done`, of an engine that knows how its ranks end; `once` is given how often they were started."""
+    """Run `until_done` for an engine that knows how its ranks end; `once` receives the number of earlier starts."""
     recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
     address = RunAddress(submission.address) if submission.address is not None else None
 
     def start(number: int, _: float) -> tuple[int, ShoalError | None, float]:
         if address is not None:
-            address.send(submission.out)  # what this launcher has noted, before ranks add to it
+            address.send(submission.out)  # this launcher's events, before ranks add to them
         code, error = once(number)
         if address is not None:
             address.fetch(submission.out)
@@ -128,7 +128,7 @@ def _name(rank: str) -> str:
 
 @contextlib.contextmanager
 def _folder(submission: Submission) -> Iterator[str]:
-    """A place for reports in the run directory, for a context: beside the ranks' files, which every host reaches."""
+    """Provide a place for reports in the run directory, which every host reaches, and remove it after the context."""
     if submission.address is not None:
         at = f"{submission.address.rstrip('/')}/.reports-{uuid.uuid4().hex[:8]}"
         try:

@@ -1,4 +1,4 @@
-"""Launcher on Slurm: a batch script that people can read and keep, and the way of its job to the end."""
+"""Launcher on Slurm: writes a readable batch script, submits it, and follows its job to the end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shoal.runs.directory import write_file
 
 SCRIPT = "slurm.sh"
 _LOOK_SECONDS = 1.0
-# So long before the time limit the ranks are told to save and end.
+# The ranks get a request to save and end this long before the time limit.
 _NOTICE_SECONDS = 120
-# The number of an array's task, in Slurm's own words, in --set, --out and the name of the output.
+# Slurm's own word for the number of an array's task, in --set, --out and the name of the output.
 _TASK = "%a"
-# It is Slurm's default. Where it is said, Slurm 22.05 gives a range of nodes its least number, however many are free.
+# This is Slurm's default. If it is given, Slurm 22.05 gives a range of nodes only its minimum.
 _ONE_A_NODE = "--ntasks-per-node=1"
 _ENDED = {
     "COMPLETED": ExitCode.DONE,
@@ -64,7 +64,7 @@ exit "$code"
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The batch script. Raises: CommandError for options that are none of sbatch's form."""
+    """Return the batch script. Raises: CommandError for options that do not have sbatch's form."""
     options = submission.option_words()
     wrong = [word for word in options if not word.startswith("-") or word == "--"]
     if wrong:
@@ -109,7 +109,7 @@ def _script(submission: Submission, options: list[str]) -> str:
 
 
 def _sizes(submission: Submission, options: list[str]) -> list[str]:
-    """How many tasks; of a number between two limits how many nodes, since Slurm has a range of these alone."""
+    """Return the directive for the number of tasks or, for a range, of nodes: Slurm has ranges only of nodes."""
     if submission.least_processes is None:
         return [f"--ntasks={submission.num_processes}"]
     known = [word.partition("=")[2] for word in options if word.startswith("--ntasks-per-node=")]
@@ -131,14 +131,14 @@ def _sizes(submission: Submission, options: list[str]) -> list[str]:
 
 
 def is_array(options: list[str]) -> bool:
-    """Whether sbatch's options make a job array."""
+    """Check whether sbatch's options make a job array."""
     return any(word == "-a" or word.startswith(("--array", "-a")) for word in options)
 
 
 def _folder(submission: Submission, options: list[str]) -> Path:
-    """Where script and output go: the run directory, or of an array the one above those of its tasks.
+    """Return the folder for the script and the output: the run directory or, for an array, its tasks' common parent.
 
-    Of a run directory at an address a folder here: Slurm writes the output to a disk.
+    If the run directory is at an address, the folder is a local one, since Slurm writes the output to a disk.
     """
     if submission.address is not None:
         return submission.folder / "runs" / f"{submission.name}.slurm"
@@ -149,14 +149,14 @@ def _folder(submission: Submission, options: list[str]) -> Path:
 
 
 def _quoted(word: str) -> str:
-    """A word for bash, in which an array's number is put in."""
+    """Quote a word for bash, with the array's task number inserted."""
     if _TASK not in word:
         return shlex.quote(word)
     return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in word.split(_TASK))
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Submits the script, which stays in the run directory, and follows its job. Raises: LaunchError."""
+    """Submit the script, which stays in the run directory, and follow its job. Raises: LaunchError."""
     options = submission.option_words()
     text = render(submission)[SCRIPT]
     folder = _folder(submission, options)
@@ -171,7 +171,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 
 def _slurm(*words: str) -> str:
-    """What a command of Slurm prints. Raises: LaunchError where it is not there, or fails."""
+    """Run a command of Slurm and return its output. Raises: LaunchError if it is missing or fails."""
     if shutil.which(words[0]) is None:
         raise LaunchError(
             given="--on slurm",
@@ -194,7 +194,7 @@ def _slurm(*words: str) -> str:
 
 @dataclass
 class _Tail:
-    """A file that another process writes, of which what is new is printed."""
+    """File that another process writes; `show` prints its new part."""
 
     path: Path
     at: int = 0
@@ -213,7 +213,7 @@ class _Tail:
 
 @dataclass
 class _SlurmJob:
-    """Way of a job, or of an array's tasks, to the end."""
+    """Progress of a job, or of an array's tasks, to the end."""
 
     number: str
     signals: Signals
@@ -223,18 +223,18 @@ class _SlurmJob:
     _seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def follow(self) -> int:
-        """Waits until all tasks have ended; the exit code of the worst."""
+        """Wait until all tasks have ended and return the highest exit code."""
         while True:
             for tail in self.tails:
                 tail.show()
             waiting = self._look()
             if not waiting:
                 break
-            if signal.SIGHUP in self.signals.received:  # the terminal is gone; the job is Slurm's
+            if signal.SIGHUP in self.signals.received:  # the terminal is closed; the job continues under Slurm
                 return int(ExitCode.DONE)
             self._hand_on()
             time.sleep(_LOOK_SECONDS)
-        time.sleep(_LOOK_SECONDS / 4)  # the last lines
+        time.sleep(_LOOK_SECONDS / 4)  # for the last lines
         for tail in self.tails:
             tail.show()
         codes = [_code(task) for task in self._seen.values()]
@@ -244,12 +244,12 @@ class _SlurmJob:
         return max(codes, default=int(ExitCode.FAILED))
 
     def _look(self) -> bool:
-        """Whether a task has not ended yet; what is new of it is said."""
+        """Print changes of the tasks' states. Return whether a task has not ended yet."""
         words = ["scontrol", "show", "job", "-o", self.number]
         shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         tasks = [dict(w.split("=", 1) for w in line.split() if "=" in w) for line in shown.stdout.splitlines()]
         self._seen.update({task["JobId"]: task for task in tasks if "JobId" in task})
-        if not tasks:  # Slurm has forgotten it, or does not answer
+        if not tasks:  # Slurm has removed the job or does not answer
             return shown.returncode != 0 and "Invalid job id" not in shown.stderr
         said = "; ".join(sorted({_told(task) for task in tasks}))
         if said != self._said:
@@ -273,7 +273,7 @@ def _told(task: dict[str, str]) -> str:
 
 
 def _is_requeued(task: dict[str, str]) -> bool:
-    """Whether a task that has ended is about to be started again."""
+    """Check whether Slurm will restart a task that has ended."""
     return task.get("JobState") in ("PREEMPTED", "NODE_FAIL") and task.get("Requeue") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Launcher on Spark: a barrier stage with a task for each rank, in the program's own session or one made for it."""
+"""Launcher on Spark: a barrier stage with a task for each rank, in the program's own session or in a new one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shoal.launch.signals import Signals
 from shoal.launch.verdict import verdict
 
 _LOOPBACK = "127.0.0.1"
-_LEAST_JAVA = 17  # of Spark 4
+_LEAST_JAVA = 17  # the oldest version for Spark 4
 _LOOK_SECONDS, _SLOT_SECONDS = 0.2, 30.0
 _PATIENCE_SECONDS = 60.0
 
@@ -37,12 +37,12 @@ _PATIENCE_SECONDS = 60.0
 class SparkSettings:
     """Settings of `--on spark:KEY=VALUE,...`."""
 
-    master: str = ""  # of a session made for the run; empty: spark-submit's, or local[N]
+    master: str = ""  # of a new session; empty: the master of spark-submit, or local[N]
     threads: int = 1  # of a rank
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The barrier stage that would be run. Raises: CommandError of the settings."""
+    """Describe the barrier stage that would run. Raises: CommandError for invalid settings."""
     settings = parsed(SparkSettings, "spark", submission.options)
     where = settings.master or f"the active session, spark-submit's, or local[{submission.num_processes}]"
     return {
@@ -53,9 +53,9 @@ def render(submission: Submission) -> Mapping[str, str]:
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Starts the ranks in tasks, shows rank 0's output, and starts all again where one was lost."""
+    """Start the ranks in tasks, show rank 0's output, and restart all ranks if one is lost."""
     settings = parsed(SparkSettings, "spark", submission.options)
-    with _session(settings, submission) as session, signals.handled():  # again: py4j puts handlers of its own
+    with _session(settings, submission) as session, signals.handled():  # a second time: py4j installs its own handlers
         run = SparkRun(session, settings, submission, signals)
         try:
             return run.train()
@@ -65,7 +65,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 @contextlib.contextmanager
 def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
-    """The session: the active one, or a new one that ends with the run. Raises: LaunchError."""
+    """Provide the active session, or a new one that ends with the run. Raises: LaunchError."""
     sql = library("spark", "pyspark.sql", submission)
     active = sql.SparkSession.getActiveSession()
     if active is not None:
@@ -84,9 +84,9 @@ def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _own_session(sql: Any, settings: SparkSettings, submission: Submission) -> Iterator[Any]:
-    """A new session, which ends with the context. Raises: LaunchError."""
+    """Provide a new session, which ends with the context. Raises: LaunchError."""
     builder, variables = sql.SparkSession.builder.appName(f"shoal {submission.name}"), {}
-    if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # under spark-submit these are its own
+    if settings.master or "PYSPARK_GATEWAY_PORT" not in os.environ:  # spark-submit sets these itself
         master = settings.master or f"local[{submission.num_processes}]"
         builder = builder.master(master)
         builder = builder.config("spark.ui.enabled", "false").config("spark.ui.showConsoleProgress", "false")
@@ -110,7 +110,7 @@ def _own_session(sql: Any, settings: SparkSettings, submission: Submission) -> I
 
 
 def _refuse_without_java(variables: Mapping[str, str]) -> None:
-    """Raises: LaunchError where there is no Java of the version that Spark takes."""
+    """Raise LaunchError without a Java of a version that Spark supports."""
     home = variables.get("JAVA_HOME", "")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java", path=variables.get("PATH"))
     given = f"JAVA_HOME={home}" if home else "--on spark"
@@ -124,7 +124,7 @@ def _refuse_without_java(variables: Mapping[str, str]) -> None:
 
 
 def _slots(context: Any) -> int | None:
-    """Tasks that the cluster runs at once; None where it does not say."""
+    """Return the number of tasks that the cluster can run at once; None if unknown."""
     try:
         inner = context._jsc.sc()
         return int(inner.maxNumConcurrentTasks(inner.resourceProfileManager().defaultResourceProfile()))
@@ -133,7 +133,7 @@ def _slots(context: Any) -> int | None:
 
 
 def _refuse_without_slots(context: Any, number: int) -> None:
-    """Raises: LaunchError where the cluster never runs so many tasks at once. Spark by itself would try for minutes."""
+    """Raise LaunchError if the cluster cannot run `number` tasks at once. Spark itself would retry for minutes."""
     deadline = time.monotonic() + _SLOT_SECONDS
     while True:
         slots = _slots(context)
@@ -151,7 +151,7 @@ def _refuse_without_slots(context: Any, number: int) -> None:
 
 @dataclass
 class SparkRun:
-    """Barrier stages of a run's ranks, and their watch."""
+    """Barrier stages of a run's ranks, and the watch over them."""
 
     session: Any
     settings: SparkSettings
@@ -166,24 +166,24 @@ class SparkRun:
         self._channel = TaskChannel(host, self._secret, _show)
 
     def train(self) -> int:
-        """The exit code, after as many stages as it takes: Spark itself never starts a stage with results anew."""
+        """Run stages until the run ends and return its exit code. Spark itself never restarts a stage with results."""
         return restarted(self.submission, self.signals, self._once)
 
     def _once(self, _: int) -> tuple[int, ShoalError | None]:
         there = _slots(self.session.sparkContext)
         if there is not None:
             self.submission = self.asked.with_what_is_there(there)
-        # Before each stage: another executor takes the place of a lost one, and Spark looks again after 15 s alone.
+        # Before each stage: another executor may replace a lost one, but Spark itself retries only after 15 s.
         _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
         ends = self._trained()
         return verdict(ends, self.signals)
 
     def close(self) -> None:
-        """Hangs up on the tasks."""
+        """Close the connections to the tasks."""
         self._channel.close()
 
     def _trained(self) -> list[RankEnd]:
-        """One barrier stage, to its end."""
+        """Run one barrier stage to its end."""
         found: list[list[RankEnd]] = []
         from pyspark import InheritableThread
 

@@ -1,6 +1,6 @@
 """Task of a rank in a barrier stage of Spark, and the channel between the tasks and the driver.
 
-The channel is multiprocessing's, with its proof of a common secret; what goes over it is JSON, never a pickle.
+The channel is a multiprocessing connection, authenticated by a shared secret. Messages are JSON, never pickles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BarrierTask:
     threads: int = 1
 
     def __call__(self, _: Iterable[Any]) -> Iterator[str]:
-        """Starts this task's rank, and watches it until its end, which is the task's result, as JSON."""
+        """Start this task's rank, watch it until it ends, and yield its end as JSON, the task's result."""
         from pyspark import BarrierTaskContext
 
         context, rank = BarrierTaskContext.get(), EngineRank()
@@ -61,7 +61,7 @@ class BarrierTask:
 
 
 def _watched(rank: EngineRank, driver: Connection[Any, Any], shown: bool) -> RankLook:
-    """The end of a rank; its text goes to the driver, the driver's signals to it. It ends where the driver has."""
+    """Watch a rank until it ends or the driver is gone. Send its text to the driver, and the driver's signals to it."""
     while True:
         look = rank.look(_LOOK_SECONDS)
         try:
@@ -77,7 +77,7 @@ def _watched(rank: EngineRank, driver: Connection[Any, Any], shown: bool) -> Ran
 
 
 class TaskChannel:
-    """The driver's end of the channel: says to each task how often its rank was started, and shows rank 0's text."""
+    """The driver's end of the channel. It sends each task its number of restarts and shows rank 0's text."""
 
     def __init__(self, host: str, secret: bytes, show: Any) -> None:
         self._listener = Listener((host, 0), authkey=secret)
@@ -89,24 +89,24 @@ class TaskChannel:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where tasks find it."""
+        """Host and port at which tasks connect."""
         host, port = self._listener.address
         return str(host), int(port)
 
     @property
     def restarts(self) -> int:
-        """Starts of the ranks after the first one."""
+        """The number of restarts of the ranks."""
         return max(self._starts.values(), default=1) - 1
 
     def tell(self, number: int) -> None:
-        """Sends a signal to every rank."""
+        """Send a signal to every rank."""
         with self._lock:
             for task in self._tasks.values():
                 with contextlib.suppress(OSError):
                     task.send_bytes(json.dumps({"signal": int(number)}).encode())
 
     def close(self) -> None:
-        """Hangs up, upon which the tasks end their ranks."""
+        """Close all connections, whereupon the tasks end their ranks."""
         self._closed = True
         with self._lock:
             for task in self._tasks.values():

@@ -1,4 +1,4 @@
-"""Launcher on hosts that ssh reaches, by the user's own configuration: one process on each, which starts its ranks."""
+"""Launcher on hosts that ssh reaches with the user's configuration: one process per host, which starts its ranks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from shoal.launch.signals import Signals
 from shoal.runs.version import __version__
 
 _POLL_SECONDS = 0.05
-# Ranks on other hosts find out by themselves, where a connection was closed.
+# Ranks on other hosts notice a closed connection by themselves.
 _GRACE_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
-# Of this command's variables those that change how ranks train go along.
+# Variables of this command that change how ranks train and are sent to the hosts.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
-# By these clients know who asks, where the run directory is at an address.
+# Prefixes of credentials, which clients of a run directory at an address read.
 _OF_ADDRESSES = ("AWS_", "GOOGLE_", "FSSPEC_")
-# Of this host, whatever others have.
+# Valid only on this host.
 _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """A line for each host: the command, and the ranks that its process starts."""
+    """Return a line for each host: the command, and the ranks that the host's process starts."""
     listed = HostList.of(submission)
     lines, first = [], 0
     for host in listed.hosts:
@@ -48,7 +48,7 @@ def render(submission: Submission) -> Mapping[str, str]:
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Starts a process on each host and waits for them, again where a rank was lost. Raises: LaunchError."""
+    """Start a process on each host and wait for all, and again if a rank is lost. Raises: LaunchError."""
     listed = HostList.of(submission)
     if shutil.which("ssh") is None:
         raise LaunchError(given="--on hosts", conflict="ssh is not on this host", remedy="install OpenSSH's client")
@@ -75,7 +75,7 @@ def start(submission: Submission, signals: Signals) -> int:
 
 
 def _places(listed: HostList, submission: Submission, attempt: RankStart) -> list[tuple[str, Environment]]:
-    """The hosts of a start by name, and the place of the first rank of each. Raises: LaunchError."""
+    """Return the hosts of a start by name, with the environment of each host's first rank. Raises: LaunchError."""
     hosts = listed.for_a_start()
     counts = [host.slots for host in hosts]
     if len(hosts) < len(listed.hosts):
@@ -103,7 +103,7 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
 
 
 def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
-    """First line to a host's process."""
+    """Return the first message to a host's process."""
     prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
     kept = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
     return {
@@ -121,21 +121,21 @@ def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
 
 @dataclass
 class HostProcess:
-    """Process of a host as its launcher sees it, at the near end of ssh."""
+    """Process of a host, seen by its launcher through ssh."""
 
     name: str
     ssh: subprocess.Popen[str]
-    fit: bool = False  # whether it has what the others have
+    fit: bool = False  # whether the host has passed the checks of version, folders and clock
     port: int | None = None
     ended: dict[str, Any] | None = None
-    said: list[str] = field(default_factory=list)  # its last lines on stderr
-    again: bool = False  # whether it is of a later start, for which a host may be gone
-    silent: str = ""  # how it was seen that its host did not answer, once another had failed
+    said: list[str] = field(default_factory=list)  # the last lines of its stderr
+    again: bool = False  # whether this is a restart, before which the host may have vanished
+    silent: str = ""  # the evidence that the host does not answer, after another host had failed
     _threads: list[threading.Thread] = field(default_factory=list)
 
     @classmethod
     def started(cls, words: Sequence[str], name: str, asked: Mapping[str, Any], *, again: bool = False) -> HostProcess:
-        """A process on its way, which is told what to start."""
+        """Start ssh to a host and send the host's process its first message."""
         pipe = subprocess.PIPE
         ssh = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         found = cls(name, ssh, again=again)
@@ -147,18 +147,18 @@ class HostProcess:
         return found
 
     def tell(self, line: Any) -> None:
-        """Sends a line of JSON; a host that is gone is found by others' means."""
+        """Send a line of JSON. A lost host is noticed elsewhere."""
         assert self.ssh.stdin is not None, "it is a pipe"
         with contextlib.suppress(OSError, ValueError):
             self.ssh.stdin.write(json.dumps(line) + "\n")
             self.ssh.stdin.flush()
 
     def is_over(self) -> bool:
-        """Whether nothing comes from there any more."""
+        """Check whether ssh has ended and all its output has been read."""
         return self.ssh.poll() is not None and not any(thread.is_alive() for thread in self._threads)
 
     def give_up(self, why: str) -> None:
-        """Ends ssh to a host that does not answer."""
+        """Kill ssh to a host that does not answer."""
         self.silent = why
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.ssh.pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ class HostProcess:
             thread.join(1.0)
 
     def end(self) -> None:
-        """Lets the host end what still runs there, and ends ssh."""
+        """Close the input, whereupon the host's process ends itself and its ranks, and end ssh."""
         assert self.ssh.stdin is not None, "it is a pipe"
         with contextlib.suppress(OSError):
             self.ssh.stdin.close()
@@ -182,7 +182,7 @@ class HostProcess:
                 pipe.close()
 
     def error(self) -> ShoalError | None:
-        """The error that the host's process told, or what ssh's end says without one."""
+        """Return the error that the host's process reported, or an error made from ssh's own output."""
         if self.ended is not None:
             return from_json(self.ended["error"]) if self.ended["error"] else None
         if self.silent:
@@ -236,7 +236,7 @@ class HostProcess:
 def _followed(
     processes: list[HostProcess], listed: HostList, signals: Signals, asked_to_stop: ExitCode
 ) -> tuple[int, ShoalError | None]:
-    """Waits for all hosts; the exit code, and the error at the root. Once one has failed, the others end too."""
+    """Wait for all hosts and return the exit code and root error. If one host fails, the others end too."""
     told_port, handed_on, failed_at = False, 0, None
     asking = threading.Thread(target=_give_up_silent, args=(processes, listed), daemon=True)
     while not all(process.is_over() for process in processes):
@@ -265,11 +265,11 @@ def _followed(
     listed.silent = {p.name: p.silent for p in processes if p.silent}
     code, error = _verdict(processes)
     lost = signals.twice and isinstance(error, RankLostError)
-    return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # as on one host
+    return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # the same rule as on one host
 
 
 def _give_up_silent(processes: Sequence[HostProcess], listed: HostList) -> None:
-    """Gives up the hosts that do not answer: their ssh would take longer to notice, and others can go on without."""
+    """Give up hosts that do not answer. Their ssh would notice later, and the others can continue without them."""
     left = [process for process in processes if not process.is_over()]
     silent = listed.silent_among([process.name for process in left])
     for process in left:
@@ -278,9 +278,9 @@ def _give_up_silent(processes: Sequence[HostProcess], listed: HostList) -> None:
 
 
 def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
-    by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may be taken for silence
+    by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may look like silence
     errors = [error for p in by_word if p.is_over() and (error := p.error()) is not None]
-    order = {"PeerError": 2, "RankLostError": 1}  # what others only suffered from last
+    order = {"PeerError": 2, "RankLostError": 1}  # errors of ranks that only suffered from another failure come last
     if errors:
         error = min(errors, key=lambda found: order.get(type(found).__name__, 0))
         unfit = [found for found in errors if isinstance(found, LaunchError)]
@@ -291,7 +291,7 @@ def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
 
 
 def _together(errors: Sequence[LaunchError]) -> LaunchError:
-    """What several hosts lack, in one error."""
+    """Join the errors of several hosts into one."""
     said = list(dict.fromkeys(f"{error.given}: {error.conflict}" for error in errors))
     remedies = dict.fromkeys(error.remedy for error in errors)
     return LaunchError(given="several hosts", conflict="\n".join(said), remedy="; ".join(remedies))

@@ -1,4 +1,4 @@
-"""Hosts that `--on hosts` names, ssh's words for them, and which of them answer."""
+"""Hosts that `--on hosts` names, ssh's options for them, and a check of which hosts answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from shoal.errors import CommandError, LaunchError
 from shoal.launch.launchers.base import Submission
 
-# What ssh itself failed with, not the remote command.
+# Exit code of a failure of ssh itself, not of the remote command.
 SSH_FAILED = 255
-# No password is asked for; of a host that says nothing any more ssh finds that out after ten seconds.
+# Without password prompts; ssh notices after ten seconds that a host is silent.
 _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2")
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", *_ALIVE, "-o", "ConnectTimeout=20")
-# To ask whether a host answers: over a new connection, since one that is there may be dead.
+# For the check whether a host answers: a new connection, since an existing one may be dead.
 _ASK_SECONDS = 4.0
 _ASK = (
     "-T",
@@ -34,13 +34,13 @@ _ASK = (
     "-o",
     "ConnectTimeout=2",
 )
-# ssh's words where nobody is there; a host that refuses a key, say, answers.
+# Messages of ssh if nobody answers; a host that refuses a key, for example, does answer.
 _NOBODY = re.compile("No route to host|timed out|is unreachable|Host is down|Connection refused", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class SshHost:
-    """A host as ssh is given it, and how many ranks it has; 0: its share."""
+    """Host name for ssh and the host's number of ranks; 0: an even share."""
 
     name: str
     slots: int = 0
@@ -50,35 +50,35 @@ class SshHost:
 class HostList:
     """Hosts of a run with their numbers of ranks, and ssh's own options.
 
-    `least`: of how few ranks the run may be where hosts are lost; None: of all.
+    `least`: the fewest ranks with which the run may continue if hosts are lost; None: all ranks are needed.
     """
 
     hosts: list[SshHost]
     options: list[str]
     least: int | None = None
-    silent: dict[str, str] = field(default_factory=dict)  # that did not answer a moment ago, and how that was seen
-    lost: dict[str, str] = field(default_factory=dict)  # that the newest start does without, and why
+    silent: dict[str, str] = field(default_factory=dict)  # hosts that did not answer a moment ago, with the evidence
+    lost: dict[str, str] = field(default_factory=dict)  # hosts that the newest start skips, with the reason
 
     @classmethod
     def of(cls, submission: Submission) -> HostList:
-        """The hosts that follow the colon. Raises: CommandError."""
+        """Parse the hosts after the colon. Raises: CommandError."""
         hosts, options = _given(submission)
         counts = _counts(hosts, submission)
         filled = [replace(host, slots=count) for host, count in zip(hosts, counts, strict=True)]
         return cls(filled, options, submission.least_processes)
 
     def for_a_start(self) -> list[SshHost]:
-        """The hosts of the next start: all, or those that answer where these have ranks enough."""
+        """Return the hosts of the next start: those that answer, or all if `least` is None or too few answer."""
         if self.least is None:
             return self.hosts
         asked = [host.name for host in self.hosts if host.name not in self.silent]
         self.lost = self.silent | self.silent_among(asked)
-        self.silent = {}  # another time they are asked again
+        self.silent = {}  # the next start checks these hosts again
         left = [host for host in self.hosts if host.name not in self.lost]
         return left if sum(host.slots for host in left) >= self.least else self.hosts
 
     def silent_among(self, names: Collection[str]) -> dict[str, str]:
-        """Hosts of these at which nobody answers ssh within some seconds, with what ssh says of each."""
+        """Return the hosts that do not answer ssh within some seconds, with ssh's message for each."""
         found: dict[str, str] = {}
 
         def ask(name: str) -> None:
@@ -93,7 +93,7 @@ class HostList:
                     found[name] = said.strip().splitlines()[-1]
             except subprocess.TimeoutExpired:
                 found[name] = f"no answer within {_ASK_SECONDS:.0f} s"
-                os.killpg(process.pid, signal.SIGKILL)  # also what it has started to get there
+                os.killpg(process.pid, signal.SIGKILL)  # also the child processes of ssh
                 process.communicate()
 
         threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
@@ -104,13 +104,13 @@ class HostList:
         return found
 
     def words(self, name: str) -> list[str]:
-        """The words that start a host's process; none of them is a secret, or the job's."""
+        """Return the command that starts a host's process. It contains no secret and nothing of the job."""
         remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.host_process"
         return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
 
 
 def _given(submission: Submission) -> tuple[list[SshHost], list[str]]:
-    """Hosts and ssh's own options, of what follows the colon. Raises: CommandError."""
+    """Parse the hosts and ssh's own options after the colon. Raises: CommandError."""
     words = submission.option_words()
     if not words or words[0].startswith("-"):
         raise CommandError(
@@ -135,7 +135,7 @@ def _given(submission: Submission) -> tuple[list[SshHost], list[str]]:
 
 
 def _host(text: str, given: str) -> SshHost:
-    """A host of "name", "name:2", "name 2" or "name slots=2"."""
+    """Parse a host from "name", "name:2", "name 2" or "name slots=2"."""
     name, _, slots = text.strip().replace(" slots=", ":").replace(" ", ":").partition(":")
     slots = slots.strip(": ")
     if not name or name.startswith("-") or (slots and not slots.isdecimal()):
@@ -148,7 +148,7 @@ def _host(text: str, given: str) -> SshHost:
 
 
 def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
-    """Ranks of each host. Raises: CommandError where they are not those of --devices."""
+    """Return the number of ranks of each host. Raises: CommandError if they do not add up to --devices."""
     wanted, known = submission.num_processes, sum(host.slots for host in hosts)
     open_hosts = [host for host in hosts if not host.slots]
     left = wanted - known
@@ -163,7 +163,7 @@ def _counts(hosts: Sequence[SshHost], submission: Submission) -> list[int]:
 
 
 def address_of(host: str, options: Sequence[str]) -> str:
-    """The address that ssh's configuration has for a host. Raises: LaunchError."""
+    """Return the address of a host in ssh's configuration. Raises: LaunchError."""
     words = ["ssh", "-G", *options, "--", host]
     ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if ended.returncode:

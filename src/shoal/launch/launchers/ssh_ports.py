@@ -1,4 +1,4 @@
-"""Check of the ports between hosts that ssh reaches: firewalls that let ssh through and ranks not."""
+"""Check of the ports between hosts that ssh reaches. It detects firewalls that block ranks but not ssh."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ _OPEN = (
 
 
 def between(given: str) -> tuple[HealthCheck, ...]:
-    """Whether each host reaches each other one; `given`: "first,second", and options of ssh behind it.
+    """Check whether each host reaches every other host at ports like those of ranks.
 
-    Raises: CommandError for fewer than two, LaunchError where ssh or shoal does not start on one.
+    Args:
+        given: "first,second", then options of ssh.
+
+    Raises:
+        CommandError: there are fewer than two hosts.
+        LaunchError: ssh or shoal does not start on a host.
     """
     words = shlex.split(given)
     hosts = [name for name in (words[0].split(",") if words else ()) if name]
@@ -77,10 +82,10 @@ def _probe(host: str, options: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _line(host: str, probe: subprocess.Popen[str]) -> list[Any]:
-    """A host's next answer. Raises: LaunchError where it gives none."""
+    """Return a host's next answer. Raises: LaunchError if there is none."""
     assert probe.stdout is not None, "it is a pipe"
     for line in probe.stdout:
-        if line.startswith("["):  # not a greeting of the host's shell
+        if line.startswith("["):  # skips a greeting of the host's shell
             found: list[Any] = json.loads(line)
             return found
     raise LaunchError(
@@ -91,7 +96,7 @@ def _line(host: str, probe: subprocess.Popen[str]) -> list[Any]:
 
 
 def _end(probes: Iterable[subprocess.Popen[str]]) -> None:
-    """Ends what listens."""
+    """End the listening processes."""
     for probe in probes:
         try:
             probe.communicate(timeout=_GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""Launcher of ranks on this host, as `--dry-run` shows it; `shoal run` starts them by itself."""
+"""Launcher of ranks on this host, for `--dry-run` only; `shoal run` itself starts the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.launch.signals import Signals
 
 
 def render(submission: Submission) -> Mapping[str, str]:
-    """The command of each rank, with the variables that number it."""
+    """Return the command of each rank, with the variables that number it."""
     if submission.options:
         raise CommandError(
             given=f"--on local:{submission.options}",
@@ -25,5 +25,5 @@ def render(submission: Submission) -> Mapping[str, str]:
 
 
 def start(submission: Submission, signals: Signals) -> int:
-    """Raises: AssertionError; the command's own start has spares and recovery."""
+    """Raise AssertionError, since the command itself starts these ranks, with spares and recovery."""
     raise AssertionError("ranks of this host are started by cli/run/start.py")

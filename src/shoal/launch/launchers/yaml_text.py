@@ -8,18 +8,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 Value = Mapping[str, "Value"] | Sequence["Value"] | str | int | bool | None
 
-# A key that no reader of YAML takes for anything but a text.
+# A key that every YAML reader takes for a text.
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 
 
 def documents(values: Iterable[Value]) -> str:
-    """The values as a stream of YAML documents."""
+    """Return the values as a stream of YAML documents."""
     return "---\n".join(document(value) for value in values)
 
 
 def document(value: Value) -> str:
-    """One document. Scalars are JSON's, which YAML has too: no reader guesses at a text's type."""
+    """Return one document. Scalars are in JSON, a subset of YAML, so that no reader guesses a text's type."""
     return "\n".join(_lines(value)) + "\n"
 
 
@@ -45,7 +45,7 @@ def _entry(head: str, inner: Value, indent: str) -> Iterator[str]:
 
 
 def _scalar(value: Value) -> str:
-    # JSON's own escapes are halves of UTF-16, which YAML takes for two characters.
+    # JSON's own escapes are UTF-16 halves, which YAML reads as two characters.
     return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
 
 

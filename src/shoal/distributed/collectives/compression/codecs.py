@@ -1,7 +1,7 @@
-"""Codecs of gradient compression: a vector's sum over ranks in fewer bytes, by the collectives of any algorithm.
+"""Codecs of gradient compression: a vector's sum over ranks in fewer bytes, with the collectives of any algorithm.
 
-Every rank ends with the same bits: it decodes what all of them have received, by elementwise operators alone, whose
-results do not depend on the number of threads.
+Every rank ends with the same bits: it decodes the common received data with elementwise operators only, whose results
+do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -16,66 +16,66 @@ from torch import Tensor
 from shoal.distributed.collectives.base import Collective, Handle
 from shoal.plans.accounting.all_reduce import INT8_LEVELS, Matrix, factored, num_kept
 
-# Twice below the largest float16, since the scale is rounded down to a power of two: nothing overflows in the sum.
+# Half of the largest float16 at most, since the scale is a power of two rounded down: the sum does not overflow.
 _FLOAT16_PEAK = 2.0**15
-# What is smaller is exchanged by copies anyway, and a place in shared memory takes a descriptor.
+# Smaller tensors are exchanged by copies anyway, and an allocation in shared memory takes a descriptor.
 _WORTH_A_PLACE = 64 << 10
-# 1 / x is finite from here on; a block of smaller values counts as zeros, also where it is what was held back.
+# 1 / x is finite from here on. Blocks of smaller values count as zeros, also in the withheld error.
 _SMALLEST_SCALE = 2.0**-126
 
 
 class CodecTransport:
-    """Transport of codecs: a collective, and memory on the device where the vectors are."""
+    """Transport of codecs: a collective, and memory on the device of the vectors."""
 
     def __init__(self, collective: Collective, device: torch.device) -> None:
         self.collective, self.device = collective, device
         self._scratch = torch.empty(0, device=device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that the collective is fast with. Collective: where it allocates for all ranks together."""
+        """Return memory with which the collective is fast. Collective: if it allocates for all ranks together."""
         if self.device.type == "cpu" and numel * dtype.itemsize > _WORTH_A_PLACE:
             return self.collective.allocate(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def scratch(self, numel: int) -> Tensor:
-        """Float32 memory that is anybody's until the next call."""
+        """Return float32 memory whose content is valid until the next call."""
         if self._scratch.numel() < numel:
             self._scratch = torch.empty(numel, device=self.device)
         return self._scratch[:numel]
 
     def sum(self, tensor: Tensor) -> Handle:
-        """Starts an all-reduce."""
+        """Start an all-reduce."""
         return self.collective.all_reduce(tensor, asynchronous=True)
 
     def buffers(self) -> list[Tensor]:
-        """Memory that the transport owns."""
+        """Return the memory that the transport owns."""
         return [self._scratch]
 
 
 class Codec(ABC):
-    """Sums one vector of float32 values, step after step. Collective: `sum`, in the same order on all ranks."""
+    """Sum of one vector of float32 values, step after step. Collective: `sum`, in the same order on all ranks."""
 
-    # Collectives of a sum that come one after the other; all but the last are small.
+    # Number of consecutive collectives of a sum; all but the last are small.
     num_rounds: ClassVar[int] = 1
 
     def __init__(self, wire: CodecTransport, *memory: Tensor) -> None:
-        """`memory`: what it keeps, and sends from."""
+        """Store the transport and the tensors that the codec owns."""
         self.wire, self._memory = wire, memory
 
     @abstractmethod
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """Yields each collective that it waits for; after them `total` is the decoded sum of all ranks' `values`.
+        """Yield each collective to wait for; afterwards `total` is the decoded sum of all ranks' `values`.
 
-        `keep`: `values` then holds what this rank has not sent: the sum of all ranks' is `total` more than that. Else
-        `total` may be the memory of `values`. Values that are not finite make a sum that is not.
+        `keep`: afterwards `values` is the part that this rank has not sent, so that the exact sum is `total` plus all
+        ranks' `values`. Else `total` may be the memory of `values`. Non-finite values give a non-finite sum.
         """
 
     def commit(self) -> None:
-        """The last sum was used: what the next one builds on is taken over."""
+        """Commit the state for the next sum, since the last sum was used."""
         return
 
     def buffers(self) -> list[Tensor]:
-        """The memory that it keeps."""
+        """Return the memory that the codec owns."""
         return list(self._memory)
 
 
@@ -95,10 +95,10 @@ class BFloat16(Codec):
 
 
 class Float16(Codec):
-    """Codec to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
+    """Codec to float16 after scaling by a power of two: 2 bytes a value, 11 bits of precision.
 
-    The scale comes from the largest value of any rank, so that no sum overflows and what is lost is 2^-39 of it. (The
-    loss scale does not help here: gradients are sums over a batch of any size.)
+    The scale comes from the largest value of any rank, so that no sum overflows and the loss is 2^-39 of that value.
+    (The loss scale does not help here: gradients are sums over a batch of any size.)
     """
 
     num_rounds = 2
@@ -108,7 +108,7 @@ class Float16(Codec):
         super().__init__(wire, self._sent, self._peak)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """An all-reduce of one number, and one of the values."""
+        """Reduce one number, and then the values."""
         self._peak.copy_(_peaks(values.view(1, -1)))
         yield self.wire.collective.all_reduce(self._peak, "max", asynchronous=True)
         fitting = _FLOAT16_PEAK / self.wire.collective.world_size / self._peak
@@ -124,10 +124,10 @@ class Float16(Codec):
 
 
 class Int8(Codec):
-    """Codec to 8-bit integers times a scale for each block of neighbouring values that all ranks share.
+    """Codec to 8-bit integers times a scale for each block of neighbouring values. All ranks share the scale.
 
-    Ranks first agree on the largest value of each block; each then has the levels that leave the sum in a byte: 63 of
-    two ranks, 31 of four. So any algorithm sums them as they are, exactly and in any order, and there is one rounding.
+    Ranks first agree on the largest value of each block. Each rank then uses the most levels whose sum fits in a byte:
+    63 for two ranks, 31 for four. Any algorithm can sum them as they are, exactly and in any order, with one rounding.
     Mishchenko et al., IntSGD: Adaptive floatless compression of stochastic gradients, 2022.
     """
 
@@ -140,11 +140,11 @@ class Int8(Codec):
         super().__init__(wire, self._sent, self._scales)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """An all-reduce of a number a block, and one of a byte a value."""
+        """Reduce one number a block, and then one byte a value."""
         for part, blocks in self._parts(values):
             self._scales[blocks] = _peaks(part)
         yield self.wire.collective.all_reduce(self._scales, "max", asynchronous=True)
-        self._scales.div_(self._levels)  # infinite where any value is not finite: zero times it is not a number
+        self._scales.div_(self._levels)  # infinite if any value is not finite, so that zero times it is NaN
         inverse, nothing = self._scales.reciprocal(), self._scales < _SMALLEST_SCALE
         inverse[nothing] = 0.0
         scratch = self.wire.scratch(values.numel())
@@ -160,14 +160,14 @@ class Int8(Codec):
             torch.mul(sent, self._scales[blocks, None], out=part)
 
     def _parts(self, flat: Tensor) -> list[tuple[Tensor, slice]]:
-        """The whole blocks [blocks, block] and the shorter last one, with their places among the scales."""
+        """Return the whole blocks [blocks, block] and the shorter last block, with their indices among the scales."""
         count, rest = divmod(flat.numel(), self._block)
         found = [(flat[: count * self._block].view(count, -1), slice(0, count))] if count else []
         return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
 
 class TopK(Codec):
-    """Codec of the values farthest from zero and their indices: 8 bytes for each, from every rank to every rank.
+    """Codec of the values with the largest magnitude and their indices: 8 bytes each, from every rank to every rank.
 
     Aji and Heafield, Sparse communication for distributed gradient descent, 2017.
     """
@@ -179,7 +179,7 @@ class TopK(Codec):
         super().__init__(wire, self._sent, self._gathered)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """One all-gather. A value that is not a number counts as the largest."""
+        """Gather the values and indices. NaN counts as the largest value."""
         size = torch.abs(values, out=self.wire.scratch(values.numel()))
         places = torch.topk(size, self._count, sorted=False).indices
         self._sent[: self._count] = places
@@ -188,28 +188,28 @@ class TopK(Codec):
             values[places] = 0.0
         yield self.wire.collective.all_gather(self._gathered, self._sent, asynchronous=True)
         total.zero_()
-        for own in self._gathered.view(-1, 2, self._count):  # in the order of the ranks, each place of one once
+        for own in self._gathered.view(-1, 2, self._count):  # in rank order, each index of a rank once
             total.index_add_(0, own[0], own[1].view(torch.float32))
 
 
 def _peaks(rows: Tensor) -> Tensor:
-    """The largest absolute value of each row; infinite for a row with a value that is not finite.
+    """Return the largest absolute value of each row; infinite for a row with a non-finite value.
 
-    The maximum of some libraries drops what is not a number, so that it would be lost on the way.
+    The maximum of some libraries drops NaN, so that a NaN would not reach the other ranks.
     """
     found: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
     return found.nan_to_num_(torch.inf, torch.inf)
 
 
-# What is left of a column after the projection is noise where its energy is this share of what it was.
+# After the projection, a column with this share of its original energy is noise.
 _NOISE = 1e-10
 
 
 class PowerSGD(Codec):
     """PowerSGD: each matrix M as the product of two thin factors, by one step of power iteration.
 
-    The sums over ranks are of `P = M Q` and `Q = M^T P`, both linear in M, so that any algorithm sums them. A tensor
-    [n, ...] is the matrix [n, m]; what the factors would not make smaller, all vectors among it, is sent as it is.
+    The sums over ranks are of `P = M Q` and `Q = M^T P`, both linear in M, so that any algorithm can sum them. A tensor
+    [n, ...] is the matrix [n, m]. Tensors that the factors would not make smaller, such as vectors, are sent unchanged.
     Vogels, Karimireddy and Jaggi, PowerSGD: Practical low-rank gradient compression, 2019.
     """
 
@@ -225,20 +225,20 @@ class PowerSGD(Codec):
         self._rest, left = self._first[:num_plain], self._first[num_plain:]
         lefts = left.split([rank * m.rows for m in self._matrices])
         rights = self._second.split([rank * m.columns for m in self._matrices])
-        # Factors lie transposed, [rank, n] and [rank, m]: a column in one piece.
+        # Factors are stored transposed, [rank, n] and [rank, m], so that a column is contiguous.
         self._left = [f.view(rank, -1) for f in lefts]
         self._right = [f.view(rank, -1) for f in rights]
         self.basis = [self._fresh(number) for number in range(len(self._matrices))]
         self._next: list[Tensor] = []
 
     def _fresh(self, number: int) -> Tensor:
-        """The factor Q of a matrix to begin with: the same on all ranks."""
+        """Return an initial factor Q of a matrix, the same on all ranks."""
         generator = torch.Generator().manual_seed(number)
         found = torch.randn(self._rank, self._matrices[number].columns, generator=generator)
         return found.to(self.wire.device)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """Two all-reduces: of what is not factored with all P, and of all Q."""
+        """Reduce the unfactored values with all P, and then all Q."""
         matrices = [_view(values, m) for m in self._matrices]
         place = 0
         for start, stop in self._plain:
@@ -264,14 +264,14 @@ class PowerSGD(Codec):
         self._next = [right.clone() for right in self._right]
 
     def commit(self) -> None:
-        """The next power iteration begins with the new Q; a column of it that is zero would stay so and begins anew."""
+        """Use the new Q in the next power iteration. A zero column would stay zero, so it is initialised again."""
         for number, found in enumerate(self._next):
             dead = (found == 0).all(dim=1, keepdim=True)
             self.basis[number] = torch.where(dead, self._fresh(number), found) if bool(dead.any()) else found
         self._next = []
 
     def factors(self) -> Iterator[tuple[int, Tensor]]:
-        """Each matrix's first index among the values, and the factor that its next sum begins with."""
+        """Yield each matrix's first index among the values, and the factor with which its next sum begins."""
         yield from zip((m.start for m in self._matrices), self.basis, strict=True)
 
     def buffers(self) -> list[Tensor]:
@@ -283,15 +283,15 @@ def _view(flat: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _orthogonal(rows: Tensor) -> Tensor:
-    """Rows of length one at right angles, by Gram and Schmidt; zero where a row adds nothing to those before it.
+    """Return orthonormal rows by Gram-Schmidt; zero for a row that depends on the rows before it.
 
-    By elementwise operators alone: every rank has the same bits, whatever its number of threads.
+    Only elementwise operators are used: every rank gets the same bits with any number of threads.
     """
     found = torch.zeros_like(rows)
     for number, row in enumerate(rows):
         energy = folded_sum(row * row)
         left = row
-        for _ in range(2 if number else 0):  # once more for what rounding has left
+        for _ in range(2 if number else 0):  # a second pass removes the rounding error
             along = folded_sum(found[:number] * left)
             for other, share in zip(found[:number], along, strict=True):
                 left = left - other * share
@@ -301,7 +301,7 @@ def _orthogonal(rows: Tensor) -> Tensor:
 
 
 def folded_sum(values: Tensor) -> Tensor:
-    """The sum over the last dim, half onto half: in an order that does not depend on threads."""
+    """Sum over the last dim by repeated folding in half, in an order that does not depend on threads."""
     while (length := values.shape[-1]) > 1:
         half = length // 2
         folded = values[..., :half] + values[..., half : 2 * half]
@@ -312,7 +312,7 @@ def folded_sum(values: Tensor) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, scratch: Tensor) -> None:
-    """out = left^T right, a sum of products one after the other: the same bits whatever the number of threads."""
+    """Compute out = left^T right as a sequential sum of products: the same bits with any number of threads."""
     torch.mul(left[0][:, None], right[0], out=out)
     term = scratch.view(out.shape)
     for own, other in zip(left[1:], right[1:], strict=True):

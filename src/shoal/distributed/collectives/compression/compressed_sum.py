@@ -1,7 +1,7 @@
 """Compressed all-reduce of gradient buckets by any algorithm, with error feedback and a guard of its error.
 
-What a rank has not sent of its gradient it adds to the next (Seide et al., 1-bit stochastic gradient descent, 2014;
-Karimireddy et al., Error feedback fixes SignSGD, 2019). A step that does not update leaves all this as it was.
+A rank adds the unsent part of its gradient to the next gradient (Seide et al., 1-bit stochastic gradient descent, 2014;
+Karimireddy et al., Error feedback fixes SignSGD, 2019). A step that does not update changes none of this state.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shoal.plans.accounting.all_reduce import NUM_COMPARED
 from shoal.plans.conflicts import FED_BACK
 from shoal.plans.plan import CompressionSection
 
-# Values whose energy is compared by itself where a scheme sends something of every value: one huge value must not hide
-# what became of all others.
+# Values whose energies are compared separately if a scheme sends something of every value: one huge value must not hide
+# the errors of all others.
 _GUARD_CHUNK = 256
-# The energy of a chunk of values near the smallest that float32 has: int8 cannot scale them, and they mean nothing.
+# The energy of a chunk of values near float32's smallest: int8 cannot scale them, and they are negligible.
 _NOTHING = _GUARD_CHUNK * (2.0**-119) ** 2
-# What is held back is sent later: judged is what would be left of it after so many steps more at this rate.
+# Withheld values are sent later: the guard judges what would be left after this many further steps at this rate.
 HORIZON_STEPS = 100
 
 
@@ -42,9 +42,9 @@ HORIZON_STEPS = 100
 class Comparison:
     """Compressed and exact sum of a sampled step.
 
-    `cosine`: between what the optimizer gets and the exact sum of the gradients. `residual`: the share of the energy of
-    what was to be sent that was not. `lost`: the share that never will be, with feedback what at this rate is still
-    held back after HORIZON_STEPS; see docs/compression.md. NaN where a gradient is not finite.
+    `cosine`: between the optimizer's gradient and the exact sum. `residual`: the unsent share of the energy to send.
+    `lost`: the share that will never be sent; with feedback, the share still withheld after HORIZON_STEPS at this rate
+    (see docs/compression.md). NaN if a gradient is not finite.
     """
 
     cosine: float
@@ -52,30 +52,30 @@ class Comparison:
     lost: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value; None for a number that is not finite."""
+        """Return the JSON value, with None for non-finite numbers."""
         return {name: number if math.isfinite(number) else None for name, number in asdict(self).items()}
 
 
 class ErrorSums:
-    """Sums of a comparison over the parts of a gradient; ranks agree on the `numbers`, float64, of one of them.
+    """Sums of a comparison over the parts of a gradient. Ranks agree on the `numbers`, float64, of one rank.
 
-    `by_chunk`: energies are compared chunk by chunk, each with one vote, else all at once. `feedback`: what was not
-    sent is held back.
+    `by_chunk`: energies are compared chunk by chunk, with equal weights, else all at once. `feedback`: the unsent part
+    is withheld.
     """
 
     def __init__(self, by_chunk: bool, feedback: bool) -> None:
         self._by_chunk, self._feedback = by_chunk, feedback
-        # found . exact, found . found, exact . exact; what is missing, what is lost, and of how much
+        # found . exact, found . found, exact . exact; the missing, the lost and the total energy
         self.numbers = torch.zeros(NUM_COMPARED, dtype=torch.float64)
 
     def add(self, exact: Tensor, wanted: Tensor, found: Tensor) -> None:
-        """One part: the exact sum of the gradients, of what was to be sent, and what was decoded."""
+        """Add one part: the exact sum of the gradients, the exact sum of the values to send, and the decoded sum."""
         exact, wanted, found = exact.double(), wanted.double(), found.double()
         missing = (wanted - found).square_()
         energy = wanted.square()
         if self._by_chunk:
             rests, wholes = _chunked(missing), _chunked(energy)
-            shares = (rests / wholes)[~(wholes <= _NOTHING)]  # what is not a number is not left out
+            shares = (rests / wholes)[~(wholes <= _NOTHING)]  # keeps NaN
             told = [shares.sum(), self._lost(shares).sum(), torch.tensor(shares.numel())]
         else:
             told = [missing.sum(), missing.new_zeros(()), energy.sum()]
@@ -86,7 +86,7 @@ class ErrorSums:
         return shares**HORIZON_STEPS if self._feedback else shares
 
     def comparison(self) -> Comparison:
-        """Of all parts. Nothing to send is sent whole."""
+        """Return the comparison over all parts. An empty sum counts as sent completely."""
         dot, found, exact, missing, lost, whole = self.numbers.tolist()
         size = math.sqrt(found) * math.sqrt(exact) if min(found, exact) >= 0 else math.nan
         cosine = dot / size if size else float(found == exact)
@@ -101,17 +101,17 @@ def _chunked(values: Tensor) -> Tensor:
     return padded.view(-1, _GUARD_CHUNK).sum(dim=1)
 
 
-# Schemes that send something of every value; of the others a whole bucket is what is compared.
+# Schemes that send something of every value. For the others, the comparison covers a whole bucket.
 _OF_EVERY_VALUE = ("bfloat16", "float16", "int8")
 
 
 @dataclass
 class _CompressedBucket:
     codec: Codec
-    members: list[int]  # of all parameters, those whose gradients lie here
+    members: list[int]  # indices of the parameters whose gradients are in this bucket
     sizes: list[int]
-    withheld: Tensor | None = None  # what this rank has not sent, as of the last update
-    attempt: Tensor | None = None  # what is to be sent in this step, then what was not
+    withheld: Tensor | None = None  # the part that this rank has not sent, since the last update
+    attempt: Tensor | None = None  # the values to send in this step, then their unsent part
     compared: list[Tensor] = field(default_factory=list)  # exact, wanted
 
     @property
@@ -122,7 +122,7 @@ class _CompressedBucket:
 def make_codec(
     scheme: str, options: CompressionSection, wire: CodecTransport, shapes: Sequence[tuple[int, ...]]
 ) -> Codec:
-    """The codec of a plan's `collectives.compression` for a vector of tensors of these shapes, one after the other.
+    """Return the codec of a plan's `collectives.compression` for a vector of consecutive tensors of these shapes.
 
     Collective: as `CodecTransport.allocate`.
     """
@@ -139,10 +139,10 @@ def make_codec(
 
 
 class Compression:
-    """Sums buckets that `add` has named, in the order of their numbers. Collective: every method but `commit`.
+    """Sum of the buckets that `add` has defined, in the order of their numbers. Collective: every method but `commit`.
 
-    `fell_back`: since when nothing is compressed any more, and why; None while it is. What is withheld is in the units
-    of the gradient of a step whose loss counted `unit` on this rank; 0 where nothing is.
+    `fell_back`: the step and cause with which compression ended; None while it is active. Withheld values are in units
+    of the gradient of a step whose loss counted `unit` on this rank; 0 if nothing is withheld.
     """
 
     def __init__(self, collective: Collective, scheme: str, options: CompressionSection) -> None:
@@ -160,7 +160,7 @@ class Compression:
         self._unused: Sequence[tuple[int, int, int]] = ()
 
     def add(self, members: Sequence[int], shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """The next bucket: gradients of these parameters and shapes, one after the other."""
+        """Define the next bucket: consecutive gradients of these parameters and shapes."""
         self._wire = self._wire or CodecTransport(self._collective, device)
         codec = make_codec(self.scheme, self.options, self._wire, shapes)
         bucket = _CompressedBucket(codec, list(members), [torch.Size(shape).numel() for shape in shapes])
@@ -175,7 +175,7 @@ class Compression:
     # --------------------------------------------------------------------------------------------------- a step
 
     def begin(self, step: int) -> None:
-        """A step's gradients come next, perhaps once more."""
+        """Prepare for a step's gradients, which may be computed more than once."""
         self._step, self._now = step, 0.0
         self._going = []
         self._verdict = None
@@ -184,13 +184,13 @@ class Compression:
         self._tally = ErrorSums(self.scheme in _OF_EVERY_VALUE, self.feedback) if sampled else None
 
     def arm(self, unit: float) -> None:
-        """This rank's gradients are those of a loss that counts `unit`: its weight times the factor of the loss."""
+        """Set the weight of this rank's gradients: the loss's weight times its scale factor."""
         self._now = unit
 
     def start(self, number: int, flat: Tensor) -> Handle:
-        """Starts to sum a bucket in place; what it has beyond the gradients is summed as it is.
+        """Start to sum a bucket in place; elements after the gradients are summed uncompressed.
 
-        Earlier buckets go on to their last round, which is the large one, while the backward still runs.
+        Earlier buckets advance to their last round, the large one, while the backward still runs.
         """
         for going in self._going:
             if going.round < self._buckets[going.number].codec.num_rounds:
@@ -223,7 +223,7 @@ class Compression:
             self._tally.add(exact, wanted, body)
 
     def _attempt(self, bucket: _CompressedBucket, body: Tensor) -> Tensor:
-        """What is to be sent: the gradient, and what was held back for the part of the loss that this rank has now."""
+        """Return the values to send: the gradient plus the withheld values, scaled to this rank's current weight."""
         if bucket.withheld is None or bucket.attempt is None:
             return body
         if self.unit and self._now:
@@ -231,16 +231,16 @@ class Compression:
         return bucket.attempt.copy_(body)
 
     def drain(self) -> None:
-        """Brings all buckets to their end, a round of each in turn."""
+        """Finish all buckets, one round of each in turn."""
         while self._going:
             for going in self._going:
                 going.advance()
             self._going = [going for going in self._going if not going.done]
 
     def settle(self, flats: Sequence[Tensor], unused: Sequence[tuple[int, int, int]]) -> Comparison | None:
-        """After all sums: the comparison of a sampled step, on whose exact sums the guard falls back where it must.
+        """Finish a step's sums. Return the comparison of a sampled step; the guard may replace its sums by exact ones.
 
-        `unused`: (bucket, start, stop) of gradients that no rank had: what was held back of them stays.
+        `unused`: (bucket, start, stop) of gradients that no rank had; their withheld values stay.
         Collective: a broadcast in a sampled step.
         """
         found = self._compare(flats) if self._tally is not None else None
@@ -253,7 +253,7 @@ class Compression:
 
     def _compare(self, flats: Sequence[Tensor]) -> Comparison:
         assert self._tally is not None, "the step was sampled"
-        self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all decide the same
+        self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all ranks decide the same
         found = self._tally.comparison()
         if found.lost > self.options.guard_lost:
             self._verdict = found
@@ -266,7 +266,7 @@ class Compression:
         return found
 
     def commit(self) -> None:
-        """Commits the residuals of a step that updates."""
+        """Commit the residuals of a step that updates."""
         if self.fell_back is not None:
             self._sent_the_rest()
             return
@@ -280,7 +280,7 @@ class Compression:
             self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
 
     def _sent_the_rest(self) -> None:
-        """Uncompressed sums took along what was held back, but for gradients that no rank had."""
+        """Clear the withheld values that uncompressed sums included, all but those of gradients that no rank had."""
         if not self._now:
             return
         for number, bucket in enumerate(self._buckets):
@@ -293,13 +293,13 @@ class Compression:
         self.unit = self.unit if self._unused else 0.0
 
     def fall_back(self, why: dict[str, Any]) -> None:
-        """Ends compression: residuals go out with the next sums. Not collective."""
+        """End compression; the next sums include the residuals. Not collective."""
         self.fell_back = why
         for bucket in self._buckets:
             bucket.attempt = None
 
     def said(self, found: Comparison) -> str | None:
-        """A line for people where the step of this comparison, which has updated, was the last that compressed."""
+        """Return a message if the updating step of this comparison was the last compressed step, else None."""
         if self.fell_back is None:
             return None
         return (
@@ -312,35 +312,35 @@ class Compression:
 
     @property
     def carries(self) -> bool:
-        """Whether ranks have tensors that belong to a checkpoint; the same on all of them."""
+        """Whether ranks have tensors that belong to a checkpoint; the same on all ranks."""
         return self.scheme in FED_BACK
 
     def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
-        """This rank's residual of each parameter, flat; nothing without feedback."""
+        """Yield this rank's residual of each parameter, flat; nothing without feedback."""
         for bucket in self._buckets:
             if bucket.withheld is not None:
                 yield from zip(bucket.members, bucket.withheld.split(bucket.sizes), strict=True)
 
     def bases(self) -> Iterator[tuple[int, Tensor]]:
-        """The factors that powersgd begins with, of each parameter that it factors."""
+        """Yield PowerSGD's next initial factor of each parameter that it factors."""
         for bucket in self._buckets:
             if isinstance(bucket.codec, PowerSGD):
                 starts = dict(zip(accumulate(bucket.sizes, initial=0), bucket.members, strict=False))
                 yield from ((starts[start], basis) for start, basis in bucket.codec.factors())
 
     def reset(self, fell_back: dict[str, Any] | None) -> None:
-        """Clears the residuals, and sets whether the guard has fallen back."""
+        """Clear the residuals, and set whether the guard has fallen back."""
         self.fell_back, self.unit = fell_back, 0.0
         for bucket in self._buckets:
             bucket.withheld = self._nothing(bucket) if self.feedback else None
             bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
 
     def to_json(self) -> dict[str, Any]:
-        """Settings and measured errors for a run's result."""
+        """Return the scheme and the fallback for a run's result."""
         return {"scheme": self.scheme, "fell_back": self.fell_back}
 
     def buffers(self) -> list[Tensor]:
-        """The memory that all this takes."""
+        """Return the memory of the transport, the codecs and the residuals."""
         found = self._wire.buffers() if self._wire is not None else []
         for bucket in self._buckets:
             found += bucket.codec.buffers()
@@ -349,7 +349,7 @@ class Compression:
 
 
 class _Going:
-    """A bucket on its way through the rounds of its codec."""
+    """Bucket in progress through the rounds of its codec."""
 
     def __init__(self, owner: Compression, number: int, rounds: Iterator[Handle]) -> None:
         self.number, self.round, self.done = number, 0, False
@@ -357,7 +357,7 @@ class _Going:
         self._handle: Handle | None = None
 
     def advance(self) -> None:
-        """Waits for the round under way, and begins the next."""
+        """Wait for the current round, and start the next one."""
         if self._handle is not None:
             self._handle.wait()
         self._handle = next(self._rounds, None)
@@ -365,5 +365,5 @@ class _Going:
         self.done = self._handle is None
 
     def wait(self) -> None:
-        """Brings all that were started to their end."""
+        """Finish all started buckets."""
         self._owner.drain()

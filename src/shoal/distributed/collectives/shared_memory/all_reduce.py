@@ -1,15 +1,15 @@
 """Shared-memory all-reduce: the ranks of one host reduce each other's tensors in place.
 
-Every call is posted: its data are ready, its header says what it is. This rank's part of the work is done once all
-ranks have posted: at this rank's next call, or at the wait for it. Three ways, by where the data are and how much:
+A rank posts every call: its data are ready, and its header describes it. The rank does its part of the work once all
+ranks have posted: at its next call, or in `wait`. There are three methods, by the place and the size of the data:
 
-- in a tensor from `allocate`: each rank reduces its part of all slots and writes it to all; nothing else is copied;
-- elsewhere and small: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
-- elsewhere: in pieces through two small staging areas a rank, which stay in the cache.
+- in a tensor from `allocate`: each rank reduces its part of all slots and writes it to all slots, without other copies;
+- elsewhere and small: copied to a mailbox, and every rank reduces all mailboxes, with one exchange of words;
+- elsewhere and large: in pieces through two small staging areas a rank, which stay in the cache.
 
-Values are combined in the order of the ranks, so that the bits do not depend on who is late. All is plain torch on
-mapped memory. Messages: none. Bytes that a rank writes: N in the first way, 2N in the third, of N. It wins wherever
-all ranks are on one host and their tensors on its CPUs.
+Values are combined in rank order, so late ranks do not change the bits. All is plain torch on mapped memory. Messages:
+none. Bytes that a rank writes, for tensors of N bytes: N in the first method, 2N in the third. It wins if all ranks are
+on one host and the tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from shoal.distributed.collectives.shared_memory.region import SharedRegion, exc
 from shoal.distributed.collectives.shared_memory.staging import CONTROL_BYTES, MAX_CACHED, ONE_SHOT_BYTES, Workplace
 from shoal.errors import LaunchError
 
-_MAILBOX, _STAGED = 0, 1  # where the data are; allocated regions are numbered from 2
+_MAILBOX, _STAGED = 0, 1  # where the data are; numbers of allocated regions start at 2
 _HEADER = struct.Struct("<8q")
-_Work = Callable[[int], None]  # given the number of its call
+_Work = Callable[[int], None]  # receives the number of the call
 
 
 @dataclass
 class _SharedCall:
-    """One collective of this rank; `deliver` puts the data out, `work` does its part, `settles` says who waits."""
+    """One collective of this rank: `deliver` writes the data, `work` does this rank's part."""
 
     header: bytes
     deliver: _Work
     work: _Work
-    settles: bool  # whether it is over only when all ranks have done their part
+    settles: bool  # whether it ends only when all ranks have done their parts
     number: int = 0
 
     @property
     def staged(self) -> bool:
-        """Whether its data go through the staging areas."""
+        """Whether the data go through the staging areas."""
         return bool(_HEADER.unpack(self.header)[4] == _STAGED)
 
 
 class _Pending:
-    """The handle of a posted call."""
+    """Handle of a posted call."""
 
     def __init__(self, owner: SharedMemory, call: _SharedCall) -> None:
         self._owner, self._call = owner, call
 
     def wait(self) -> None:
-        """Does what is left of it, and of what was called before it."""
+        """Finish this call and all calls before it."""
         self._owner._complete(self._call)
 
 
 @dataclass
 class _State:
-    """How far this rank is: calls posted and finished, those posted and not finished, those not yet posted."""
+    """Progress of this rank: numbers of posted and finished calls, the unfinished calls, and those not yet posted."""
 
     posted: int = 0
     finished: int = 0
@@ -89,11 +89,16 @@ class SharedMemory(Collective):
     name = "shared_memory"
 
     def __init__(self, team: Team, timeout: timedelta, num_here: int = 0, *, one_sum: bool = False) -> None:
-        """`timeout`: how long a rank waits for the others in one collective; `num_here` as for `Peers`.
+        """Map the memory of the group.
 
-        `one_sum`: the sum of allocated tensors is left in the first rank's memory alone, where `sum_of` finds it.
+        Args:
+            team: the ranks, all on this host.
+            timeout: how long a rank waits for others in one collective.
+            num_here: as for `Peers`.
+            one_sum: whether only the first rank's memory, which `sum_of` returns, gets the sum of allocated tensors.
 
-        Raises: LaunchError, on every rank, where they are not on one host or cannot map each other's memory.
+        Raises:
+            LaunchError: on every rank, if the ranks are on several hosts or cannot map each other's memory.
         """
         super().__init__(team.group)
         self._one_sum = one_sum
@@ -111,10 +116,10 @@ class SharedMemory(Collective):
     # ------------------------------------------------------------------------------------------------- interface
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in this rank's slot of new memory; `all_reduce` of it, or of a part of it, copies nothing.
+        """Return zeros in this rank's slot of new memory. `all_reduce` of the tensor, or of a part, copies nothing.
 
-        Where one rank calls with a part of it, all do, with the same part; an `output` lies elsewhere, or is this
-        rank's part of its own slot. Collective: two all-gathers of a few numbers, maybe between calls under way.
+        If one rank calls with a part of it, all ranks must use the same part. An `output` must be elsewhere, or be this
+        rank's part of its own slot. Collective: two all-gathers of a few numbers, also between unfinished calls.
         """
         region = open_region(self._exchange, self.rank, self.world_size, numel * dtype.itemsize)
         tensor = region.own(self.rank, numel, dtype)
@@ -129,18 +134,18 @@ class SharedMemory(Collective):
         return region.own(0, tensor.numel(), tensor.dtype)
 
     def slots_like(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's memory of an allocation, of which `tensor` is this rank's."""
+        """Return every rank's memory of an allocation, given this rank's `tensor`."""
         _, region = self._regions[tensor.untyped_storage().data_ptr()]
         return [region.tensor(r, 0, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
 
     def release(self, tensor: Tensor) -> None:
-        """The memory goes when the tensor does. Not collective."""
+        """Release the memory, which is freed together with the tensor. Not collective."""
         self._regions.pop(tensor.untyped_storage().data_ptr(), None)
         self._known.clear()
         self._work.forget()
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        # The calls of every step: what was found out about one is kept.
+        # Every step repeats these calls, so their checks and headers are cached.
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
         known = self._known.get(key)
         if known is not None and tensor.is_contiguous():
@@ -164,7 +169,7 @@ class SharedMemory(Collective):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
+        """Set `output` to part `rank` of the sum of all `tensor`s, which have `world_size` parts of its length."""
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
         parts = tensor.view(self.world_size, output.numel()).unbind()
@@ -173,7 +178,7 @@ class SharedMemory(Collective):
     def scatter_parts(
         self, output: Tensor, parts: Sequence[Tensor], op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """A reduce-scatter of parts that need not lie side by side."""
+        """Reduce-scatter parts that need not be adjacent in memory."""
         out, own, numel = output.view(-1), [part.view(-1) for part in parts], output.numel()
         small = numel * self.world_size * output.itemsize <= ONE_SHOT_BYTES
         header = self._header("reduce_scatter", output, op, _MAILBOX if small else _STAGED, 0, times=len(own))
@@ -195,7 +200,7 @@ class SharedMemory(Collective):
         return self._call(_SharedCall(header, deliver, work, False), asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """From `allocate`d memory each rank reads the others'; else through the staging areas."""
+        """Gather: ranks read each other's allocated memory directly, and use staging areas for other tensors."""
         check("all_gather", [output, tensor])
         check_parts("all_gather", output, tensor, self.world_size)
         place = self._place(tensor)
@@ -208,7 +213,7 @@ class SharedMemory(Collective):
         return self._call(_SharedCall(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
 
     def gather_parts(self, parts: Sequence[Tensor], tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """An all-gather into tensors that need not lie side by side; this rank's may be the one that it gives."""
+        """Gather into tensors that need not be adjacent; this rank's part may be its own input."""
         if _is_small(tensor):
             return self._call(self._mailed("all_gather", tensor, parts), asynchronous)
         header = self._header("all_gather", tensor, "sum", _STAGED, 0)
@@ -218,7 +223,7 @@ class SharedMemory(Collective):
         )
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """From `allocate`d memory each rank reads the root's; else through the root's staging area."""
+        """Broadcast: ranks read allocated memory of the root directly, and use its staging area for other tensors."""
         check("broadcast", [tensor])
         place = self._place(tensor)
         if place is None and _is_small(tensor):
@@ -235,11 +240,11 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def barrier(self) -> None:
-        """Returns once every rank has come to it: one exchange of words."""
+        """Wait until every rank has called this, with one exchange of words."""
         self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:
-        """Waits until all that was called is done, before the ranks meet in another way. Collective: as the calls."""
+        """Wait for all calls, before the ranks communicate in another way. Collective: as the calls."""
         state = self._state
         while state.queue or state.backlog:
             self._complete((state.backlog or state.queue)[-1])
@@ -263,7 +268,7 @@ class SharedMemory(Collective):
         return handle
 
     def _post(self) -> None:
-        """Posts what the rings have room for: call n may take the place of n - NUM_HEADERS when all have done that."""
+        """Post calls while there is room: call n reuses the place of call n - NUM_HEADERS once all have ended it."""
         state = self._state
         while state.backlog:
             number = state.posted + 1
@@ -295,16 +300,16 @@ class SharedMemory(Collective):
             self._peers.wait(FINISHED, call.number, lambda: _describe(call.header))
 
     def _work_on_ready(self) -> None:
-        """This rank's part of all that the others have posted too, while it is still in the caches; no wait.
+        """Do this rank's part of all calls that the others have posted too, without a wait, while data are cached.
 
-        A staged call waits for the others at each of its pieces: it is left for a wait of its own.
+        Staged calls are excluded, since each of their pieces waits for the others.
         """
         state = self._state
         while state.queue and not state.queue[0].staged and self._peers.reached(POSTED, state.finished + 1):
             self._work_on_next()
 
     def _work_on_next(self) -> None:
-        """This rank's part of the oldest call that is not finished."""
+        """Do this rank's part of the oldest unfinished call."""
         state, peers = self._state, self._peers
         call = state.queue[0]
         number = call.number
@@ -323,7 +328,7 @@ class SharedMemory(Collective):
     def _mailed(
         self, kind: str, tensor: Tensor, outputs: Sequence[Tensor], op: Operation = "sum", root: int = 0
     ) -> _SharedCall:
-        """A call whose data fit in mailboxes; `outputs`: one for each rank in an all-gather, else one."""
+        """Return a call whose data fit in mailboxes; `outputs`: one for each rank in an all-gather, else one."""
         numel, dtype = tensor.numel(), tensor.dtype
 
         def deliver(number: int) -> None:
@@ -343,23 +348,23 @@ class SharedMemory(Collective):
 
     @staticmethod
     def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:
-        """Of `times` tensors like that one. `more`: the byte where the data are, and the root of a broadcast."""
+        """Encode a call on `times` tensors like `tensor`. `more`: the data's byte offset, and a broadcast's root."""
         return _HEADER.pack(*call_numbers(kind, tensor, op, times), where, *more, *[0] * (3 - len(more)))
 
     def _place(self, tensor: Tensor) -> tuple[int, SharedRegion, int] | None:
-        """Number, region and byte of an allocated tensor."""
+        """Return the number, region and byte offset of an allocated tensor; None for other tensors."""
         found = self._regions.get(tensor.untyped_storage().data_ptr())
         offset = found[1].offset_in(self.rank, tensor) if found else None
         return (*found, offset) if found is not None and offset is not None else None
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether it fits in a mailbox."""
+    """Check whether the tensor fits in a mailbox."""
     return tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES
 
 
 def _nothing(number: int) -> None:
-    """No data to put out, no work to do."""
+    """Do nothing, as the `deliver` or `work` of a call."""
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
@@ -372,14 +377,14 @@ def _gather(values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def _describe(header: bytes) -> str:
-    """A call in words."""
+    """Return a description of a call."""
     *call, where, offset, root, _ = _HEADER.unpack(header)
     place = {_MAILBOX: "", _STAGED: ""}.get(where, f" at byte {offset} of allocation {where - _STAGED}")
     return call_in_words(call) + place + (f" from rank {root}" if call[0] == KINDS.index("broadcast") else "")
 
 
 def apart(places: list[list[int]]) -> list[int]:
-    """The ranks of a group that cannot share memory with its first, by what each says of its place."""
+    """Return the ranks of a group that cannot share memory with its first rank, given each rank's place."""
     return [r for r, place in enumerate(places) if place != places[0] or not place[0]]
 
 

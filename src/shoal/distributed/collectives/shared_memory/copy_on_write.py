@@ -1,8 +1,9 @@
-"""Memory of all ranks of a host under two mappings of this process: one shared, and one private, copied on write.
+"""Memory of all ranks of a host under two mappings of this process: one shared, and one private (copy-on-write).
 
-Linux: a page of a private mapping that was not written to is the page of the file itself, so that what others write
-through their shared mappings is seen in it; the first write gives this process a copy of that page, which nobody else
-sees. mmap(2) leaves the former open, so that `why_not_copied` tries it. /proc/self/pagemap tells which are copies.
+On Linux, an unwritten page of a private mapping is the page of the file itself, so it shows what others write through
+their shared mappings. The first write gives this process its own copy of the page. mmap(2) does not
+guarantee that unwritten pages show the writes of others, so `why_not_copied` tests this. /proc/self/pagemap shows which
+pages are copies.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of an entry of the page map, its three highest bits: in memory, swapped out, a page of a file or shared.
+# The three highest bits of a page map entry: in memory, swapped out, a page of a file or shared.
 _FLAGS, _OF_FILE = 61, 1
 
 
 class CopyOnWrite:
-    """Two mappings of a file: what is written through the private one stays in this process until it is dropped."""
+    """Two mappings of a file. Only this process sees writes through the private one, until it drops them."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Raises: OSError. The descriptor may be closed afterwards."""
+        """Map the file; the descriptor may be closed afterwards. Raises: OSError."""
         self._shared = mmap.mmap(descriptor, num_bytes)
         self._private = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         first = torch.frombuffer(self._private, dtype=torch.uint8, count=1)
         self._page, self._num_pages = first.data_ptr() // mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE)
 
     def shared(self, offset: int, num_bytes: int) -> Tensor:
-        """Bytes that all ranks map, uint8 [num_bytes], a storage of their own size."""
+        """Return bytes that all ranks map, uint8 [num_bytes], with a storage of exactly that size."""
         return _bytes_of(self._shared, offset, num_bytes)
 
     def private(self, offset: int, num_bytes: int) -> Tensor:
-        """The same bytes, of which this process has copies where it has written to them since the last `drop`."""
+        """Return the same bytes, with this process's copies of the pages that it wrote since the last `drop`."""
         return _bytes_of(self._private, offset, num_bytes)
 
     def is_written(self) -> bool:
-        """Whether anything in this process has written to the private mapping since the last `drop`.
+        """Check whether this process has written to the private mapping since the last `drop`.
 
-        20 ns a page: 0.1 ms for 23 MB.
+        The check takes 20 ns a page: 0.1 ms for 23 MB.
         """
         pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -52,7 +53,7 @@ class CopyOnWrite:
         return bool(((flags != 0) & (flags & np.uint64(_OF_FILE) == 0)).any())
 
     def drop(self) -> None:
-        """Gives back the copies: the private mapping shows again what all ranks have."""
+        """Free the copies, so that the private mapping again shows the shared bytes."""
         self._private.madvise(mmap.MADV_DONTNEED)
 
 
@@ -63,7 +64,7 @@ def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
 
 
 def why_not_copied() -> str | None:
-    """The reason why this machine's private mappings do not serve, from a trial; None where they do."""
+    """Return why this machine's private mappings do not work, from a trial; None if they work."""
     try:
         descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
 """Barrier counters of the ranks of one host, and detection of a peer that died, stalled or made another call.
 
-Each rank has a page that it alone writes: counters, the headers of its last calls, and a verdict. A rank that finds a
-peer dead, stalled or in another call writes a verdict, so that all others name the same culprit instead of each other.
+Each rank has a page that only it writes: counters, the headers of its last calls, and a verdict. A rank that detects a
+dead, stalled or different peer writes a verdict. All others then report the same culprit instead of each other.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import NoReturn
 from shoal.distributed.collectives.shared_memory.region import SharedRegion, Words, is_behind
 from shoal.errors import CollectiveError, PeerError, ShoalError
 
-# A rank's page, in bytes: counters in cache lines of their own, the verdict, headers.
+# A rank's page, in bytes: counters in separate cache lines, the verdict, headers.
 PAGE_BYTES = 8192
 POSTED, FINISHED, PHASE, VERDICT = 0, 64, 128, 192
 _TEXT, _TEXT_BYTES = 256, 1792
 _HEADERS, HEADER_BYTES = 2048, 64
 NUM_HEADERS = 64
-# How often a waiting rank looks whether the others are alive.
+# How often a waiting rank checks whether the others are alive.
 _SLICE_SECONDS = 0.05
-# While every rank has a core of its own a wait begins with a look around, about as long as sleeping and waking take in
-# a virtual machine whose idle cores halt (100 to 400 us; an all-reduce of 256 KB takes 28 to 68).
+# If every rank has its own core, a wait first spins for about as long as sleeping and waking take in a virtual machine
+# whose idle cores halt (100 to 400 us; an all-reduce of 256 KB takes 28 to 68 us).
 SPIN_SECONDS = 400e-6
-_EXITING = 0x4  # the kernel's flag of a process that is ending
+_EXITING = 0x4  # the kernel's flag of an exiting process
 
 
 class Peers:
     """View of the other ranks through `region`, whose slots begin with their pages."""
 
     def __init__(self, region: SharedRegion, rank: int, pids: list[int], timeout: timedelta, num_here: int = 0) -> None:
-        """`num_here`: how many ranks of the run are on this host, where there may be more than these."""
+        """Open the other processes. `num_here`: how many ranks of the run are on this host, at least these."""
         self._region, self.rank, self._pids = region, rank, pids
         self._timeout = timeout.total_seconds()
         self.others = [r for r in range(len(pids)) if r != rank]
@@ -46,15 +46,15 @@ class Peers:
         self._spins = len(os.sched_getaffinity(0)) >= max(num_here, len(pids))
         self._processes: dict[int, int] = {}
         for other in self.others:
-            with contextlib.suppress(OSError):  # forbidden in some containers; /proc tells as well
+            with contextlib.suppress(OSError):  # forbidden in some containers; /proc is the fallback
                 self._processes[other] = os.pidfd_open(pids[other])
 
     def publish(self, counter: int, value: int) -> None:
-        """Sets one of this rank's counters, after everything that it wrote before."""
+        """Set one of this rank's counters, after all its earlier writes."""
         self._words.publish((self._bases[self.rank] + counter) >> 2, value)
 
     def reached(self, counter: int, value: int) -> bool:
-        """Whether every other rank's counter is there already."""
+        """Check whether every other rank's counter has reached `value`."""
         values = self._words.values
         for other in self.others:
             if is_behind(values[(self._bases[other] + counter) >> 2], value):
@@ -63,9 +63,9 @@ class Peers:
         return True
 
     def wait(self, counter: int, value: int, what: Callable[[], str]) -> None:
-        """Returns once every other rank's counter is there; `what` names what this rank waits in.
+        """Wait until every other rank's counter has reached `value`; `what` describes the waiting call.
 
-        Raises: PeerError where one dies or does not come in time, the error of another rank's verdict.
+        Raises: PeerError if a rank dies or is late; the error of another rank's verdict.
         """
         values = self._words.values
         for other in self.others:
@@ -91,7 +91,7 @@ class Peers:
                 self._late(other, what())
             self._words.wait(index, seen, min(_SLICE_SECONDS, self._timeout))
             now = time.monotonic()
-            # Time in which this process itself was stopped is nobody's lateness.
+            # Time in which this process itself was stopped does not count.
             waited, before = waited + min(now - before, 2 * _SLICE_SECONDS), now
             if is_behind(values[index], value):
                 self._check_alive(what)
@@ -99,12 +99,12 @@ class Peers:
     # --------------------------------------------------------------------------------------------------- headers
 
     def write_header(self, number: int, header: bytes) -> None:
-        """Publishes the header of this rank's call `number`."""
+        """Publish the header of this rank's call `number`."""
         start = self._bases[self.rank] + _HEADERS + number % NUM_HEADERS * HEADER_BYTES
         self._region.memory[start : start + HEADER_BYTES] = header
 
     def check_headers(self, number: int, header: bytes, describe: Callable[[bytes], str]) -> None:
-        """Raises: CollectiveError, on every rank, where the ranks do not make the same call."""
+        """Raise CollectiveError, on every rank, if the ranks do not make the same call."""
         place = _HEADERS + number % NUM_HEADERS * HEADER_BYTES
         memory = self._region.memory
         for other in self.others:
@@ -115,7 +115,7 @@ class Peers:
             return
         starts = [base + place for base in self._bases]
         told = [bytes(memory[start : start + HEADER_BYTES]) for start in starts]
-        most = max(told, key=told.count)  # the first of those that are called as often
+        most = max(told, key=told.count)  # the first of the most frequent calls
         odd = [r for r, own in enumerate(told) if own != most]
         usual = [r for r, own in enumerate(told) if own == most]
         self._fail(
@@ -131,7 +131,7 @@ class Peers:
     def _check_alive(self, what: Callable[[], str]) -> None:
         for other in self.others:
             if not self._is_alive(other):
-                self._raise_verdict()  # who ended after a verdict of its own was not the cause
+                self._raise_verdict()  # a rank that ended after it wrote a verdict was not the cause
                 self._fail(
                     PeerError(
                         given=f"rank {other} (process {self._pids[other]})",
@@ -150,7 +150,7 @@ class Peers:
 
     def _late(self, other: int, what: str) -> NoReturn:
         states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits for a disk or device"}
-        state = next(iter(_fields(self._pids[other])), "")  # no field where it is gone
+        state = next(iter(_fields(self._pids[other])), "")  # empty if the process is gone
         doing = states.get(state, "it is alive and elsewhere")
         self._fail(
             PeerError(
@@ -161,7 +161,7 @@ class Peers:
         )
 
     def _fail(self, error: ShoalError) -> NoReturn:
-        """Writes the verdict, wakes everyone, raises."""
+        """Write the verdict, wake all ranks, and raise the error."""
         beats = {name: getattr(error, name)[:500] for name in ("given", "conflict", "remedy")}
         text = json.dumps({"kind": type(error).__name__, **beats}).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         start = self._bases[self.rank] + _TEXT
@@ -184,19 +184,19 @@ class Peers:
                 self._fail(kind(**told))
 
     def close(self) -> None:
-        """Closes the descriptors of the other processes."""
+        """Close the descriptors of the other processes."""
         while self._processes:
             os.close(self._processes.popitem()[1])
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or on its way out with its sockets closed already."""
+    """Check whether a process of this host is gone, or exiting with its sockets already closed."""
     fields = _fields(pid)
     return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
 
 
 def _fields(pid: int) -> list[str]:
-    """What /proc tells of a process, from the letter of its state on."""
+    """Return the fields of /proc/PID/stat, from the state on; empty if the process is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

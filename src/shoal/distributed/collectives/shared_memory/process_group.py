@@ -1,8 +1,8 @@
 """torch.distributed process group of one host, with collectives through shared memory.
 
-For callers of torch's collectives with tensors of their own: fully_shard and the layers of a tensor axis. Tensors are
-copied in and out. Gloo is behind it and serves the rest: other dtypes and reductions, tensors that are not contiguous,
-all_to_all, messages between two ranks.
+It serves callers of torch's collectives with tensors of their own: fully_shard and the layers of a tensor axis. Tensors
+are copied in and out. Gloo is the fallback for other dtypes and reductions, non-contiguous tensors, all_to_all, and
+messages between two ranks.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ NAME = "shoal"
 
 
 class SharedGroup(dist.ProcessGroup):
-    """Process group under torch's method names; all calls go over Gloo until `open`.
+    """Process group with torch's method names; all calls go over Gloo until `open`.
 
-    An asynchronous call goes on when this rank waits for it, for another one in this group, or for Gloo.
+    An asynchronous call progresses when this rank waits for it, for another call in this group, or for Gloo.
 
-    Collectives through shared memory never come to torch's dispatcher, where traffic is counted: `listeners` are told.
-    Raises: as `SharedMemory` does, at the call or at the wait for it.
+    Collectives through shared memory do not pass torch's dispatcher, which counts traffic, so they call `listeners`.
+    Raises: as `SharedMemory` does, in the call or in its wait.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]  # the one that can be overridden
+        super().__init__(rank, world_size)  # the constructor that supports overrides
         gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
-        # A group of its own: torch's `super()` methods of a group in Python keep the interpreter's lock, which Gloo's
-        # threads wait for while this one waits for them. Both have one backend, and so one name.
+        # A separate group: torch's `super()` methods of a Python group keep the interpreter's lock, for which Gloo's
+        # threads wait while this thread waits for them. Both groups share one backend, and so one name.
         self._behind = dist.ProcessGroup(store, rank, world_size)
         for group in (self, self._behind):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
@@ -48,34 +48,34 @@ class SharedGroup(dist.ProcessGroup):
         self.listeners: list[Listener] = []
 
     def open(self, timeout: timedelta, num_here: int) -> None:
-        """Maps memory; `num_here` ranks of the run are on this host. Collective: a few all-gathers.
+        """Map memory; `num_here` ranks of the run are on this host. Collective: a few all-gathers.
 
-        Raises: LaunchError, on every rank, where it cannot be mapped.
+        Raises: LaunchError, on every rank, if the memory cannot be mapped.
         """
         self._shared = SharedMemory(Team(self), timeout, num_here)
 
     def shutdown(self) -> None:
-        """Gives it back."""
-        shared, self._shared = self._shared, None  # which knows this group: no cycle is left of both
+        """Unmap the memory and shut down the group."""
+        shared, self._shared = self._shared, None  # it refers to this group: this breaks the cycle
         if shared is not None:
             shared.close()
         self.listeners.clear()
         super().shutdown()
 
-    # What shared memory does not take goes on to Gloo. The names of the parameters are torch's.
+    # Calls that shared memory does not support go to Gloo. The parameters have torch's names.
 
     def _gloo(self) -> dist.ProcessGroup:
-        """The group behind, once no call in shared memory is on its way that another rank may be waiting for."""
+        """Return the Gloo group, after all calls in shared memory for which other ranks may wait."""
         if self._shared is not None:
             self._shared.settle()
         return self._behind
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        """In place, one after the other."""
+        """Reduce in place, one tensor after the other."""
         return self._reduced(tensors, opts) or self._gloo().allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        """The same; counted as one message, as torch counts it."""
+        """Reduce in place, counted as one message, as in torch."""
         return self._reduced(tensors, opts) or self._gloo().allreduce_coalesced(tensors, opts)
 
     def _reduced(self, tensors: list[Tensor], opts: Any) -> dist.Work | None:
@@ -86,14 +86,14 @@ class SharedGroup(dist.ProcessGroup):
         return _GroupWork([self._shared.all_reduce(t, op, asynchronous=opts.asyncOp) for t in _bare(tensors)])
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        """From one rank of the group."""
+        """Broadcast from one rank of the group."""
         if self._shared is None or not _fit(tensors):
             return self._gloo().broadcast(tensors, opts)
         self._tell("broadcast", tensors)
         return _GroupWork([self._shared.broadcast(t, opts.rootRank, asynchronous=opts.asyncOp) for t in _bare(tensors)])
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        """Into a tensor for each rank."""
+        """Gather into one tensor for each rank."""
         parts = output_tensors[0]
         if self._shared is None or not _fit([*input_tensors, *parts]) or not _alike([*input_tensors, *parts]):
             return self._gloo().allgather(output_tensors, input_tensors, opts)
@@ -102,13 +102,13 @@ class SharedGroup(dist.ProcessGroup):
         return _GroupWork([self._shared.gather_parts(_bare(parts), own, asynchronous=opts.asyncOp)])
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # type: ignore[override]
-        """Into one tensor."""
+        """Gather into one tensor."""
         return self._gathered([output], [input], opts) or self._gloo().all_gather_single(output, input, opts)
 
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
-        """Several of these, counted as one message."""
+        """Gather several tensors, counted as one message."""
         return self._gathered(outputs, inputs, opts) or self._gloo().all_gather_single_coalesced(outputs, inputs, opts)
 
     def _gathered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work | None:
@@ -121,7 +121,7 @@ class SharedGroup(dist.ProcessGroup):
     def reduce_scatter(  # type: ignore[override]
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
     ) -> Any:
-        """From a tensor for each rank."""
+        """Reduce-scatter from one tensor for each rank."""
         op, parts = _operation(opts), input_tensors[0]
         all_of_them = [*output_tensors, *parts]
         if self._shared is None or op is None or not _fit(all_of_them) or not _alike(all_of_them):
@@ -131,13 +131,13 @@ class SharedGroup(dist.ProcessGroup):
         return _GroupWork([self._shared.scatter_parts(own, _bare(parts), op, asynchronous=opts.asyncOp)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """From one tensor."""
+        """Reduce-scatter from one tensor."""
         return self._scattered([output], [input], opts) or self._gloo().reduce_scatter_single(output, input, opts)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
-        """Several of these, counted as one message."""
+        """Reduce-scatter several tensors, counted as one message."""
         taken = self._scattered(outputs, inputs, opts)
         return taken or self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
@@ -152,7 +152,7 @@ class SharedGroup(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any) -> Any:  # type: ignore[override]
-        """An exchange of words."""
+        """Wait for all ranks, with one exchange of words."""
         if self._shared is None:
             return self._gloo().barrier(opts)
         self._tell("barrier", ())
@@ -160,15 +160,15 @@ class SharedGroup(dist.ProcessGroup):
         return _GroupWork(())
 
     def all_to_all_single(self, *args: Any) -> Any:
-        """Gloo's."""
+        """Call Gloo."""
         return self._gloo().all_to_all_single(*args)
 
     def send(self, *args: Any) -> Any:
-        """Gloo's."""
+        """Call Gloo."""
         return self._gloo().send(*args)
 
     def recv(self, *args: Any) -> Any:
-        """Gloo's."""
+        """Call Gloo."""
         return self._gloo().recv(*args)
 
     def _tell(self, kind: str, first: Iterable[Tensor], second: Iterable[Tensor] = ()) -> None:
@@ -177,14 +177,14 @@ class SharedGroup(dist.ProcessGroup):
 
 
 class _GroupWork(dist.Work):
-    """torch's handle of collectives on their way; those that are through already are waited for at no cost."""
+    """torch's handle of running collectives; a wait for completed ones costs nothing."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         super().__init__()
         self._handles = handles
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all of them; the limit is the group's."""
+        """Wait for all collectives, with the group's own time limit."""
         handles, self._handles = self._handles, ()
         for handle in handles:
             handle.wait()
@@ -192,17 +192,17 @@ class _GroupWork(dist.Work):
 
 
 def _operation(opts: Any) -> Operation | None:
-    """The reduction by shoal's name. torch's are equal to one another and have different hashes."""
+    """Return shoal's name of the reduction. torch's equal reductions have different hashes."""
     return next((name for name in OPERATIONS if opts.reduceOp == getattr(dist.ReduceOp, name.upper())), None)
 
 
 def _fit(tensors: Iterable[Tensor]) -> bool:
-    """Whether shared memory takes them; the same on every rank, unless a rank gives other tensors than the rest."""
+    """Check whether shared memory supports the tensors. The ranks agree if they pass the same kinds of tensors."""
     return all(t.dtype in DTYPES and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 
 def _bare(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Without what autograd would note of copies."""
+    """Detach the tensors, so that autograd does not record copies."""
     return [tensor.detach() for tensor in tensors]
 
 
@@ -212,10 +212,10 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """A new group of the part that has this rank: through shared memory where all of the part are on one host.
+    """Open a new group of this rank's part: through shared memory if the part is on one host, else over Gloo.
 
-    Elsewhere it is a group over Gloo. Collective: all ranks of the run, with the same `parts`.
-    Raises: LaunchError, on every rank of a part, where they are on one host and cannot map each other's memory.
+    Raises: LaunchError, on every rank of a part on one host, if the ranks cannot map each other's memory.
+    Collective: all ranks of the run, with the same `parts`.
     """
     dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
     found = new_group(parts, timeout, NAME)

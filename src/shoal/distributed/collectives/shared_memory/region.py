@@ -1,16 +1,16 @@
-"""Anonymous shared memory of one host's ranks, a slot for each, and futexes (Linux).
+"""Anonymous shared memory of one host's ranks, with a slot for each rank, and futexes (Linux).
 
-It has no name, so that no file can be left over: the first rank makes it with memfd_create, mode 0600, and the others
-open it through /proc/PID/fd; the kernel frees it with the last process that maps it, however those end (until then each
-keeps a descriptor). It is bounded by the memory of the host or container, and not by the size of /dev/shm. Its size is
-sealed: no rank can make another's access fail.
+The memory has no name, so no file can be left behind. The first rank creates it with memfd_create, mode 0600, and the
+others open it through /proc/PID/fd. The kernel frees it with the last process that maps it, however those end; until
+all have mapped it, each keeps a descriptor. The memory of the host or container limits it, not the size of /dev/shm.
+Its size is sealed: no rank can make another's access fail.
 
-Futexes are 32-bit words in that memory, and waits for them that use no core. What is relied on: a word has one writer
-and is aligned, so that a load or a store of it is one access of the machine. x86 keeps stores in order and loads in
-order (TSO), so that who sees a word also sees what was written before it. Other machines need a fence on either side:
-FUTEX_WAKE passes a full barrier of the kernel before it looks for waiters (`futex_hb_waiters_pending`), and a wake of a
-word that nobody waits on is used as one. FUTEX_WAIT compares the word under the kernel's lock of its waiters, and every
-store is followed by a FUTEX_WAKE: no wake-up is lost.
+Futexes are 32-bit words in that memory, for which ranks wait without using a core. A word has one writer and is
+aligned, so a load or a store of it is one access of the machine. x86 keeps stores in order and loads in order (TSO), so
+a reader of a word also sees earlier writes. Other machines need a fence on both sides: FUTEX_WAKE passes a full barrier
+of the kernel before it looks for waiters (`futex_hb_waiters_pending`), so a wake of a word without waiters serves as a
+fence. FUTEX_WAIT compares the word under the kernel's lock of its waiters, and a FUTEX_WAKE follows every store. No
+wake-up is lost.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class _Timespec(ctypes.Structure):
 
 
 def has_futexes() -> bool:
-    """Whether this machine has futexes and memory that can be shared without a name."""
+    """Check whether this machine has futexes and anonymous shared memory."""
     return sys.platform == "linux" and platform.machine() in _NUMBERS and hasattr(os, "memfd_create")
 
 
 def is_behind(value: int, target: int) -> bool:
-    """Whether a counter of 32 bits that wraps has not reached `target`; they are less than 2**31 apart."""
+    """Check whether a wrapping 32-bit counter has not reached `target`; the two are less than 2**31 apart."""
     return 0 < ((target - value) & WORD_MASK) < 1 << 31
 
 
 class Words:
-    """The 32-bit words of a mapping. Indices are words, not bytes."""
+    """The 32-bit words of a mapping. Indices count words, not bytes."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.values = memoryview(memory).cast("I")
@@ -72,18 +72,18 @@ class Words:
         self._own = ctypes.c_uint()
 
     def fence(self) -> None:
-        """Memory fence: orders accesses before the call and after; nothing where the machine keeps order."""
+        """Order memory accesses before and after the call. Nothing to do on machines that keep the order."""
         if self._fences:
             self._syscall(self._number, ctypes.addressof(self._own), _WAKE | _PRIVATE, 1, None, None, 0)
 
     def publish(self, index: int, value: int) -> None:
-        """Writes a word after everything that this thread wrote, and wakes who waits for it."""
+        """Write a word after all earlier writes of this thread, and wake its waiters."""
         self.fence()
         self.values[index] = value & WORD_MASK
         self._syscall(self._number, self._address + 4 * index, _WAKE, _ALL, None, None, 0)
 
     def wait(self, index: int, seen: int, seconds: float) -> None:
-        """Sleeps until the word is not `seen` any more, is woken for no reason, or so many seconds have passed."""
+        """Sleep until the word is not `seen`, until a spurious wake-up, or for at most `seconds`."""
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         place = self._address + 4 * index
         failed = self._syscall(self._number, place, _WAIT, seen, ctypes.addressof(limit), None, 0)
@@ -93,13 +93,13 @@ class Words:
                 raise OSError(number, os.strerror(number))
 
 
-# Takes a rank's numbers, gives every rank's in order.
+# Takes a rank's numbers and returns every rank's numbers in rank order.
 Exchange = Callable[[list[int]], list[list[int]]]
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
 class SharedRegion:
-    """Mapping of `world_size` slots of `slot_bytes` each, rounded up to pages; zeros at first."""
+    """Mapping of `world_size` slots of `slot_bytes` each, rounded up to pages; initially zeros."""
 
     def __init__(self, memory: mmap.mmap, world_size: int, slot_bytes: int) -> None:
         self.memory, self.world_size, self.slot_bytes = memory, world_size, slot_bytes
@@ -108,46 +108,46 @@ class SharedRegion:
         self.base = everything.data_ptr()
 
     def tensor(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements from byte `offset` of a rank's slot."""
+        """Return `numel` elements from byte `offset` of a rank's slot."""
         bytes_of_it: Tensor = self.slots[rank][offset : offset + numel * dtype.itemsize]
         return bytes_of_it.view(dtype)
 
     def own(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """As `tensor` from the slot's beginning, with a storage of that size: what a rank counts as its memory."""
+        """Return `tensor` from the slot's start, with a storage of exactly its size, so that it counts correctly."""
         if not numel:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=rank * self.slot_bytes)
 
     def offset_in(self, rank: int, tensor: Tensor) -> int | None:
-        """The byte of the rank's slot at which a tensor begins; None where it is elsewhere."""
+        """Return the byte of the rank's slot at which a tensor begins; None if the tensor is elsewhere."""
         start = tensor.data_ptr() - self.base - rank * self.slot_bytes
         inside = start >= 0 and start + tensor.numel() * tensor.itemsize <= self.slot_bytes
         return start if inside else None
 
 
 def open_region(exchange: Exchange, rank: int, world_size: int, num_bytes: int) -> SharedRegion:
-    """Memory with `num_bytes` or more for each rank. Collective and raises: as `_opened`."""
+    """Map memory with at least `num_bytes` for each rank. Collective and raises: as `_opened`."""
     slot_bytes = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = _opened(exchange, (rank, world_size), slot_bytes, mmap.mmap)
     if slot_bytes >= 1 << 21:
         with contextlib.suppress(OSError):  # the system may forbid it for shared memory
             memory.madvise(mmap.MADV_HUGEPAGE)
     region = SharedRegion(memory, world_size, slot_bytes)
-    region.slots[rank].zero_()  # a page lies near the core that touches it first
+    region.slots[rank].zero_()  # a page is allocated near the core that first touches it
     return region
 
 
 def open_copied(exchange: Exchange, rank: int, world_size: int, num_bytes: int) -> CopyOnWrite:
-    """Memory of `num_bytes` or more for all ranks together. Collective and raises: as `_opened`."""
+    """Map memory of at least `num_bytes` for all ranks together. Collective and raises: as `_opened`."""
     slot_bytes = -(-max(num_bytes, 1) // (world_size * mmap.PAGESIZE)) * mmap.PAGESIZE
     return _opened(exchange, (rank, world_size), slot_bytes, CopyOnWrite)
 
 
 def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping: Callable[[int, int], T]) -> T:
-    """Mapping of a new file, which has so many bytes for each rank; `place`: this one and how many there are.
+    """Map a new file with `slot_bytes` for each rank; `place`: this rank and the number of ranks.
 
-    Collective: two exchanges. Raises: on every rank, CollectiveError where they ask for different sizes, LaunchError
-    where any cannot map it.
+    Raises, on every rank: CollectiveError if the ranks request different sizes, LaunchError if one cannot map the file.
+    Collective: two exchanges.
     """
     (rank, world_size), descriptor, problem = place, -1, 0
     if rank == 0:
@@ -186,7 +186,7 @@ def _create(num_bytes: int) -> int:
 
 
 def _open_of(pid: int, number: int, inode: int) -> int:
-    """The file that another process has open. Raises: OSError where it is not the one that was meant."""
+    """Open a file of another process by its descriptor. Raises: OSError if it is not the file with that inode."""
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(descriptor).st_ino != inode:
         os.close(descriptor)
@@ -195,7 +195,7 @@ def _open_of(pid: int, number: int, inode: int) -> int:
 
 
 def place_of_process() -> list[int]:
-    """Numbers that are equal for two processes exactly where they can open each other's files: kernel, namespace."""
+    """Return numbers for kernel and namespace, equal for two processes exactly if they can open each other's files."""
     try:
         boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15], 16)
         return [int(has_futexes()), boot, os.stat("/proc/self/ns/pid").st_ino]
@@ -204,7 +204,7 @@ def place_of_process() -> list[int]:
 
 
 def exchanged(row: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """The row of each rank, as long on all. Collective: all ranks of the group (the run where None), an all-gather."""
+    """Return every rank's row, of equal length. Collective: all ranks of the group (None: the run), an all-gather."""
     own = torch.tensor(row, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
@@ -212,7 +212,7 @@ def exchanged(row: list[int], group: dist.ProcessGroup | None = None) -> list[li
 
 
 def places() -> list[list[int]]:
-    """`place_of_process` of every rank. Collective: all ranks of the run, an all-gather of three numbers."""
+    """Return `place_of_process` of every rank. Collective: all ranks of the run, an all-gather of three numbers."""
     return exchanged(place_of_process())
 
 

@@ -1,7 +1,7 @@
 """Data movement of shared-memory collectives: mailboxes for small tensors, slots, and staging areas for all others.
 
-Staged calls go piece by piece through two areas a rank in turn. A rank says when it is through a phase of a piece; one
-wait for that phase lies between any write to an area and the last read of what was there before.
+Staged calls go piece by piece through each rank's two areas in turn. A rank reports the end of each phase of a piece.
+Between the last read of an area and the next write to it there is one wait for that phase.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.distributed.collectives.shared_memory.region import SharedRegion
 
 ONE_SHOT_BYTES = 64 << 10
 STAGE_BYTES = 1 << 20
-# What is reduced at once: two ranks' pieces fit in a core's second cache, and an operator's start is little of it.
+# Reduced at once: two ranks' pieces fit in a core's L2 cache, and an operator's launch is a small share of the time.
 CHUNK_BYTES = 256 << 10
-# A rank's part begins at a cache line, so that no two ranks write to one.
+# A rank's part begins at a cache line, so that no two ranks write to the same line.
 LINE_BYTES = 64
-# No power of two, by which all mailboxes would meet in a few lines of a cache.
+# Not a power of two, with which all mailboxes would share a few cache sets.
 _BOX_BYTES = ONE_SHOT_BYTES + 33 * LINE_BYTES
 _STAGES = PAGE_BYTES + NUM_HEADERS * _BOX_BYTES
 _RESULTS = _STAGES + 2 * STAGE_BYTES
@@ -32,14 +32,14 @@ MAX_CACHED = 4096
 
 
 def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
-    """Bounds of the ranks' parts of so many elements, and the end of the last: at cache lines, as even as they go."""
+    """Return the bounds of the ranks' parts of `numel` elements: at cache lines, and as even as possible."""
     line = max(1, LINE_BYTES // itemsize)
     per = math.ceil(math.ceil(numel / world_size) / line) * line
     return [min(numel, part * per) for part in range(world_size + 1)]
 
 
 class Workplace:
-    """Memory and counters of a rank: the control region, the others' counters, and views of memory used before."""
+    """Memory and counters of a rank: the control region, the others' counters, and cached views."""
 
     def __init__(self, control: SharedRegion, peers: Peers, rank: int, world_size: int) -> None:
         self._control, self._peers, self._rank, self._world_size = control, peers, rank, world_size
@@ -49,19 +49,19 @@ class Workplace:
         self._chunks: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
     def forget(self) -> None:
-        """Drops all views, so that released memory is freed."""
+        """Drop all views, so that released memory is freed."""
         self._views.clear()
         self._chunks.clear()
 
     # ------------------------------------------------------------------------------------------------- mailboxes
 
     def mailboxes(self, number: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's mailbox of a call."""
+        """Return every rank's mailbox of a call."""
         slot = number % NUM_HEADERS
         return self._at(PAGE_BYTES + slot * _BOX_BYTES, numel, dtype)
 
     def reduce(self, values: list[Tensor], out: Tensor, op: Operation) -> None:
-        """out = the values in the order of the ranks; `out` is none of them, or the first."""
+        """Reduce the values in rank order into `out`, which is none of them or the first."""
         step = CHUNK_BYTES // out.itemsize
         if out.numel() <= step:
             reduce_in_order(op, values, out, self._wide)
@@ -75,7 +75,7 @@ class Workplace:
     def reduce_slots(
         self, region: SharedRegion, offset: int, like: Tensor, op: Operation, *, everywhere: bool = True
     ) -> None:
-        """This rank's part of all slots, combined and written to all of them, or to the first alone."""
+        """Combine this rank's part of all slots and write it to all slots, or to the first only."""
         key = (region.base, offset, like.numel(), like.dtype)
         chunks = self._chunks.get(key)
         if chunks is None:
@@ -99,12 +99,12 @@ class Workplace:
     # ------------------------------------------------------------------------------------------------- staged
 
     def _areas(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's area for the next piece: never the one of the piece before, of whatever call that was."""
+        """Return every rank's area for the next piece, never the area of the previous piece, even of another call."""
         self._turn ^= 1
         return self._at(_STAGES + self._turn * STAGE_BYTES, numel, dtype)
 
     def _results(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's area for what it makes of that piece."""
+        """Return every rank's area for its result of that piece."""
         return self._at(_RESULTS + self._turn * STAGE_BYTES, numel, dtype)
 
     def _at(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -118,16 +118,16 @@ class Workplace:
         return found
 
     def _through(self, what: str) -> Callable[[], None]:
-        """Says that this rank is through a phase; the result waits until all are."""
+        """Publish that this rank has ended a phase. Return a function that waits until all ranks have."""
         self._phase += 1
         phase = self._phase
         self._peers.publish(PHASE, phase)
         return lambda: self._peers.wait(PHASE, phase, lambda: f"a piece of {what}")
 
     def reduce_staged(self, tensor: Tensor, op: Operation) -> None:
-        """An all-reduce in place: others' parts are put out, the own part is combined and put out, all are read.
+        """Reduce in place: write the others' parts, combine the own part and write it, read all parts.
 
-        The next piece is put out before the wait for this one's sums.
+        The next piece is written before the wait for the current sums.
         """
         pieces = list(tensor.view(-1).split(STAGE_BYTES // tensor.itemsize))
         following = self._put_parts(pieces[0])
@@ -162,7 +162,7 @@ class Workplace:
         return areas, self._results(piece.numel(), piece.dtype)
 
     def scatter_staged(self, output: Tensor, parts: Sequence[Tensor], op: Operation) -> None:
-        """A reduce-scatter: of each of the others' parts so much goes out at once that all parts fit in an area."""
+        """Reduce-scatter, in steps so small that all ranks' parts of one step fit in an area."""
         step = max(1, STAGE_BYTES // output.itemsize // self._world_size)
         for start in range(0, output.numel(), step):
             out = output[start : start + step]
@@ -177,7 +177,7 @@ class Workplace:
             self.reduce(values, out, op)
 
     def gather_staged(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """An all-gather; nothing is copied where this rank's output is what it gives."""
+        """Gather: this rank's output is not copied if it is the input itself."""
         own = outputs[self._rank]
         is_there = own.data_ptr() == tensor.data_ptr()
         for start, piece in _pieces(tensor):
@@ -191,7 +191,7 @@ class Workplace:
                 own[start : start + piece.numel()].copy_(piece)
 
     def broadcast_staged(self, tensor: Tensor, root: int) -> None:
-        """A broadcast."""
+        """Broadcast from rank `root`."""
         for _, piece in _pieces(tensor):
             area = self._areas(piece.numel(), piece.dtype)[root]
             if self._rank == root:
@@ -202,7 +202,7 @@ class Workplace:
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first element, piece) of a tensor in pieces of an area's size."""
+    """Yield (first element, piece) of a tensor in pieces of an area's size."""
     start = 0
     for piece in tensor.view(-1).split(STAGE_BYTES // tensor.itemsize):
         yield start, piece
