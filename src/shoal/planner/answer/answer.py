@@ -1,4 +1,4 @@
-"""Question and answer of `shoal plan` as values: a job and a cluster, and the result that tables and the page display."""
+"""Question and answer of `shoal plan` as values: a job on a cluster, and the result that tables and page show."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ class SearchResult:
 
     @property
     def _split(self) -> tuple[str, ...]:
-        """Module names at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable."""
+        """Modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable."""
         split, at = self.chosen.prediction.split, self.chosen.plan
         known = all(name in self.question.case.space.facts.cuts for name in split)
         stages = at.layout.pipeline * at.pipeline.stages_per_rank

@@ -20,7 +20,7 @@ _GAIN = 1.05
 
 @dataclass(frozen=True)
 class Finer:
-    """Recommended number of grains and the plan that it allows; `before` is the best plan with the job's own number, if any."""
+    """Recommended number of grains and its plan; `before` is the best plan with the job's own number, if any fits."""
 
     num_grains: int
     candidate: Candidate
@@ -73,7 +73,7 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
 
 
 def _coarsest(case: Case, found: Candidate) -> tuple[int, Candidate] | None:
-    """Return the same plan with grains as large as its microbatches, if they divide the batch and are predicted no slower."""
+    """Return the same plan with its microbatches as grains, if they divide the batch and are predicted no slower."""
     size, batch = found.plan.batch.grains_per_microbatch, case.work.global_batch
     number = batch // size
     if size == 1 or batch % size or number < max(found.place.replicas, case.work.num_grains + 1):

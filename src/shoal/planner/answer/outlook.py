@@ -35,7 +35,7 @@ _QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.3e-3
 GRAPH = "execution.cuda_graph = true"
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
-# Number of candidate degrees from which a search in several processes is worth their start (0.5 s); most processes.
+# A search over at least `_LARGE` cuts of the batch is worth starting processes (0.5 s), at most `_MOST_PARTS`.
 _LARGE, _MOST_PARTS = 500, 8
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
@@ -109,7 +109,7 @@ class Change:
 
 
 def curve(search: Search, chosen: int) -> ScalingCurve:
-    """Return the fastest plans on powers of two, the largest and the chosen number of devices, among the legal numbers."""
+    """Return the fastest plans on powers of two, the largest and the chosen number of devices, if legal."""
     points, counts = [], sorted(search.space.counts)
     wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
     for devices in sorted(wanted & set(counts)):
@@ -188,7 +188,7 @@ def sensitivity(
 
 
 def _of_batch(work: Workload, batch: int) -> Workload:
-    """Return the workload for another batch: one sample per grain if it was so before, else the same number of grains."""
+    """Return the workload for another batch: again one sample per grain, else the same number of grains."""
     grains = batch if work.grain_size == 1 else min(batch, work.num_grains)
     return replace(work, global_batch=batch, num_grains=grains)
 
@@ -208,7 +208,7 @@ def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
 
 
 def as_graph(case: Case, plan: Plan) -> Case | None:
-    """Return the case in which a plan's kernels do not wait for the host, as in a CUDA graph; None if it is impossible."""
+    """Return the case in which a plan's kernels do not wait for the host, as in a CUDA graph; None if impossible."""
     captured, device = plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
     if device.kind != "gpu" or plan.execution.cuda_graph or conflicts(captured, case.space.facts):
         return None
@@ -269,7 +269,7 @@ def failures(case: Case, devices: int, device_hours: float) -> Failures:
 
 @dataclass(frozen=True)
 class Failures:
-    """Failure model of a run: mean time between failures of all its devices, and seconds of a checkpoint and a restart."""
+    """Failure model of a run: MTBF (mean time between failures) of all its devices, seconds of checkpoint and restart"""
 
     mtbf_seconds: float
     checkpoint_seconds: float

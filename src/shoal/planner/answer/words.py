@@ -114,7 +114,7 @@ def _device(answer: SearchResult) -> Device:
 
 
 def share_of_peak(answer: SearchResult) -> str:
-    """Return the share of the device's peak that model FLOPs use, the peak itself, and where the rest of a step goes."""
+    """Return the share of the device's peak that model FLOPs use, the peak, and where the rest of a step goes."""
     found = answer.chosen.prediction
     if found.mfu is None:
         return "not known"

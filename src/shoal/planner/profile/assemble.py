@@ -97,7 +97,7 @@ def saved_of_batch(trace: OperatorTrace) -> float:
 
 
 def crossings(trace: OperatorTrace) -> dict[int, float]:
-    """Map each region to the bytes of activations that pass from it and earlier regions to later ones, each storage once."""
+    """Map each region to the bytes of activations that pass from regions up to it to later ones, each storage once."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
