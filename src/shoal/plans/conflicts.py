@@ -22,7 +22,7 @@ class Conflict(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Row of settings that exclude each other: condition, keys to quote (the first names the conflict), conflict, remedy."""
+    """Row of settings that exclude each other: condition, keys to quote (the first names it), conflict and remedy."""
 
     applies: Callable[[Plan], bool]
     keys: tuple[str, ...]

@@ -24,13 +24,13 @@ class ModelFacts:
     num_grains: int
     grain_size: int
     blocks: tuple[str, ...] = ()  # the layers that a pipeline divides by default, in the order of the model
-    cuts: tuple[str, ...] = ()  # the modules that a stage may start with: `blocks` and the modules before and after them
+    cuts: tuple[str, ...] = ()  # modules that can start a stage: `blocks` and the modules before and after them
     num_heads: int | None = None
     num_kv_heads: int | None = None
     widths: tuple[int, ...] = ()  # the dims of the layers' weights, one of which a tensor axis cuts
     sequence: int | None = None  # the longest sequence, in tokens
     repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
-    places: tuple[str, ...] | None = None  # default cut places of stages; an upper bound if known from the structure alone
+    places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
 
     @property
     def most_stages(self) -> int | None:

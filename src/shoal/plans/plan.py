@@ -115,7 +115,7 @@ class CompressionSection(_Section):
     rank: Degree = 4  # rank of powersgd's factors
     feedback: bool = True  # add the unsent part to the next step's gradient
     guard_every: Annotated[int, Field(ge=0)] = 100  # interval in steps of comparisons with the exact sum; 0: never
-    guard_lost: Annotated[float, Field(gt=0)] = 0.5  # lost share of the sum's energy above which the rest of the run is not compressed
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5  # lost share of energy that ends compression for the run
 
 
 class DataSection(_Section):
@@ -217,7 +217,7 @@ class Plan(_Section):
 
     @property
     def worker_ranks(self) -> range:
-        """The ranks of the workers with servers, which come last and may be replaced if they die; empty without servers."""
+        """Ranks of the workers of servers, which come last and may be replaced if they die; empty without servers."""
         return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
 
     @property

@@ -191,7 +191,7 @@ def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
 def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
     """Yield a sentence for each batch setting without effect on a job with `num_grains` grains.
 
-    `plan`: as the user wrote it. `alone`: the reason why grains do not share a forward, if any. Exact mode also computes
+    `plan`: as the user wrote it. `alone`: why grains do not share a forward, if they do not. Exact mode also computes
     grain by grain, but `judge` reports that.
     """
     wanted, share = plan.batch.grains_per_microbatch, -(-num_grains // plan.divides_step)

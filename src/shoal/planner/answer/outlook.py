@@ -269,7 +269,7 @@ def failures(case: Case, devices: int, device_hours: float) -> Failures:
 
 @dataclass(frozen=True)
 class Failures:
-    """Failure model of a run: MTBF (mean time between failures) of all its devices, seconds of checkpoint and restart"""
+    """Failure model of a run: mean time between failures (MTBF) of all devices, seconds of checkpoint and restart."""
 
     mtbf_seconds: float
     checkpoint_seconds: float

@@ -67,7 +67,7 @@ class PlannedRun:
     def best(self, told: Sequence[LostTime] = ()) -> Remedy | None:
         """Return the planner's own choice as a remedy if it saves time and differs from the remedies in `told`.
 
-        It must save time with and without this run's correction, which knows nothing about exchanges that the run lacks
+        It must save time with and without this run's correction, which covers no exchanges that the run lacks.
         """
         try:
             chosen = choose(self.plain.search(), Aim()).chosen

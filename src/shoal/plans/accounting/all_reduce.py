@@ -35,8 +35,8 @@ _HEADER = tuple(SizedCollective(WORLD, kind, HEADER_BYTES) for kind in ("send", 
 def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Iterator[SizedCollective]:
     """Yield the messages that `rank` sends and receives in an all_reduce of all ranks, header included.
 
-    A rank receives as much as it sends, except in a ring, where it receives what the previous rank sends. Empty messages
-    are not sent. Raises: KeyError for an algorithm that sends no messages.
+    A rank receives as much as it sends, except in a ring, where it receives what the previous rank sends. Empty
+    messages are not sent. Raises: KeyError for an algorithm that sends no messages.
     """
     if world_size == 1:
         return
@@ -88,8 +88,9 @@ class TreePosition:
 def place_in_tree(rank: int, world_size: int, tree: int) -> TreePosition:
     """Return a rank's position in one of two binary trees; an inner rank of one tree is a leaf of the other.
 
-    The positions are 1..P; a position's height is its number of trailing zero bits. The second tree is the first shifted
-    by one rank. Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    The positions are 1..P; the height of a position is its number of trailing zero bits. The second tree is the first,
+    shifted by one rank. Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan,
+    2009.
     """
 
     def parent(position: int) -> int:
@@ -213,7 +214,7 @@ class Matrix:
 
 
 def factored(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:
-    """Return the tensors that two factors of this rank make smaller, and the ranges [start, stop) of all other values."""
+    """Return the tensors that two factors of this rank make smaller, and the ranges [start, stop) of other values."""
     matrices: list[Matrix] = []
     plain: list[tuple[int, int]] = []
     start = 0
@@ -265,7 +266,7 @@ def _buckets(gradients: Gradients, plan: Plan) -> Iterator[tuple[list[tuple[int,
 
 
 def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = False) -> Iterator[SizedCollective]:
-    """Yield a step's collectives of compressed data parallelism; `sampled`: with the exact sums that the guard compares."""
+    """Yield a step's collectives of compressed data parallelism; `sampled`: include the guard's exact sums."""
     for bucket in compressed_buckets(gradients, plan, rank, sampled):
         yield from bucket
     if sampled:
@@ -326,7 +327,7 @@ class _Algorithm:
             yield from self._pass_on(num_bytes, 0)
 
     def _pass_on(self, num_bytes: int, root: int) -> Iterator[SizedCollective]:
-        """Yield the messages of a binomial tree: for d = 1, 2, 4, ..., ranks closer than d to the root send d ranks on."""
+        """Yield the messages of a binomial tree: for d = 1, 2, 4, ..., ranks within d of the root send d ranks on."""
         place = (self.rank - root) % self.world_size
         distances = [1 << bit for bit in range((self.world_size - 1).bit_length())]
         sends = sum(place < distance and place + distance < self.world_size for distance in distances)

@@ -161,7 +161,7 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """Yield the all_reduces of fast data parallelism's buckets; `native` gathers small ones (parallel/data/buckets.py)."""
+    """Yield the all_reduces of fast data parallelism's buckets, see parallel/data/buckets.py; `native` gathers small ones."""
     ranks = layout.divides_grains
     group = WORLD if ranks == layout.world_size else REPLICAS
     *others, last = gradients.buckets(layout)
@@ -182,7 +182,7 @@ def data_parallel(gradients: Gradients, layout: Layout) -> Iterator[SizedCollect
 
 
 def sums(gradients: Gradients, num_used: int = 0) -> SizedCollective:
-    """Return the float64 all_reduce of a step's sums and flags, and of flags for `num_used` parameters with gradients."""
+    """Return the float64 all_reduce of a step's sums and flags, and of `num_used` flags of parameters with gradients."""
     return SizedCollective(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
 
 
@@ -201,8 +201,8 @@ def exact_data_parallel(
 ) -> Iterator[SizedCollective]:
     """Yield a step's collectives of exact mode on `rank`, where rank r computes the grains `held[r]`.
 
-    Two all_reduces (a row of sums for each grain; flags and used parameters), an all_to_all of the ranks' tree nodes cut
-    by rank, and an all_gather of the summed cuts. See collectives/fixed_tree.py.
+    They are two all_reduces (a row of sums for each grain; flags and used parameters), an all_to_all of the ranks' tree
+    nodes cut by rank, and an all_gather of the summed cuts. See collectives/fixed_tree.py.
     """
     world_size = len(held)
     if world_size == 1:
@@ -234,7 +234,7 @@ def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """Yield ZeRO-1's collectives besides the gradients': broadcasts of owned parameters, an agreement after the update."""
+    """Yield ZeRO-1's additional collectives: broadcasts of owned parameters, and an agreement after the update."""
     if layout.shard == 1:
         return
     for mine in filter(None, owned(gradients.parameters, layout.shard)):
@@ -327,8 +327,8 @@ class Sharding:
 def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
     """Yield a step's collectives of ZeRO-2 or ZeRO-3 with fully_shard, hybrid if there are replicas.
 
-    A unit has one all_gather for its parameters, one reduce_scatter for its gradients, and one all_reduce of the scattered
-    sum over the replicas.
+    A unit has one all_gather for its parameters, one reduce_scatter for its gradients, and one all_reduce of the
+    scattered sum over the replicas.
     """
     for number, unit in enumerate(sharding.units):
         if not unit:

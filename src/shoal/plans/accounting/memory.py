@@ -81,7 +81,7 @@ def whole(arrays: Iterable[Array]) -> int:
 
 
 def cut(array: Array, place: int, degree: int) -> Array:
-    """Return the rows of `array` on the rank at `place` if fully_shard cuts dim 0: full parts first, then smaller ones."""
+    """Return the rows of `array` on the rank at `place` if fully_shard cuts dim 0: full parts first, then fewer rows."""
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
     return replace(array, shape=(mine, *array.shape[1:]))
@@ -115,9 +115,9 @@ def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
 
 
 def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
-    """Return the gradient bytes of exact mode at the start of the update: the tree's vectors and, for several ranks, the sum.
+    """Return the gradient bytes of exact mode at the start of the update.
 
-    One vector more is the accumulated gradient of the current grain.
+    They are the gradient of the current grain, the tree's vectors and, for several ranks, the sum.
     """
     own = held[rank]
     tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
@@ -177,7 +177,7 @@ def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
 def scattered_gradients(sharding: Sharding) -> int:
     """Return the peak when a unit's gradients are scattered: its flat whole gradients, and all summed shards.
 
-    The root comes last, so its early gradients wait. From the second scattered microbatch on, every unit's shard exists.
+    The root comes last, so its early gradients wait. From the second scattered microbatch on, all units' shards exist.
     If only the last microbatch is scattered, the other units' whole gradients wait too.
     """
     every = sharding.microbatches > 1 and sharding.reduce_every
@@ -202,7 +202,7 @@ def waiting_gradients(sharding: Sharding) -> list[int]:
 
 
 def scattered_peak(flat: Sequence[int], waiting: Sequence[int], degree: int, *, every: bool) -> int:
-    """Return the peak for units with `flat` bytes to scatter and `waiting` bytes; `every`: several microbatches scatter."""
+    """Return the peak of units with `flat` bytes to scatter and `waiting` bytes; `every`: scatter several microbatches."""
     shards = [size // degree for size in flat]
     root = len(flat) - 1
     summed = sum(shards) if every else 0

@@ -44,7 +44,7 @@ class Staged:
 
     own: tuple[int, ...]
     cuts: tuple[tuple[Crossing, ...], ...]
-    used: Mapping[int, frozenset[str]] = field(default_factory=dict)  # names of parameters and buffers of each own stage
+    used: Mapping[int, frozenset[str]] = field(default_factory=dict)  # parameter and buffer names of own stages
     halves: bool = False  # backwards consist of two halves
 
 
@@ -109,7 +109,7 @@ class Positions:
 def tensor_parallel(
     pairs: Iterable[LayerPair], gathered_bytes: Iterable[int], microbatches: int, positions: Positions | None = None
 ) -> Iterator[SizedCollective]:
-    """Yield the collectives of Megatron-style tensor parallelism: one all_reduce per pair in the forward and the backward.
+    """Yield the collectives of Megatron-style tensor parallelism: for each pair an all_reduce per direction.
 
     `gathered_bytes`: outputs of column-parallel layers without a row-parallel partner, each with an all_gather in the
     forward. The caller counts the backward's all_reduce of their input as a LayerPair without output.
@@ -134,9 +134,10 @@ def tensor_parallel(
 
 
 def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedCollective:
-    """Return the gathers at the ends of blocks that pass on parts of sequences: after the last, and back before the first.
+    """Return the gathers at the ends of blocks that pass on parts of sequences: after the last, before the first.
 
-    Before the first block the hidden state is whole on every rank, so taking a part sends nothing.
+    The first is in the forward, the second in the backward. Before the first block the hidden state is whole on every
+    rank, so taking a part sends nothing in the forward.
     """
     return SizedCollective("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
 
@@ -165,7 +166,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlicedBlock:
-    """Block that computes a part of the positions of sequences of `length`; widths in numbers per sample and position."""
+    """Block that computes a part of the positions of sequences of `length`; sizes are per sample and position."""
 
     name: str
     length: int

@@ -66,7 +66,7 @@ def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
 
 
 def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return an owner for each size: the largest first, each to the least loaded. Within 4/3 of the best (Graham 1969)."""
+    """Return an owner for each size, the largest first to the least loaded. Within 4/3 of the best (Graham 1969)."""
     owners = [0] * len(sizes)
     loads = [(0, owner) for owner in range(min(num_owners, len(sizes)))]  # a heap
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -108,7 +108,7 @@ def level(
 def pack(sizes: Sequence[int], alone: Sequence[bool], kinds: Sequence[object]) -> list[list[int]]:
     """Return the indices of one owner's parameters for each message, in the order of the messages.
 
-    Neighbours of one kind (dtype) share a message up to PIECE_BYTES. Parameters marked `alone` precede the waiting ones.
+    Neighbours of one kind (dtype) share a message up to PIECE_BYTES. Parameters marked `alone` precede waiting ones.
     """
     messages: list[list[int]] = []
     waiting: list[int] = []
@@ -159,7 +159,7 @@ def num_positions(length: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """Partition of attention heads over `degree` ranks: rank i has query heads `bounds(i)` and reads key heads `read(i)`."""
+    """Partition of attention heads over `degree` ranks: rank i has query heads `bounds(i)`, reads key heads `read(i)`."""
 
     num_query: int
     num_key: int
@@ -176,7 +176,7 @@ class Heads:
         return start // group, -(-stop // group)
 
     def repeats(self, place: int) -> list[int] | None:
-        """Return the index of the key head, among those read, for each query head of a rank; None if they match one to one."""
+        """Return the index, among the read key heads, for each query head of a rank; None if they match one to one."""
         (start, stop), (first, last) = self.bounds(place), self.read(place)
         group = self.num_query // self.num_key
         return None if stop - start == last - first else [head // group - first for head in range(start, stop)]

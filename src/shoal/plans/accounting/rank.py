@@ -49,7 +49,7 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, which determine exact mode's traffic
     activations: int | None = None  # peak bytes that autograd saves, if known
     sharding: Sharding | None = None  # if fully_shard cuts the model
-    within: Sequence[SizedCollective] | None = None  # collectives in forwards and backwards, if a tensor axis divides the model
+    within: Sequence[SizedCollective] | None = None  # in passes, if a tensor axis divides the model
     staged: Staged | None = None  # the stages of a pipeline
     samples: Sequence[int] = ()  # the size of each microbatch
     sliced: Sequence[SlicedBlock] = ()  # this rank's blocks of a context axis
