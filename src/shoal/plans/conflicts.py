@@ -77,7 +77,7 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
-# Schemes with error feedback; a cast to 16 bits loses too little to need it.
+# Schemes with error feedback; a cast to 16 bits loses only the last bits.
 FED_BACK = ("int8", "topk", "powersgd")
 # With this many ranks, each has 4 of the 127 levels of a signed byte.
 MOST_INT8_RANKS = 31

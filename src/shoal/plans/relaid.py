@@ -15,8 +15,8 @@ def relaid(plan: Plan, devices: int) -> Plan:
     """Return the plan with degrees whose product is `devices`; only the data degree changes if that suffices.
 
     Otherwise the axes stay in use if the number of devices allows it, with degrees close to the old ones. Settings for
-    microbatches and stages of other degrees become open, and settings of unused axes are dropped. The job's facts decide
-    later whether its model allows the degrees.
+    microbatches and stages of other degrees become open, and settings of unused axes are dropped. The facts of the job
+    decide later whether its model allows the degrees.
     """
     if devices == plan.degrees.world_size:
         return plan

@@ -214,8 +214,8 @@ def in_flight_by_stage(num_ranks: int, stages_per_rank: int, num_microbatches: i
     """Return the most microbatches in flight on each stage of each rank under interleaved_1f1b, at any time.
 
     After b backwards of a rank, its forwards lead by the number ahead of the first backward. Both pass through the
-    stages of the rank in runs of P microbatches, the backwards from the last stage. A stage therefore has most in flight
-    before the first backward, before a run of its backwards, or after a run of its forwards.
+    stages of the rank in runs of P microbatches, the backwards from the last stage. A stage has most in flight before
+    the first backward, before a run of its backwards, or after a run of its forwards.
     """
     period = num_ranks * stages_per_rank
 

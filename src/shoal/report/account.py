@@ -176,7 +176,7 @@ def status_of(files: RunFiles) -> str:
     if files.is_held:
         return "running"
     if _is_open(files):
-        return "killed" if files.address is None else "running"  # files at a remote address do not show whether a process is alive
+        return "killed" if files.address is None else "running"  # remote files do not show live processes
     return str(files.result.get("status") or "killed")
 
 

@@ -78,7 +78,7 @@ def _digits(value: float | None) -> float | None:
 
 
 def buckets(count: int, most: int = BUCKETS) -> list[range]:
-    """Divide indices 0 .. count - 1 into at most `most` neighbouring groups; up to twice as many indices stay single."""
+    """Divide indices 0 .. count - 1 into at most `most` groups of neighbours; up to 2 `most` indices stay single."""
     number = count if count <= 2 * most else most
     edges = [count * place // number for place in range(number + 1)] if number else []
     return [range(low, high) for low, high in itertools.pairwise(edges)]

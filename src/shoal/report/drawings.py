@@ -59,7 +59,10 @@ def falling(sizes: Sequence[float]) -> list[Markup]:
 
 
 def beside(pairs: Sequence[tuple[float | None, float | None]], *, falls: bool = True) -> list[Markup]:
-    """Draw predicted (outlined) and measured bars for each part; with `falls` each starts at the end of the previous one."""
+    """Draw predicted (outlined) and measured bars for each part.
+
+    `falls`: whether each bar starts at the end of the previous one of its kind.
+    """
     sums = [sum(pair[number] or 0.0 for pair in pairs) for number in (0, 1)]
     whole = (max(sums) if falls else max((v or 0.0 for pair in pairs for v in pair), default=0.0)) or 1.0
     done, found = [0.0, 0.0], list[Markup]()

@@ -18,7 +18,7 @@ class Waits:
     """Shares of the time of steps, by bucket of steps; `steps` has each bucket's first and last step.
 
     `of_rank`: the mean wait of the other ranks for a rank.
-    `pairs`: the wait of one rank (outer key) for another (inner key) over all steps; empty without records of all ranks.
+    `pairs`: the wait of one rank (outer key) for another (inner key) over all steps; empty if not recorded.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class _StepWaits:
 
 
 def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
-    """Return the waits of a run among all ranks or, if not recorded, for each step's slowest rank; None for one rank."""
+    """Return the waits among all ranks or, if not recorded, for each step's slowest rank; None for a single rank."""
     if world_size < 2:
         return None
     told = [record for record in records if _is_whole(record.by_rank, world_size)]
@@ -89,7 +89,7 @@ def _of_extremes(records: Sequence[StepRecord]) -> Iterator[_StepWaits]:
 
 
 def _pairs(told: Iterable[RankTimes | None], whole: float, shown: Sequence[int]) -> dict[int, dict[int, float]]:
-    """Return the shares of time that each rank waited for each other, for as many ranks as fit into a readable table."""
+    """Return the shares of time that each rank waited for each other, for as many ranks as fit into a table."""
     found: dict[int, dict[int, float]] = {}
     ranks = shown[:MOST_PAIRED]
     for times in told:

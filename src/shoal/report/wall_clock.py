@@ -191,7 +191,7 @@ class _AttemptTime:
         return max([self.attempt.began_at, *signs])
 
     def _end(self, last: float) -> tuple[float, float]:
-        """Return the instant of the attempt's end and, if a rank was lost, the seconds since its last recorded instant."""
+        """Return the instant of the end and, if a rank was lost, the seconds since the last recorded instant."""
         if self.attempt.ended_at is not None:
             return max(last, self.attempt.ended_at), 0.0
         if self.following is not None and self.following.restarts:

@@ -189,7 +189,7 @@ def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
 def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], float]) -> Periodic:
     """Return the times of a periodic event.
 
-    The last record is excluded, because the end of the run follows it. The first event counts as the mean of the others,
+    The last record is excluded, because the end of the run follows it. The first event counts as the others' mean,
     because it also fills caches, once in a run.
     """
     found = [(place, taken) for place, record in enumerate(records[:-1]) if (taken := seconds(record)) > 0.0]

@@ -11,7 +11,8 @@ _HANDS_ON = frozenset(("aten.add", "aten.add_", "aten._to_copy", "aten.clone"))
 def weight_events(trace: OperatorTrace) -> set[int]:
     """Return the indices of the backward events that lead only to gradients of weights.
 
-    A tensor that an operator passes to an earlier region is the gradient of its own region's input.
+    A tensor that an operator passes to an earlier region counts as the gradient of its own region's input, whatever the
+    earlier region computes from it.
     """
     gradients = _gradients(trace)
     found: set[int] = set()

@@ -161,7 +161,10 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """Yield the all_reduces of fast data parallelism's buckets, see parallel/data/buckets.py; `native` gathers small ones."""
+    """Yield the all_reduces of fast data parallelism's buckets (parallel/data/buckets.py).
+
+    `native`: whether small buckets are gathered instead.
+    """
     ranks = layout.divides_grains
     group = WORLD if ranks == layout.world_size else REPLICAS
     *others, last = gradients.buckets(layout)
@@ -182,7 +185,7 @@ def data_parallel(gradients: Gradients, layout: Layout) -> Iterator[SizedCollect
 
 
 def sums(gradients: Gradients, num_used: int = 0) -> SizedCollective:
-    """Return the float64 all_reduce of a step's sums and flags, and of `num_used` flags of parameters with gradients."""
+    """Return the float64 all_reduce of a step's sums and flags, and of flags for `num_used` parameters' gradients."""
     return SizedCollective(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
 
 

@@ -81,7 +81,7 @@ def whole(arrays: Iterable[Array]) -> int:
 
 
 def cut(array: Array, place: int, degree: int) -> Array:
-    """Return the rows of `array` on the rank at `place` if fully_shard cuts dim 0: full parts first, then fewer rows."""
+    """Return a rank's rows of `array` if fully_shard cuts dim 0 into `degree` parts: full parts first, then fewer."""
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
     return replace(array, shape=(mine, *array.shape[1:]))
@@ -202,7 +202,7 @@ def waiting_gradients(sharding: Sharding) -> list[int]:
 
 
 def scattered_peak(flat: Sequence[int], waiting: Sequence[int], degree: int, *, every: bool) -> int:
-    """Return the peak of units with `flat` bytes to scatter and `waiting` bytes; `every`: scatter several microbatches."""
+    """Return the peak of units with `flat` bytes to scatter and `waiting` bytes; `every`: for several microbatches."""
     shards = [size // degree for size in flat]
     root = len(flat) - 1
     summed = sum(shards) if every else 0

@@ -159,7 +159,7 @@ def num_positions(length: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """Partition of attention heads over `degree` ranks: rank i has query heads `bounds(i)`, reads key heads `read(i)`."""
+    """Partition of attention heads over ranks: rank i has query heads `bounds(i)`, reads key heads `read(i)`."""
 
     num_query: int
     num_key: int
