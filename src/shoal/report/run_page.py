@@ -26,7 +26,7 @@ _SPANS_MEAN = {
     "data": "waiting for samples and copying them",
     "host": "all else in a step",
 }
-_MANY = 24  # rows from which a table is folded
+_MANY = 24  # longest table in rows that is not folded
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ _QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.3e-3
 GRAPH = "execution.cuda_graph = true"
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
-# A search over at least `_LARGE` cuts of the batch is worth starting processes (0.5 s), at most `_MOST_PARTS`.
+# From this number of legal (tensor, pipeline, context) degrees a search in processes is worth their start (0.5 s); and
+# the most processes.
 _LARGE, _MOST_PARTS = 500, 8
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.

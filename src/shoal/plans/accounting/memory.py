@@ -117,7 +117,7 @@ def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
 def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
     """Return the gradient bytes of exact mode at the start of the update.
 
-    They are the gradient of the current grain, the tree's vectors and, for several ranks, the sum.
+    They are the tree's template vector, its other vectors and, for several ranks, the sum.
     """
     own = held[rank]
     tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
