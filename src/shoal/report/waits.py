@@ -1,4 +1,4 @@
-"""Waits among ranks: how long other ranks waited for each rank by bucket of steps, and for which rank each waited."""
+"""Waits among ranks: seconds that other ranks waited for each rank by bucket of steps, and a table of rank pairs."""
 
 from __future__ import annotations
 
