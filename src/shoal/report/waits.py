@@ -1,4 +1,4 @@
-"""Waits among ranks: seconds that other ranks waited for each rank by bucket of steps, and a table of rank pairs."""
+"""Waits among ranks: share of time that other ranks waited for each rank by bucket of steps, and for rank pairs."""
 
 from __future__ import annotations
 
