@@ -1,4 +1,4 @@
-"""Job of a Hugging Face configuration, `hf:DIR`: a model from a config.json, to plan it without weights or data."""
+"""Jobs from Hugging Face configurations, `hf:DIR`: models built from config.json, without weights or data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from shoal.numerics.losses import cross_entropy
 
 PREFIX = "hf:"
 _PIXELS = "pixel_values"
-_USUAL = 4096  # tokens of a sequence, in advice
-_IMAGE_SIZE = 224  # of a configuration that has none: convolutions take any
+_USUAL = 4096  # sequence length in tokens that error messages suggest
+_IMAGE_SIZE = 224  # used if the configuration has no image_size: convolutions accept any size
 _LEARNING_RATE = 3e-4
-_BETAS = 0.9, 0.95  # as language models use them
+_BETAS = 0.9, 0.95  # the usual choice for language models
 
 
 def configured_job(target: str, sequence: int | None, batch: int | None) -> Job:
-    """Job of the model that `hf:DIR` describes, with AdamW and a stream of sequences of tokens, or of images.
+    """Return a Job that trains the model in `hf:DIR` with AdamW on endless synthetic token sequences or images.
 
-    Raises: CommandError where the configuration, a size or transformers is missing, or the architecture is unknown.
+    Args:
+        target: `hf:` and a folder with a config.json.
+        sequence: Tokens in a sequence; required for language models, refused for image models.
+        batch: Global batch in samples; required.
+
+    Raises: CommandError if the configuration, a size or transformers is missing, or the architecture is unknown.
     """
     folder = Path(target.removeprefix(PREFIX))
     if not (folder / "config.json").is_file():
@@ -60,7 +65,10 @@ def configured_job(target: str, sequence: int | None, batch: int | None) -> Job:
 def _sizes(
     target: str, config: Any, build: Any, given: tuple[int | None, int | None], *, takes_images: bool
 ) -> tuple[int, int]:
-    """Tokens of a sequence (0 of images) and the batch. Raises: CommandError of one missing, or too large a length."""
+    """Return the sequence length in tokens (0 for images) and the batch in samples.
+
+    Raises: CommandError if a size is missing, or if the sequence is longer than the model's position table.
+    """
     sequence, batch = given
     if takes_images:
         if sequence is not None:
@@ -86,7 +94,7 @@ def _sizes(
 
 
 def _has_table(build: Any) -> bool:
-    """Whether a model looks up its positions in a table, and so has a longest sequence; rotary ones go on."""
+    """Check whether the model limits its sequence length by a table of positions; rotary embeddings do not."""
     with torch.device("meta"):
         modules = build().named_modules()
     names = (name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Embedding))
@@ -102,7 +110,7 @@ def _image_shape(target: str, config: Any) -> tuple[int, int, int]:
 
 
 def _model(target: str, folder: Path) -> tuple[Any, Any]:
-    """The configuration, and what builds its model in float32."""
+    """Return the configuration and a function that builds its model in float32."""
     try:
         import transformers
     except ImportError as error:
@@ -115,7 +123,7 @@ def _model(target: str, folder: Path) -> tuple[Any, Any]:
             return config, partial(own, config)
         build: Any = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float32)
         with torch.device("meta"):
-            build()  # raises where there is no such model
+            build()  # raises if transformers has no such model
         return config, build
     except (ValueError, KeyError, TypeError, OSError) as error:
         text = next(iter(str(error).splitlines()), "")[:200]
@@ -135,7 +143,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cross entropy of the next tokens, and their number. Batch: inputs and targets, int64 [B, T]."""
+    """Return the summed cross entropy of the next tokens, and their number. Batch: inputs, targets, int64 [B, T]."""
     inputs, targets = batch
     logits = model(input_ids=inputs).logits
     if logits.shape[:-1] != targets.shape:
@@ -148,7 +156,7 @@ def _next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
 
 
 def _label(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The cross entropy of the labels, and their number. Batch: images [B, C, H, W], and labels, int64 [B]."""
+    """Return the summed cross entropy of the labels, and their number. Batch: images [B, C, H, W], labels int64 [B]."""
     images, labels = batch
     logits = getattr(model(pixel_values=images), "logits", None)
     if logits is None or logits.ndim != 2:
@@ -162,7 +170,7 @@ def _label(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class _Tokens(IterableDataset[tuple[Tensor, Tensor]]):
-    """Sequences of tokens without end, inputs and targets."""
+    """Endless stream of synthetic token sequences, each as a pair of inputs and targets."""
 
     vocabulary: int
     length: int
@@ -175,7 +183,7 @@ class _Tokens(IterableDataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class _Images(IterableDataset[tuple[Tensor, Tensor]]):
-    """Images of one shape without end, each with a label."""
+    """Endless stream of labelled blank images of one shape."""
 
     shape: tuple[int, int, int]
 

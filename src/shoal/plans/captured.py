@@ -1,4 +1,4 @@
-"""Validation of a plan whose step is captured in a CUDA graph: layouts and settings under which no step can be."""
+"""Validation of a plan whose step is captured in a CUDA graph: layouts and settings that prevent a capture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _captured(applies: Callable[[Plan], bool], key: str, conflict: str, instead:
 
 _ALONE = "a step is captured on one process: what ranks tell each other is known to the host once it is under way"
 
-# Each row is one refusal, as those of `conflicts`.
+# Each row is one refusal, as in `conflicts`.
 CAPTURED: tuple[Rule, ...] = (
     *(
         _captured(
@@ -70,7 +70,7 @@ CAPTURED: tuple[Rule, ...] = (
 
 
 def uncapturable(plan: Plan, num_microbatches: int) -> Iterator[Conflict]:
-    """Conflicts of a plan that asks for a captured step, of so many microbatches on a rank."""
+    """Yield the conflicts of a plan with a captured step and `num_microbatches` microbatches per rank."""
     if not plan.execution.cuda_graph:
         return
     yield from excluded(plan, CAPTURED)

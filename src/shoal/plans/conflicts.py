@@ -1,6 +1,6 @@
-"""Validation of a plan by itself: settings that exclude each other, and settings without effect, in two tables.
+"""Validation of a plan by itself: tables of settings that exclude each other and of settings without effect.
 
-Rules on the job or its model are in `legal`, those on a captured step in `captured`.
+Rules on the job or its model are in `legal`, rules on a captured step in `captured`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.plans.plan import Plan
 
 
 class Conflict(NamedTuple):
-    """One refusal: the key that it is about, the given value, the conflict and the remedy."""
+    """One refusal: the key, the given value, the conflict and the remedy."""
 
     key: str
     given: str
@@ -22,7 +22,7 @@ class Conflict(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Row of settings that exclude each other: condition, keys to repeat as given (the first names it), two beats."""
+    """Row of settings that exclude each other: condition, keys to quote (the first names it), conflict and remedy."""
 
     applies: Callable[[Plan], bool]
     keys: tuple[str, ...]
@@ -39,13 +39,13 @@ class Idle(NamedTuple):
 
 
 def value(plan: Plan, key: str) -> object:
-    """The value at `section.key`."""
+    """Return the value at `section.key`."""
     section, _, name = key.partition(".")
     return getattr(getattr(plan, section), name)
 
 
 def shown(plan: Plan, *keys: str) -> str:
-    """`section.key = value` of each key, as a plan file spells it."""
+    """Return `section.key = value` for each key, in the syntax of a plan file."""
     return ", ".join(f"{key} = {_toml(value(plan, key))}" for key in keys)
 
 
@@ -77,14 +77,14 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
-# Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
+# Schemes with error feedback; a cast to 16 bits loses only the last bits.
 FED_BACK = ("int8", "topk", "powersgd")
-# Of the 127 levels of a signed byte each of so many ranks has 4.
+# With this many ranks, each has 4 of the 127 levels of a signed byte.
 MOST_INT8_RANKS = 31
 
 _NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
 
-# Each row is one refusal; every row that applies is told, all of them at once.
+# Each row is one refusal; all rows that apply are reported together.
 CONFLICTS: tuple[Rule, ...] = (
     *(
         Rule(
@@ -229,7 +229,7 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
-# The same of plans with servers.
+# Refusals of plans with servers.
 SERVED: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.serves and plan.memory.shared,
@@ -280,7 +280,7 @@ SERVED: tuple[Rule, ...] = (
 
 _NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
 
-# Each row is one warning, told where the settings are not what a plan says by default.
+# Each row is one warning, reported if the settings are not at their defaults.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
     Idle(
@@ -292,7 +292,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: plan.degrees.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
     Idle(lambda plan: plan.degrees.divides_grains == 1, ("memory.shared",), "there are no two ranks with the same"),
     Idle(
-        # A tensor axis goes through shared memory too, and by no other algorithm of these.
+        # The tensor axis also uses shared_memory, but none of the other algorithms.
         lambda plan: (
             plan.degrees.divides_grains == 1
             and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
@@ -335,14 +335,14 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 
 
 def excluded(plan: Plan, rules: Sequence[Rule] = (*CONFLICTS, *SERVED)) -> Iterator[Conflict]:
-    """Conflicts of this plan by a table."""
+    """Yield this plan's conflicts from a table."""
     for rule in rules:
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 
 
 def idle(plan: Plan) -> Iterator[str]:
-    """Settings of this plan that have no effect, a sentence each."""
+    """Yield a sentence for each setting of this plan without effect."""
     default = Plan()
     for row in WITHOUT_EFFECT:
         keys = [key for key in row.keys if value(plan, key) != value(default, key)]

@@ -1,4 +1,4 @@
-"""Device mesh as integers: the degrees of its axes, and the bijection between ranks and coordinates. Integers only."""
+"""Device mesh as integers: the degrees of its axes, and the bijection between ranks and coordinates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shoal.errors import PlanError
 
-# Outermost first: neighbours in rank are neighbours in the axis that talks most, so that tensor groups stay in a host.
+# Outermost first: neighbouring ranks are on the axis that communicates most, so tensor groups stay within a host.
 AXES = ("pipeline", "data", "shard", "context", "tensor")
 
 
@@ -44,15 +44,15 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Processes in all: the product of the degrees."""
+        """Number of processes: the product of the degrees."""
         return self.data * self.shard * self.tensor * self.pipeline * self.context
 
     def degree(self, axis: str) -> int:
-        """The degree of one axis."""
+        """Return the degree of one axis."""
         return int(getattr(self, axis))
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Coordinate of `rank`; the inverse of `rank`. Raises: IndexError outside the world."""
+        """Return the coordinate of `rank`; the inverse of `rank`. Raises: IndexError outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
         places: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Layout:
         return Coordinate(**places)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """The rank at a coordinate. Raises: IndexError where a place is outside its degree."""
+        """Return the rank at a coordinate. Raises: IndexError if an index is outside its degree."""
         rank = 0
         for axis, place in zip(AXES, coordinate, strict=True):
             if not 0 <= place < self.degree(axis):
@@ -70,7 +70,7 @@ class Layout:
         return rank
 
     def groups(self, *axes: str) -> Iterator[list[int]]:
-        """The ranks that differ along `axes` only, one list a group, in order."""
+        """Yield the groups of ranks that differ only along `axes`, in order."""
         seen: dict[Coordinate, list[int]] = {}
         for rank in range(self.world_size):
             seen.setdefault(self.coordinate(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
@@ -78,17 +78,17 @@ class Layout:
 
     @property
     def divides_grains(self) -> int:
-        """How many ranks hold different grains: the data axis times the shard axis."""
+        """Number of ranks with different grains: the data degree times the shard degree."""
         return self.data * self.shard
 
     @property
     def shares_grains(self) -> int:
-        """How many ranks compute the same grains together: the product of the other axes."""
+        """Number of ranks that compute the same grains together: the product of the other degrees."""
         return self.tensor * self.pipeline * self.context
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a number, in order."""
+    """Return all divisors of a number, in order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return (*small, *(number // d for d in reversed(small) if d * d != number))

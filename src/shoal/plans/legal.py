@@ -1,6 +1,6 @@
 """Validation of a plan against a job and its model: all conflicts at once, with the nearest legal values.
 
-Integers and names only; `structure.facts_of` reads a model's. See `conflicts` for the rules on a plan by itself.
+Integers and names only; `structure.facts_of` reads them from a model. `conflicts` has the rules on a plan by itself.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Limits of a layout: the job's grains, and the model's structure. None is unknown."""
+    """Limits of a layout: the job's grains, and the model's structure. None means unknown."""
 
     num_grains: int
     grain_size: int
-    blocks: tuple[str, ...] = ()  # the layers that a pipeline divides by itself, in the order of the model
-    cuts: tuple[str, ...] = ()  # the modules that a stage may begin with: `blocks` and what lies before and after them
+    blocks: tuple[str, ...] = ()  # the layers that a pipeline divides by default, in the order of the model
+    cuts: tuple[str, ...] = ()  # modules that can start a stage: `blocks` and the modules before and after them
     num_heads: int | None = None
     num_kv_heads: int | None = None
-    widths: tuple[int, ...] = ()  # the sizes of the layers' weights, of which a tensor axis cuts one
-    sequence: int | None = None  # the longest, in tokens
-    repeats: bool | None = None  # whether blocks of one kind follow each other, which a context axis divides
-    places: tuple[str, ...] | None = None  # where it can be cut into stages by itself; of structure alone, at most
+    widths: tuple[int, ...] = ()  # the dims of the layers' weights, one of which a tensor axis cuts
+    sequence: int | None = None  # the longest sequence, in tokens
+    repeats: bool | None = None  # whether blocks of one kind follow each other, as a context axis needs
+    places: tuple[str, ...] | None = None  # default stage cuts; from the structure alone, an upper bound
 
     @property
     def most_stages(self) -> int | None:
-        """The most stages that it is cut into without a split; None where the model was not looked at."""
+        """Maximum number of stages without a split; None if the model was not examined."""
         return len(self.places) + 1 if self.places is not None else len(self.blocks) or None
 
 
 class World(NamedTuple):
-    """Number of processes, and its source, as people meet it: `--devices 8` or `WORLD_SIZE=8`."""
+    """Number of processes, and its source as users know it: `--devices 8` or `WORLD_SIZE=8`."""
 
     size: int
     source: str
 
 
 def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
-    """All conflicts, in the order of a plan's sections."""
+    """Return all conflicts, in the order of a plan's sections."""
     found: list[Conflict] = []
     if facts is not None:
         rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
@@ -56,7 +56,10 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
 
 
 def refuse(found: list[Conflict]) -> None:
-    """Raises: PlanError with all of them, a line each, where there are any."""
+    """Raise one error for all conflicts, if there are any.
+
+    Raises: PlanError with one line for each conflict.
+    """
     if not found:
         return
 
@@ -71,7 +74,7 @@ def refuse(found: list[Conflict]) -> None:
 
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Drawbacks of a layout that is no mistake; first what the job's grains are the cause of."""
+    """Yield the drawbacks of a legal layout, first those that the job's grains cause."""
     yield from _too_few_grains(plan, facts)
     tensor, heads = plan.layout.tensor, facts.num_heads
     if heads is not None and tensor > heads:
@@ -100,12 +103,12 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
-# Share of a step that a pipeline may wait before its notes say so, and microbatches a stage of which it waits little.
+# Share of waiting in a pipeline's step from which a note appears; microbatches per stage that keep waiting low.
 _MUCH_BUBBLE, _ENOUGH_MICROBATCHES = 0.3, 4
 
 
 def _too_few_grains(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Pipelines that wait, since a microbatch is one grain already, and that has samples to divide."""
+    """Yield a note on pipelines that wait because a microbatch is a single grain of several samples."""
     pipeline, ranks, fewest = plan.layout.pipeline, plan.degrees.divides_grains, min(num_microbatches(plan, facts))
     waits = _bubble(pipeline, fewest)
     if plan.batch.grains_per_microbatch != 1 or facts.grain_size == 1 or waits <= _MUCH_BUBBLE:
@@ -119,7 +122,7 @@ def _too_few_grains(plan: Plan, facts: ModelFacts) -> Iterator[str]:
 
 
 def _bubble(pipeline: int, microbatches: int) -> float:
-    """Share of a step in which a stage of 1F1B waits (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    """Return the share of a step in which a 1F1B stage waits (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     return (pipeline - 1) / (max(1, microbatches) + pipeline - 1)
 
 
@@ -127,7 +130,7 @@ def _bubble(pipeline: int, microbatches: int) -> float:
 
 
 def neighbours(wanted: int, legal: Iterable[int]) -> list[int]:
-    """The nearest legal numbers below and above; the number itself where it is legal."""
+    """Return the nearest legal numbers below and above, or the number itself if it is legal."""
     values = sorted(set(legal))
     if wanted in values:
         return [wanted]
@@ -135,26 +138,26 @@ def neighbours(wanted: int, legal: Iterable[int]) -> list[int]:
 
 
 def around(wanted: int, legal: Iterable[int]) -> str:
-    """The neighbours in words."""
+    """Return the neighbours in words."""
     return " or ".join(map(str, neighbours(wanted, legal)))
 
 
 def num_microbatches(plan: Plan, facts: ModelFacts) -> tuple[int, ...]:
-    """How many microbatches a data rank computes in a full step; two numbers where the grains do not divide evenly."""
+    """Return the microbatches of a data rank in a full step; two numbers if the grains do not divide evenly."""
     ranks = plan.layout.data * plan.layout.shard
     shares = {facts.num_grains // ranks, -(-facts.num_grains // ranks)} - {0}
     return tuple(sorted({-(-s // (plan.batch.grains_per_microbatch or s)) for s in shares}))
 
 
 def degrees_for(layout: Layout, world_size: int) -> list[str]:
-    """Each single change of a degree that makes the product `world_size`; the data axis first, then those in use."""
+    """Return each single change of a degree that gives `world_size`: the data axis first, then axes in use."""
     axes = ["data", *(a for a in AXES if a != "data" and layout.degree(a) > 1)]
     others = {axis: layout.world_size // layout.degree(axis) for axis in axes}
     return [f"layout.{axis} = {world_size // rest}" for axis, rest in others.items() if world_size % rest == 0]
 
 
 def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
-    """The nearest world sizes, below and above, that the layout reaches by its data degree alone."""
+    """Return the nearest world sizes, below and above, that other data degrees of the layout reach."""
     rest = layout.world_size // layout.data
     return neighbours(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
 
@@ -163,7 +166,7 @@ def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
 
 
 def other_world(plan: Plan, world: World) -> list[Conflict]:
-    """The conflict between the product of the degrees and the processes that there are, if they differ."""
+    """Return the conflict between the product of the degrees and the number of processes, if they differ."""
     layout = plan.degrees
     if layout.world_size == world.size:
         return []
@@ -183,7 +186,7 @@ def other_world(plan: Plan, world: World) -> list[Conflict]:
 
 
 def too_many_data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    """The conflict between the ranks that compute grains and the grains, if there are more ranks."""
+    """Yield the conflict of more data ranks than grains, if there are more."""
     ranks, shard = plan.layout.data * plan.layout.shard, plan.layout.shard
     if ranks <= facts.num_grains:
         return
@@ -199,7 +202,7 @@ def too_many_data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 
 def _tensor_width(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    """More places than heads leave attention whole, which is noted; more than any layer has rows divide nothing."""
+    """Yield the conflict of a tensor degree beyond all widths; more ranks than heads only give a note."""
     tensor, heads = plan.layout.tensor, facts.num_heads
     widest = max(facts.widths, default=None)
     if tensor == 1 or widest is None or tensor <= widest:
@@ -237,7 +240,7 @@ def _context(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 
 def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
-    """The heads that a rank of the context axis shares out: those that a tensor axis leaves it."""
+    """Return the heads that the context axis divides: those that the tensor axis leaves on a rank."""
     heads, tensor = facts.num_heads, plan.layout.tensor
     return heads // tensor if heads is not None and heads % tensor == 0 else heads
 
@@ -248,7 +251,7 @@ def _legal_contexts(plan: Plan, facts: ModelFacts, most: int) -> list[int]:
 
 
 def cut_by_itself(places: Sequence[str] | None, blocks: Sequence[str] = ()) -> str:
-    """Number and names of the default stage boundaries, in words; the model's blocks where they are not known."""
+    """Return the number and names of the default stage boundaries in words, or the model's blocks if unknown."""
     if places is None:
         return f"a model of {len(blocks)} layers ({blocks[0]} to {blocks[-1]}): a stage has at least one"
     named = f" ({', '.join(places if len(places) <= 6 else [*places[:5], '...', places[-1]])})" if places else ""
@@ -260,7 +263,7 @@ def _num_stages(plan: Plan) -> int:
 
 
 def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    """Without a split the blocks are divided; with one, `_split` counts."""
+    """Yield the conflict of too many stages for the blocks; a plan with a split is checked in `_split`."""
     most_stages, per, stages = facts.most_stages, plan.pipeline.stages_per_rank, _num_stages(plan)
     if plan.layout.pipeline == 1 or most_stages is None or stages <= most_stages or plan.pipeline.split:
         return
@@ -284,7 +287,7 @@ def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     given = shown(plan, "pipeline.split")
     miscounted = other_number(split, stages)
     if miscounted is not None:
-        # Names and stages per rank stay, and the degree follows, where it can.
+        # The advice keeps the names and the stages per rank, and changes the degree if possible.
         pipeline, rest = divmod(len(split) + 1, plan.pipeline.stages_per_rank)
         other = f", or layout.pipeline = {pipeline}" if not rest else ""
         yield Conflict(
@@ -310,7 +313,7 @@ IN_ORDER = "stages follow each other as the modules are executed, and each begin
 
 
 def other_number(split: Sequence[str], stages: int) -> str | None:
-    """Complaint about the number of names in a split for so many stages; None where it fits."""
+    """Return a complaint if a split has the wrong number of names for `stages` stages, else None."""
     if len(split) == stages - 1:
         return None
     return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"
@@ -328,10 +331,10 @@ def _quoted(names: list[str]) -> str:
 
 
 def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
-    """Whether so many microbatches are what a schedule on so many ranks is defined for, in a full step.
+    """Check whether a schedule is defined for this number of microbatches in a full step.
 
     1f1b and zero_bubble fill the pipeline before the first backward: a microbatch for every rank. interleaved_1f1b runs
-    in equal rounds of a microbatch a rank at least. Source: Narayanan et al., arXiv 2104.04473, and the checks of
+    in equal rounds of at least a microbatch per rank. Source: Narayanan et al., arXiv 2104.04473, and the checks of
     torch.distributed.pipelining.schedules. The short step at the end of the data may have any number.
     """
     if schedule in ("1f1b", "zero_bubble"):
@@ -347,7 +350,7 @@ def _fits(plan: Plan, facts: ModelFacts) -> bool:
 
 
 def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
-    """The numbers of grains per microbatch with which the plan's schedule is legal, in order; may be empty."""
+    """Return the numbers of grains per microbatch that suit the plan's schedule, in order; may be empty."""
     share = -(-facts.num_grains // (plan.layout.data * plan.layout.shard))
     return [n for n in range(1, share + 1) if _fits(plan.with_sections(batch={"grains_per_microbatch": n}), facts)]
 

@@ -22,7 +22,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def trusted_copy(self, values: Mapping[str, Any]) -> Self:
-        """The copy with these values that `model_copy` makes, in a fraction of its time: a search makes very many."""
+        """Return the copy that `model_copy` makes with these values, but faster: a search makes very many copies."""
         copied, fields_set = self.__new__(type(self)), self.__pydantic_fields_set__
         if not fields_set >= values.keys():
             fields_set = fields_set | values.keys()
@@ -44,18 +44,18 @@ class LayoutSection(_Section):
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.data * self.shard * self.tensor * self.pipeline * self.context
 
 
 class BatchSection(_Section):
-    """Grains in one forward; 0 stands for all of a rank's, until the plan is resolved for a job."""
+    """Grains in one forward; 0 means all of a rank's grains, until the plan is resolved for a job."""
 
     grains_per_microbatch: Annotated[int, Field(ge=0)] = 0
 
 
 class ShardSection(_Section):
-    """ZeRO stage of the shard axis (1, 2 or 3), and after which microbatches divided gradients are summed."""
+    """ZeRO stage of the shard axis (1, 2 or 3), and the microbatches after which sharded gradients are summed."""
 
     level: Literal["optimizer", "gradients", "parameters"] = "parameters"
     reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
@@ -77,7 +77,7 @@ class PipelineSection(_Section):
 
 
 class PrecisionSection(_Section):
-    """Dtypes of the parameters, of the compute (autocast where it differs) and of the gradient sums."""
+    """Dtypes of the parameters, of the compute (autocast if it differs) and of the gradient sums."""
 
     parameters: Dtype = "float32"
     compute: Dtype = "float32"
@@ -93,14 +93,14 @@ class MemorySection(_Section):
 
 
 class CollectivesSection(_Section):
-    """Algorithm of the gradients' all-reduce, and their compression."""
+    """Algorithm of the gradients' all_reduce, and their compression."""
 
     all_reduce: Literal["native", "ring", "tree", "recursive_doubling", "hierarchical", "shared_memory"] = "native"
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
 class ServerSection(_Section):
-    """Parameter servers, to which workers push gradients; `staleness` bounds the age of applied ones."""
+    """Parameter servers, to which workers push gradients; `staleness` bounds the age of applied gradients."""
 
     mode: Literal["none", "synchronous", "bounded", "asynchronous"] = "none"
     staleness: Annotated[int, Field(ge=0)] = 0
@@ -110,12 +110,12 @@ class ServerSection(_Section):
 class CompressionSection(_Section):
     """Strength of gradient compression, and its error guard (see docs/compression.md)."""
 
-    block: Annotated[int, Field(ge=1)] = 256  # values that share a scale of int8
+    block: Annotated[int, Field(ge=1)] = 256  # values that share an int8 scale
     density: Annotated[float, Field(gt=0, le=1)] = 0.1  # the share of values that topk sends
-    rank: Degree = 4  # of powersgd's factors
-    feedback: bool = True  # what was not sent is added to the next step's gradient
-    guard_every: Annotated[int, Field(ge=0)] = 100  # steps after which the exact sum is made as well; 0: never
-    guard_lost: Annotated[float, Field(gt=0)] = 0.5  # of its energy: beyond it the rest of the run is not compressed
+    rank: Degree = 4  # rank of powersgd's factors
+    feedback: bool = True  # add the unsent part to the next step's gradient
+    guard_every: Annotated[int, Field(ge=0)] = 100  # interval in steps of comparisons with the exact sum; 0: never
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5  # lost share of energy that ends compression for the run
 
 
 class DataSection(_Section):
@@ -134,7 +134,7 @@ class ExecutionSection(_Section):
 
 
 def _compared(prediction: dict[str, Any]) -> dict[str, Any]:
-    """A prediction of which a run can compare the numbers with its own. Raises: ValueError."""
+    """Check that a run can compare this prediction's numbers with its own. Raises: ValueError."""
     for name in ("terms", "factors"):
         values = prediction.get(name, {})
         if not isinstance(values, dict) or not all(map(_is_number, values.values())):
@@ -177,78 +177,78 @@ class Plan(_Section):
 
     @property
     def shards_model(self) -> bool:
-        """Whether gradients, or parameters too, are divided over the shard axis."""
+        """Whether gradients, and possibly parameters, are divided over the shard axis."""
         return self.layout.shard > 1 and self.shard.level != "optimizer"
 
     @property
     def divides_model(self) -> bool:
-        """Whether ranks hold parts of the model."""
+        """Whether each rank has only a part of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the ranks hold one copy of the parameters in memory that they share."""
+        """Whether the ranks share one copy of the parameters in memory."""
         return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
 
     @property
     def divides_state(self) -> bool:
-        """Whether ranks that hold the whole model hold parts of the optimizer's state."""
+        """Whether ranks with the whole model have only parts of the optimizer's state."""
         return self.layout.shard > 1 or self.shares_memory
 
     @property
     def num_owners(self) -> int:
-        """Ranks that divide the optimizer's state of a model that each has whole."""
+        """Number of ranks that divide the optimizer's state of a whole model."""
         return self.degrees.divides_grains if self.shares_memory else self.layout.shard
 
     @property
     def num_copies_shared(self) -> int:
-        """Ranks that have one copy of the parameters between them."""
+        """Number of ranks that share one copy of the parameters."""
         return self.degrees.divides_grains if self.shares_memory else 1
 
     @property
     def serves(self) -> bool:
-        """Whether servers keep the parameters; the ranks of the layout are then workers."""
+        """Whether servers store the parameters; the ranks of the layout are then workers."""
         return self.server.mode != "none"
 
     @property
     def num_processes(self) -> int:
-        """The ranks of the layout, and with servers these and the conductor."""
+        """Number of processes: the ranks of the layout and, with servers, the servers and the conductor."""
         return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
 
     @property
     def worker_ranks(self) -> range:
-        """With servers the ranks of the workers, which come last: those that may die and be replaced."""
+        """Ranks of the workers of servers, which come last and may be replaced if they die; empty without servers."""
         return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
 
     @property
     def divides_step(self) -> int:
-        """Among how many ranks the grains of one step are divided; a worker that runs ahead computes all of them."""
+        """Number of ranks that divide the grains of one step; a worker that runs ahead computes all of them."""
         return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
 
     @property
     def uncompressed(self) -> Self:
-        """This plan with gradients summed as they are."""
+        """This plan without gradient compression."""
         if self.collectives.compression == "none":
             return self
         plain = self.collectives.model_copy(update={"compression": "none"})
         return self.model_copy(update={"collectives": plain, "compression": CompressionSection()})
 
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
-        """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
+        """Return this plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
         document = self.to_mapping()
         for name, changes in sections.items():
             document[name] = {**document.get(name, {}), **changes}
         return Plan.from_mapping(document, source="plan")
 
     def to_mapping(self) -> dict[str, Any]:
-        """The whole plan as nested dicts, `schema` first, every key present."""
+        """Return the whole plan as nested dicts, `schema` first, with every key present."""
         document = self.model_dump(by_alias=True)
         document["pipeline"]["split"] = list(document["pipeline"]["split"])
         return document
 
     @classmethod
     def from_mapping(cls, document: dict[str, Any], source: str) -> Self:
-        """A plan from nested dicts; `source` names the file in messages.
+        """Return the plan from nested dicts; `source` names the file in messages.
 
         Raises: PlanError with every mistake at once, each with its path and, for an unknown key, the nearest name.
         """
@@ -258,7 +258,7 @@ class Plan(_Section):
             raise _plan_error(error, source) from None
 
 
-# By the kind of pydantic's error, with its context.
+# Remedies by pydantic's error type, formatted with the error's context.
 _WANTED = {
     "int_type": "write a whole number, without quotes or a point",
     "bool_type": "write true or false",
@@ -289,7 +289,7 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
     remedy: list[str] = []
     seen: set[str] = set()
     for item in error.errors(include_url=False):
-        # A union reports once per member, with the member as the last part of the path.
+        # A union reports an error for each member, with the member as the last part of the path.
         path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
         dotted = ".".join(path)
         if dotted in seen:
@@ -325,9 +325,9 @@ def _wanted(item: Any, path: tuple[str, ...]) -> str:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a TOML file; keys left out take their defaults.
+    """Return the plan in a TOML file; missing keys have their defaults.
 
-    Raises: PlanError where the file is missing, is not TOML, or has mistakes (all of them at once).
+    Raises: PlanError if the file is missing, is not TOML, or has mistakes (all of them at once).
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -346,7 +346,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan as TOML text; `read_plan` gives the same plan back."""
+    """Return the whole plan as TOML text, from which `read_plan` restores the same plan."""
     return tomli_w.dumps(plan.to_mapping())
 
 
@@ -354,7 +354,7 @@ _ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
 
 
 def described(plan: Plan) -> str:
-    """Degrees in use, what differs from the default, and the servers if there are any."""
+    """Return the degrees in use, the settings that differ from the default, and the servers if any."""
     words = [f"{axis} {degree}" for axis, degree in plan.layout.__dict__.items() if degree > 1] or ["one device"]
     if plan.layout.shard > 1:
         words.append(_ZERO[plan.shard.level])

@@ -1,4 +1,4 @@
-"""Layouts for another number of devices: the axes of a plan with other degrees."""
+"""Layouts for another number of devices: the same axes with other degrees."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _UNUSED = {"shard": ShardSection(), "tensor": TensorSection(), "pipeline": Pipel
 
 
 def relaid(plan: Plan, devices: int) -> Plan:
-    """The plan with degrees whose product is `devices`; where the data degree alone can change, that alone.
+    """Return the plan with degrees whose product is `devices`; only the data degree changes if that suffices.
 
-    Else the axes stay in use as far as the number has room for them, each with a degree as near as can be to what it
-    was. What a plan says about microbatches and stages of the other degrees is left open again, and about axes that
-    are not in use any more, left out. Whether the job's model allows the degrees is for its facts to say.
+    Otherwise the axes stay in use if the number of devices allows it, with degrees close to the old ones. Settings for
+    microbatches and stages of other degrees become open, and settings of unused axes are dropped. The facts of the job
+    decide later whether its model allows the degrees.
     """
     if devices == plan.degrees.world_size:
         return plan
@@ -32,7 +32,7 @@ def relaid(plan: Plan, devices: int) -> Plan:
 
 
 def _candidates(plan: Plan, devices: int) -> Iterator[dict[str, int]]:
-    """Degrees of that product, of axes that the plan uses; of the data axis too, which may take what is left."""
+    """Yield degrees with this product on the axes that the plan uses, and on the data axis, which takes the rest."""
     used = [axis for axis in AXES if axis != "data" and plan.degrees.degree(axis) > 1]
 
     def choose(axes: list[str], left: int) -> Iterator[dict[str, int]]:
@@ -46,9 +46,9 @@ def _candidates(plan: Plan, devices: int) -> Iterator[dict[str, int]]:
 
 
 def _distance(plan: Plan, degrees: dict[str, int]) -> tuple[float, ...]:
-    """First how many axes go out of use, then how far degrees change that the model's structure bounds, then others.
+    """Return a sort key: axes that go out of use, changes of degrees that the model bounds, changes of other degrees.
 
-    Of those that it bounds a divisor is safest: what was divided among four ranks can be among two.
+    For bounded degrees a divisor is safest: a model that four ranks divide can also be divided by two.
     """
     old = plan.degrees
     used = [axis for axis in AXES if axis != "data" and old.degree(axis) > 1]

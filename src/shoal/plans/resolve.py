@@ -22,7 +22,7 @@ from shoal.plans.legal import (
 from shoal.plans.plan import DataSection, LayoutSection, Plan, ServerSection
 from shoal.plans.relaid import relaid
 
-# What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
+# Values of `--precision`: parameters, compute, reduce, loss_scale. Autocast if compute differs from parameters.
 PRECISIONS = {
     "fp32": ("float32", "float32", "float32", "none"),
     "bf16": ("float32", "bfloat16", "float32", "none"),
@@ -34,7 +34,7 @@ _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bf16-mixe
 
 @dataclass(frozen=True)
 class Wishes:
-    """Options of a command line or Session beyond the plan; None where an option is absent."""
+    """Options of a command line or Session beyond the plan; None if an option is absent."""
 
     devices: int | None = None
     exact: bool | None = None
@@ -44,9 +44,9 @@ class Wishes:
 
 
 def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
-    """The plan with the wishes written into it.
+    """Return the plan with the wishes written into it.
 
-    Raises: PlanError where a wish contradicts a plan file, or names no precision.
+    Raises: PlanError if a wish contradicts a plan file, or if the precision is unknown.
     """
     given = plan
     if wishes.devices is not None:
@@ -71,7 +71,7 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
 
 
 def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
-    """The plan without its prediction where that was made of other degrees, another precision or mode."""
+    """Return the plan without a prediction that was made for other degrees, another precision or another mode."""
     changed = [name for name in ("layout", "precision", "execution") if getattr(plan, name) != getattr(given, name)]
     if not changed or not plan.prediction:
         return plan
@@ -82,36 +82,36 @@ def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
 
 
 class CompletePlan(Plan):
-    """Plan with every setting resolved, judged once against its job; engines are built from it alone.
+    """Plan with every setting resolved and checked against its job; engines are built only from complete plans.
 
-    `judge` alone makes one of another plan; a change by `with_sections` is another plan, and not judged.
+    Only `judge` makes one from another plan; `with_sections` returns an unchecked `Plan`.
     """
 
     @property
     def alone(self) -> Self:
-        """The same on one process, without servers."""
+        """The same plan on one process, without servers."""
         return self.model_copy(update={"layout": LayoutSection(), "server": ServerSection()})
 
     @property
     def with_copies(self) -> Self:
-        """The same with a copy of the parameters for each rank."""
+        """The same plan with a copy of the parameters for each rank."""
         return self.model_copy(update={"memory": self.memory.model_copy(update={"shared": False})})
 
     def with_format(self, *, channels_last: bool) -> Self:
-        """The same with images in another memory format; for fast mode."""
+        """Return the same plan with another memory format of images; for fast mode."""
         execution = self.execution.model_copy(update={"channels_last": channels_last})
         return self.model_copy(update={"execution": execution})
 
     def with_workers(self, workers: int) -> Self:
-        """The same with so many processes a rank that fetch samples; for a plan without servers."""
+        """Return the same plan with `workers` data-loading processes per rank; for a plan without servers."""
         return self.model_copy(update={"data": DataSection(workers=workers)})
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Complete plan, the grains of the job that it was judged for, and the drawbacks of its layout, a sentence each.
+    """Complete plan, the grains of its job, and the drawbacks of its layout, a sentence each.
 
-    `why_grains` is the reason of their number, in words.
+    `why_grains`: the reason for the number of grains, in words.
     """
 
     plan: CompletePlan
@@ -122,12 +122,12 @@ class Judged:
 
 
 def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> Judged:
-    """The plan with nothing left open for a job and its model; once for a run, in one of its processes.
+    """Return the complete plan for a job and its model. One process calls it once per run.
 
-    `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it.
+    `max_microbatch`: limit in samples; the microbatch gets as many whole grains as fit.
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
-    if plan.layout.data * plan.layout.shard <= facts.num_grains:  # else it is refused, and nothing fits
+    if plan.layout.data * plan.layout.shard <= facts.num_grains:  # otherwise the plan is refused anyway
         plan = plan.with_sections(batch={"grains_per_microbatch": _microbatch(plan, facts, max_microbatch)})
     refuse(conflicts(plan, facts))
     found = CompletePlan.from_mapping(plan.to_mapping(), source="plan")
@@ -135,7 +135,7 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
 
 
 def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> CompletePlan:
-    """As `judge`, of a job whose model is not looked at."""
+    """Return the plan as `judge` does, for a job whose model is not examined."""
     return judge(plan, ModelFacts(num_grains, grain_size), max_microbatch).plan
 
 
@@ -173,7 +173,10 @@ def _precision(name: str) -> dict[str, str]:
 
 
 def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
-    """Grains of as few and even microbatches as a pipeline's schedule allows, one a rank at least; 0: none is legal."""
+    """Return the grains per microbatch for the fewest, most even microbatches that the schedule allows; 0 if none.
+
+    Microbatches that fill the pipeline, at least one per rank, are preferred.
+    """
     if plan.layout.pipeline == 1:
         return 0
     counts = {
@@ -186,9 +189,10 @@ def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
 
 
 def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
-    """Of a plan as it was written, on a job of `num_grains`; `alone`: what makes grains share no forward, if anything.
+    """Yield a sentence for each batch setting without effect on a job with `num_grains` grains.
 
-    Exact mode, which computes grain by grain too, is told of where the plan is completed.
+    `plan`: as the user wrote it. `alone`: why grains do not share a forward, if they do not. Exact mode also computes
+    grain by grain, but `judge` reports that.
     """
     wanted, share = plan.batch.grains_per_microbatch, -(-num_grains // plan.divides_step)
     given = shown(plan, "batch.grains_per_microbatch")
@@ -202,6 +206,6 @@ def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
 
 
 def warn_of(sentences: Iterable[str], above: int = 0) -> None:
-    """A warning each, at the line that called the caller, or so many calls above."""
+    """Issue a warning for each sentence at the line that called the caller, or `above` calls further up."""
     for sentence in sentences:
         warnings.warn(sentence, SettingWarning, stacklevel=3 + above)

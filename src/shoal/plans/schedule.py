@@ -1,7 +1,7 @@
-"""Pipeline schedules as lists of actions, one list a rank, for the planner to time and the pipeline to execute.
+"""Pipeline schedules as lists of actions, one per rank, for the planner to time and the pipeline to execute.
 
-Rank r of P holds the stages r, r + P, r + 2P and so on. Receives block and sends do not. Every schedule runs the
-backwards of a stage in the order of the microbatches, so that gradients are added up in the same order under each.
+Rank r of P has the stages r, r + P, r + 2P and so on. Receives block and sends do not. Every schedule runs the
+backwards of a stage in the order of the microbatches, so gradients are summed in the same order under each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
 class ActionKind(StrEnum):
-    """Kind of an action; a backward is of inputs and weights, or of each by itself."""
+    """Kind of an action; a backward covers inputs and weights, or only one of the two."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -41,7 +41,7 @@ Schedule = tuple[Actions, ...]
 
 
 def refuse_illegal(schedule: str, num_ranks: int, stages_per_rank: int) -> None:
-    """Refuses a schedule that does not exist for so many ranks and stages. Raises: PlanError with the nearest legal."""
+    """Check that a schedule exists for these ranks and stages. Raises: PlanError with the nearest legal values."""
     given = f'pipeline.schedule = "{schedule}" with pipeline.stages_per_rank = {stages_per_rank}'
     if num_ranks < 1 or stages_per_rank < 1:
         given += f" on {num_ranks} ranks"
@@ -60,10 +60,11 @@ def refuse_illegal(schedule: str, num_ranks: int, stages_per_rank: int) -> None:
 
 
 def actions(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """Each rank's actions in order, for any number of microbatches. Raises: PlanError as `refuse_illegal`.
+    """Return each rank's actions in order, for any number of microbatches.
 
-    gpipe: Huang et al., arXiv 1811.06965, with several stages a rank breadth first. 1f1b and interleaved_1f1b:
+    gpipe: Huang et al., arXiv 1811.06965, breadth first over several stages per rank. 1f1b and interleaved_1f1b:
     Narayanan et al., arXiv 2104.04473. zero_bubble: the schedule ZB-H1 of Qi et al., arXiv 2401.10241.
+    Raises: PlanError as `refuse_illegal` does.
     """
     refuse_illegal(schedule, num_ranks, stages_per_rank)
     ranks = range(num_ranks)
@@ -90,7 +91,7 @@ def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) 
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], num_ahead: int) -> Actions:
-    """`num_ahead` forwards, then one forward and one backward in turns, then the backwards that are left."""
+    """Return `num_ahead` forwards, then alternately one forward and one backward, then the remaining backwards."""
     ahead = min(num_ahead, len(forwards))
     found = forwards[:ahead]
     for place, backward in enumerate(backwards):
@@ -100,10 +101,10 @@ def _in_turns(forwards: list[Action], backwards: list[Action], num_ahead: int) -
 
 
 def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
-    """1f1b whose weight gradients lag `rank` microbatches behind, so that they fill the wait at the end.
+    """Return 1f1b with weight gradients that lag `rank` microbatches behind, which fills the wait at the end.
 
-    So every rank holds at most the activations of P microbatches, what rank 0 holds under 1f1b. Rank 0 has nobody to
-    give an input's gradient to, and no lag: its backward is one.
+    Every rank then stores the activations of at most P microbatches, as rank 0 does under 1f1b. Rank 0 passes no input
+    gradient on and has no lag, so its backward is whole.
     """
     if rank == 0:
         return _one_forward_one_backward(rank, num_ranks, num_microbatches)
@@ -122,9 +123,9 @@ def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
 
 
 def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Actions:
-    """Megatron's order for the next multiple of P microbatches, without those that do not exist.
+    """Return Megatron's order for the next multiple of P microbatches, without the nonexistent ones.
 
-    Nothing that is left waits for what is left out, since microbatches do not depend on each other: it stays legal.
+    The order stays legal, because microbatches do not depend on each other.
     """
     whole = -(-num_microbatches // num_ranks) * num_ranks
     period = num_ranks * stages_per_rank
@@ -141,16 +142,16 @@ def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatch
 
 
 def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], float]) -> tuple[float, list[float]]:
-    """(when the last rank is done, how long each rank computes), in seconds; messages take no time.
+    """Return (when the last rank ends, how long each rank computes), in seconds; messages take no time.
 
-    A forward begins with a message of the stage before, a backward (whole, or of inputs) with one of the stage after.
-    The bubble of a rank is the first less its own of the second. Raises: ValueError where the ranks wait forever.
+    A forward waits for a message from the previous stage; a whole or input backward waits for one from the next stage.
+    A rank's bubble is the first value minus its own part of the second. Raises: ValueError if the ranks wait forever.
     """
     num_stages = 1 + max(map(_STAGE, chain.from_iterable(lists)), default=0)
     width = 1 + max(map(_MICROBATCH, chain.from_iterable(lists)), default=0)
     sent: tuple[dict[int, float], dict[int, float]] = ({}, {})  # backwards, forwards: by stage * width + microbatch
     clocks, busy, places = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
-    forward_kind, alone_kind = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT  # names that are looked up once
+    forward_kind, alone_kind = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT  # local names are faster
     moved = True
     while moved:
         moved = False
@@ -182,9 +183,9 @@ def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], flo
 
 @lru_cache(maxsize=65536)
 def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[int, ...]:
-    """The most microbatches of each rank, over its stages, with activations in memory until their weights' gradient.
+    """Return each rank's maximum of microbatches, over its stages, whose activations are in memory.
 
-    Those ahead of the first backward, and one more.
+    Activations stay until the weights' gradient. The maximum is the forwards ahead of the first backward, plus one.
     """
     if schedule == "gpipe":
         return (num_microbatches * stages_per_rank,) * num_ranks
@@ -197,7 +198,7 @@ def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatc
 
 
 def _that_exist(first: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
-    """How many of the first forwards of a rank in Megatron's order are of microbatches that exist."""
+    """Return how many of a rank's first forwards in Megatron's order belong to existing microbatches."""
     found = 0
     while first > 0 and num_microbatches > 0:
         turns, part = divmod(min(first, num_ranks * stages_per_rank), num_ranks)
@@ -210,16 +211,16 @@ def _that_exist(first: int, num_ranks: int, stages_per_rank: int, num_microbatch
 
 @lru_cache(maxsize=65536)
 def in_flight_by_stage(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Under interleaved_1f1b the most microbatches in flight of each stage of each rank, at whichever time that is.
+    """Return the most microbatches in flight on each stage of each rank under interleaved_1f1b, at any time.
 
-    Where b backwards of a rank are done, b more forwards are than those ahead of the first backward. Both go through
-    the rank's stages by P microbatches at a time, the backwards from the last stage, so that a stage has most in flight
-    before the first backward, before a run of its backwards, or after a run of its forwards.
+    After b backwards of a rank, its forwards lead by the number ahead of the first backward. Both pass through the
+    stages of the rank in runs of P microbatches, the backwards from the last stage. A stage has most in flight before
+    the first backward, before a run of its backwards, or after a run of its forwards.
     """
     period = num_ranks * stages_per_rank
 
     def done(turn: int, passes: int) -> int:
-        """How many of a rank's first passes in this direction are of the stage whose turn it is."""
+        """Return how many of a rank's first passes in this direction belong to the stage of this turn."""
         rounds, rest = divmod(passes, period)
         return rounds * num_ranks + min(num_ranks, max(0, rest - turn * num_ranks))
 

@@ -1,1 +1,1 @@
-"""HTML reports from values alone: one file each, without scripts, fonts or images from elsewhere."""
+"""HTML reports from values alone, each one file without external scripts, fonts or images."""

@@ -1,7 +1,6 @@
-"""Account of a run, as values.
+"""Account of a run as values: time, rates, predictions beside measurements, samples, incidents.
 
-Where its time went, rates, predictions beside measurements, samples, incidents: built from the files of a run
-directory alone; pages, terminals and diagnoses read this and nothing else.
+It is built from the files of a run directory alone. Pages, terminals and diagnoses read only the account.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shoal.runs.run_files import RunFiles
 
 @dataclass(frozen=True)
 class Beside:
-    """Prediction beside measurement, in one unit; None where there is none."""
+    """Prediction and measurement of one quantity, in one unit; None if missing."""
 
     name: str
     predicted: float | None
@@ -30,16 +29,16 @@ class Beside:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """Measured over predicted, or None if one is missing."""
         return self.measured / self.predicted if self.predicted and self.measured is not None else None
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates: `step` over the time of steps, `overall` over the whole wall clock without idle time, in 1/s.
+    """Rates in 1/s: `step` over the time of steps, `overall` over the whole wall clock without idle time.
 
-    `tokens`: None where samples are no sequences of integers, or the plan does not say it. `peak_share`: of the
-    devices' dense peak, 0 to 1, where the plan knows it and the run was on such devices.
+    `tokens`: None if samples have no tokens, or if the plan does not record them.
+    `peak_share`: share of the devices' dense peak, 0 to 1, if the plan records it for this kind of device.
     """
 
     step_samples: float | None = None
@@ -53,7 +52,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class RunCost:
-    """US dollars: of the time in which the run had its devices, at a price of the plan's cluster."""
+    """Cost of a run in US dollars: the time for which the run had its devices, at the price in the plan."""
 
     dollars: float
     per_device_hour: float
@@ -62,7 +61,7 @@ class RunCost:
 
 @dataclass(frozen=True)
 class SampleAccount:
-    """Samples that the kept steps trained on, and those whose steps were trained again or not applied."""
+    """Samples that the final steps trained on, and samples whose steps were repeated or not applied."""
 
     trained: int
     dataset: int | None
@@ -84,7 +83,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Account:
-    """A run. `status`: running | completed | preempted | failed | killed (ended without a word)."""
+    """A run. `status`: running | completed | preempted | failed | killed (ended without a result)."""
 
     path: str
     name: str
@@ -119,7 +118,7 @@ class Account:
     result: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value; numbers that are not finite are null."""
+        """Return the account as a JSON value; numbers that are not finite become null."""
         found = asdict(self)
         found["wall"] |= {"busy_seconds": self.wall.busy_seconds, "ettr": self.wall.ettr}
         plain: dict[str, Any] = _plain(found)
@@ -127,14 +126,14 @@ class Account:
 
 
 def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Account:
-    """The account of a run; `compared`: prediction beside measurement where the result has none yet."""
+    """Return the account of a run; `compared`: predictions and measurements to use if the result has none yet."""
     wall, result, plan = wall_clock(files), files.result if not _is_open(files) else {}, files.plan
     compared = result.get("prediction") or compared or {}
     times = step_times(files.records)
     status = status_of(files)
     elsewhere = _is_elsewhere(compared)
     world, ranks = _world_size(files), rank_extremes(files.records)
-    # Of attempts on other numbers of devices neither the price nor the share of the peak is one number.
+    # With attempts on different numbers of devices, neither the price nor the share of the peak is a single number.
     resized = len({attempt.world_size for attempt in files.attempts}) > 1
     found = Account(
         path=files.shown,
@@ -173,16 +172,16 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
 
 
 def status_of(files: RunFiles) -> str:
-    """How a run stands: running, killed, or what its result says."""
+    """Return the status of a run: running, killed, or the status in its result."""
     if files.is_held:
         return "running"
     if _is_open(files):
-        return "killed" if files.address is None else "running"  # as far as what is at an address tells
+        return "killed" if files.address is None else "running"  # remote files do not show live processes
     return str(files.result.get("status") or "killed")
 
 
 def _is_open(files: RunFiles) -> bool:
-    """Whether the last attempt has not ended, so that a result is of an earlier one."""
+    """Check whether the last attempt has not ended, which means that a result is from an earlier one."""
     return bool(files.attempts) and files.attempts[-1].ended_at is None
 
 
@@ -284,7 +283,7 @@ def _evaluations(files: RunFiles, result: Mapping[str, Any]) -> tuple[Evaluation
 
 
 def _checkpoints(files: RunFiles) -> tuple[int, ...]:
-    """Steps after which a checkpoint was taken: by the span of the step that came next, and by what resumed there."""
+    """Return the steps after which a checkpoint was taken, from the records' spans and from resumes."""
     found = {r.step - 1 for r in files.records if r.spans.get("checkpoint", 0.0) > 0.0}
     found |= {r.step for r in files.records if (r.after or {}).get("checkpoint", 0.0) > 0.0}
     found |= {a.step for a in files.attempts if a.step is not None and a.after.get("checkpoint", 0.0) > 0.0}

@@ -1,4 +1,4 @@
-"""Curves of a run over its steps, thinned honestly: of each bucket of steps the least and the greatest value."""
+"""Curves of a run over its steps, thinned to the least and the greatest value in each bucket of steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shoal.report.html import Table
 from shoal.report.quantities import short
 from shoal.runs.records import StepRecord
 
-# A chart is at most so many pixels wide, and shows two values a bucket.
+# Half of a chart's largest width in pixels, because a bucket shows two values.
 BUCKETS = 600
-_ROWS = 40  # of the table behind a curve
+_ROWS = 40  # rows of the table for a curve
 _MOST_METRICS = 12
 
 Reader = Callable[[StepRecord], float | None]
@@ -24,7 +24,7 @@ Reader = Callable[[StepRecord], float | None]
 
 @dataclass(frozen=True)
 class PlottedCurve:
-    """A name and its values at a chart's x; None where there is none. `dots`: few values, each of which is drawn."""
+    """A name and its values at a chart's x; None for missing ones. `dots`: draw each value, for sparse curves."""
 
     name: str
     values: Sequence[float | None]
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one axis; `note` says what was thinned, `log` which axes are logarithmic."""
+    """Curves over one axis; `note` describes the thinning, `log` names the logarithmic axes."""
 
     key: str
     title: str
@@ -57,7 +57,7 @@ class Chart:
     paragraphs: Sequence[str] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value for the page's script, with five digits of each number."""
+        """Return the JSON value for the page's script, with five digits of each number."""
         return {
             "key": self.key,
             "title": self.title,
@@ -78,14 +78,14 @@ def _digits(value: float | None) -> float | None:
 
 
 def buckets(count: int, most: int = BUCKETS) -> list[range]:
-    """Neighbouring indices 0 .. count - 1 in at most so many groups; up to twice as many indices stay apart."""
+    """Divide indices 0 .. count - 1 into at most `most` groups of neighbours; up to 2 `most` indices stay single."""
     number = count if count <= 2 * most else most
     edges = [count * place // number for place in range(number + 1)] if number else []
     return [range(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def thinned(values: Sequence[float | None], groups: Sequence[range]) -> list[float | None]:
-    """Two values a group of several: its least and its greatest, in the order in which they came; one of a single."""
+    """Return two values for a group of several, its least and greatest in their order; one value for a single."""
     found: list[float | None] = []
     for group in groups:
         known = [(values[place], place) for place in group]
@@ -99,7 +99,7 @@ def thinned(values: Sequence[float | None], groups: Sequence[range]) -> list[flo
 
 
 def at_groups(steps: Sequence[float], groups: Sequence[range]) -> list[float]:
-    """The x of `thinned` values: a group's first step and its middle."""
+    """Return the x of `thinned` values: a group's first step and its middle."""
     found: list[float] = []
     for group in groups:
         found.append(steps[group[0]])
@@ -110,7 +110,7 @@ def at_groups(steps: Sequence[float], groups: Sequence[range]) -> list[float]:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve to draw: its name and how a record is read."""
+    """A curve to draw: its name, and a function that reads its value from a record."""
 
     name: str
     read: Reader
@@ -119,7 +119,7 @@ class Line:
 def over_steps(
     key: str, title: str, records: Sequence[StepRecord], lines: Sequence[Line], marks: Sequence[Mark] = (), **more: Any
 ) -> Chart | None:
-    """A chart of records; None where no line has a value."""
+    """Return a chart of records, or None if no line has a value."""
     columns = [[line.read(record) for record in records] for line in lines]
     kept = [(line, column) for line, column in zip(lines, columns, strict=True) if any(v is not None for v in column)]
     if not kept:
@@ -137,7 +137,7 @@ def over_steps(
 
 
 def _table(steps: Sequence[float], names: Sequence[str], columns: Sequence[Sequence[float | None]]) -> Table:
-    """At most 40 rows: the steps of each, and of each curve the least, the mean and the greatest value."""
+    """Return at most 40 rows: the steps of each, and the least, mean and greatest value of each curve."""
     groups = buckets(len(steps), _ROWS)
     single = all(len(group) == 1 for group in groups)
     parts = ("",) if single else (", least", ", mean", ", greatest")
@@ -158,7 +158,7 @@ def _metric(name: str) -> Reader:
 
 
 def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart]:
-    """Loss, metrics, gradient norm and learning rate over one axis, with what befell the run."""
+    """Return charts of loss, metrics, gradient norm and learning rate, with marks for the run's events."""
     marks = marks_of(found)
     names = list(dict.fromkeys(name for record in records for name in record.metrics or {}))
     extra: Mapping[str, float] = found.evaluations[-1].metrics if found.evaluations else {}
@@ -179,7 +179,7 @@ def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart
 
 
 def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
-    """Milliseconds of a step and of its largest spans."""
+    """Return a chart of the milliseconds of a step and of its largest spans."""
 
     def span(*names: str) -> Reader:
         return lambda record: 1e3 * sum(record.spans.get(name, 0.0) for name in names)
@@ -194,7 +194,7 @@ def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
 
 
 def marks_of(found: Account) -> list[Mark]:
-    """Checkpoints, incidents and resumes, each at its step; of many checkpoints at most 60, evenly."""
+    """Return checkpoints, incidents and resumes at their steps; at most about 60 checkpoints, evenly spaced."""
     saved = found.checkpoints[:: 1 + len(found.checkpoints) // 60]
     marks = [Mark(step, "checkpoint", f"checkpoint after step {step}") for step in saved]
     marks += [Mark(i.step, i.kind, i.text) for i in found.incidents if i.step is not None]

@@ -1,4 +1,4 @@
-"""SVG bars for the cells of a table, which says the same in words; widths are shares of the page's."""
+"""SVG bars for the cells of tables that contain the same numbers; widths are shares of the page's width."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from markupsafe import Markup
 _RECT = Markup('<rect class="{0}" x="{1:.2f}%" y="{2}" width="{3:.2f}%" height="{4}"/>')
 _CELL = Markup('<rect class="c1" x="{0:.2f}%" width="{1:.2f}%" height="18" fill-opacity="{2:.2f}"/>')
 _SVG = Markup('<svg class="bar" height="{0}" aria-hidden="true" focusable="false">{1}</svg>')
-_LEAST = 0.2  # per cent of the width: what is there can be seen
+_LEAST = 0.2  # per cent of the width, so that small values remain visible
 NUM_COLOURS = 8
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of a bar, from `begin` on, as shares of the whole width; `kind` is its class in the style sheet."""
+    """Part of a bar from `begin` on, as shares of the whole width; `kind` is its class in the style sheet."""
 
     kind: str
     begin: float
@@ -24,12 +24,12 @@ class Stretch:
 
 
 def colour(place: int) -> str:
-    """The class of the colour of a part, by its place among the parts."""
+    """Return the colour class of a part by its index."""
     return f"c{place % NUM_COLOURS + 1}"
 
 
 def bar(*lines: Stretch) -> Markup:
-    """Stretches below each other."""
+    """Draw parts below each other."""
     parts = (
         _RECT.format(line.kind, 100 * line.begin, 12 * place, max(_LEAST, 100 * line.share), 10)
         for place, line in enumerate(lines)
@@ -39,7 +39,7 @@ def bar(*lines: Stretch) -> Markup:
 
 
 def cells(values: Sequence[float], most: float) -> Markup:
-    """Values from 0 to `most` side by side, the fuller the larger."""
+    """Draw values from 0 to `most` side by side, with stronger colour for larger values."""
     wide = 100.0 / max(1, len(values))
     parts = (
         _CELL.format(place * wide, wide, max(0.05, value / most))
@@ -50,7 +50,7 @@ def cells(values: Sequence[float], most: float) -> Markup:
 
 
 def falling(sizes: Sequence[float]) -> list[Markup]:
-    """A bar for each part of a whole, beginning where the one before it ends."""
+    """Draw a bar for each part of a whole, each starting at the end of the previous one."""
     whole, done, found = sum(sizes) or 1.0, 0.0, list[Markup]()
     for place, size in enumerate(sizes):
         found.append(bar(Stretch(colour(place), done / whole, size / whole)))
@@ -59,7 +59,10 @@ def falling(sizes: Sequence[float]) -> list[Markup]:
 
 
 def beside(pairs: Sequence[tuple[float | None, float | None]], *, falls: bool = True) -> list[Markup]:
-    """A bar for each part as predicted, outlined, and below it as measured; each after the last of its kind or not."""
+    """Draw predicted (outlined) and measured bars for each part.
+
+    `falls`: whether each bar starts at the end of the previous one of its kind.
+    """
     sums = [sum(pair[number] or 0.0 for pair in pairs) for number in (0, 1)]
     whole = (max(sums) if falls else max((v or 0.0 for pair in pairs for v in pair), default=0.0)) or 1.0
     done, found = [0.0, 0.0], list[Markup]()

@@ -1,4 +1,4 @@
-"""HTML page of headings, paragraphs, tables and SVG charts, in one file that needs nothing else and prints well."""
+"""HTML page of headings, paragraphs, tables and SVG charts: one self-contained file that prints well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import ceil, floor, log2, log10
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-# A colour-blind safe set (Okabe and Ito 2008).
+# A set that is safe for colour-blind readers (Okabe and Ito 2008).
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _CHOSEN = "#D55E00"
 _WIDTH, _ROW, _LABELS, _VALUES = 720, 24, 150, 130
@@ -44,7 +44,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """HTML page."""
+    """HTML page with a title, lead paragraphs and sections."""
 
     title: str
     lead: Sequence[str]
@@ -52,7 +52,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML that is also XML; everything but drawings is escaped."""
+    """Return the page as HTML that is also XML; everything but drawings is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     template = files("shoal.report").joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(page=page)
@@ -69,7 +69,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Spot:
-    """Point of a curve: x, y and a label; `marked` for the chosen one."""
+    """Point of a curve: x, y and a label; `marked` for the chosen point."""
 
     x: float
     y: float
@@ -79,14 +79,14 @@ class Spot:
 
 @dataclass(frozen=True)
 class Series:
-    """A name and its spots; both coordinates are above zero."""
+    """Curve of spots with a name; both coordinates are above zero."""
 
     name: str
     spots: Sequence[Spot]
 
 
 def waterfall(title: str, bars: Sequence[Bar]) -> Markup:
-    """Parts of a whole, each beginning where the one before it ends."""
+    """Draw the parts of a whole, each starting at the end of the previous one."""
     room = _WIDTH - _LABELS - _VALUES
     parts: list[Markup] = []
     done = 0.0
@@ -111,7 +111,10 @@ def chart(
     shown: Callable[[float], str] = "{:g}".format,
     ideal: bool = False,
 ) -> Markup:
-    """Curves over logarithmic axes, each spot with its words; `shown` writes an x, `ideal` dashes y growing as x."""
+    """Draw curves over logarithmic axes, with a label on each spot.
+
+    `shown`: formats an x. `ideal`: whether to dash a line on which y grows in proportion to x.
+    """
     spots = [spot for curve in curves for spot in curve.spots]
     if not spots:
         return Markup("")

@@ -1,4 +1,4 @@
-"""Incidents of a run, as values: lost ranks, resumes, steps that were left out, and what ended it early."""
+"""Incidents of a run as values: lost ranks, resumes, skipped steps, and the causes of an early end."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from shoal.runs.records import StepRecord
 from shoal.runs.run_files import RunFiles
 
-# A run may leave out thousands of steps: of such a kind the first are told one by one.
+# A run may skip thousands of steps, so only the first incidents of a kind are listed.
 _MOST_OF_A_KIND = 50
 GOING_ON = "going_on"  # the first step after a loss
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Incident after or at `step`; `at` in seconds since the epoch, where that is known."""
+    """Incident after or at `step`; `at` in seconds since the epoch, if known."""
 
-    kind: str  # of an event; or resumed | skipped | server | compression | damaged | ended | error
+    kind: str  # kind of an event; or resumed | skipped | server | compression | damaged | ended | error
     step: int | None
     text: str
     at: float | None = None
 
 
 def incidents(files: RunFiles) -> tuple[Incident, ...]:
-    """All incidents, by step; of kinds that come in thousands the first, and how many more there are."""
+    """Return all incidents by step; for frequent kinds only the first ones and the number of others."""
     found = [*_events(files), *_resumes(files), *_records(files), *_result(files.result)]
     found += [
         Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
@@ -43,7 +43,7 @@ def incidents(files: RunFiles) -> tuple[Incident, ...]:
 
 
 def _events(files: RunFiles) -> Iterator[Incident]:
-    """Incidents in the event log; the cost of a loss comes with the event of the first step after it."""
+    """Yield the event log's incidents; the event of the first step after a loss has the loss's cost."""
     for number, event in enumerate(files.events):
         kind = event.get("kind")
         if kind is None or kind == GOING_ON:
@@ -123,7 +123,7 @@ def _result(result: Mapping[str, Any]) -> Iterator[Incident]:
 
 
 def told(error: Mapping[str, Any]) -> str:
-    """An error of a result in a line."""
+    """Return an error from a result as one line."""
     return ": ".join(str(error[key]).split("\n")[0] for key in ("given", "conflict") if error.get(key))
 
 

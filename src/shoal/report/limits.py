@@ -1,4 +1,4 @@
-"""Sentence on what limits a run, from the parts of its wall clock and the extremes over its ranks."""
+"""Sentence on the limit of a run, from the parts of its wall clock and the extremes over its ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shoal.report.wall_clock import WallClock
 
-# Parts that have one cause, in words.
+# Causes: parts of the wall clock, and a description.
 _CAUSES: dict[str, tuple[tuple[str, ...], str]] = {
     "computing": (("forward", "backward"), "the model's forward and backward"),
     "communication": (("exposed_communication",), "waiting for sums and for other ranks"),
@@ -21,7 +21,7 @@ _CAUSES: dict[str, tuple[tuple[str, ...], str]] = {
     "shut-down": (("shut_down",), "the end of the run: hashing weights, writing the result"),
 }
 _STEPS = ("computing", "communication", "data", "optimizer", "host")
-# From this share of a step on, a wait for the slowest rank is named.
+# Share of a step from which a wait for the slowest rank is mentioned.
 _UNEVEN = 0.05
 
 
@@ -37,14 +37,14 @@ class _Extremes(Protocol):
 
 
 def causes(wall: WallClock) -> dict[str, float]:
-    """Shares of the time that the run had its devices, by cause, the largest first."""
+    """Return shares of the time for which the run had its devices, by cause, the largest first."""
     busy = wall.busy_seconds
     found = {name: wall.of(*parts) / busy if busy > 0 else 0.0 for name, (parts, _) in _CAUSES.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def limit(wall: WallClock, ranks: Sequence[_Extremes]) -> str:
-    """One sentence on the largest part of the time, and what is behind it where the ranks tell it."""
+    """Return a sentence on the largest part of the time and, for waits, on the slowest rank."""
     shares = causes(wall)
     name, share = next(iter(shares.items()))
     if share <= 0.0:

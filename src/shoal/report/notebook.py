@@ -15,7 +15,7 @@ _TABLES = Markup("<p>{0}</p><table>{1}</table><table><caption>Wall clock</captio
 
 
 def shown(found: Account) -> Markup:
-    """The view; everything is escaped."""
+    """Return the view as HTML, with everything escaped."""
     rows = Markup("").join(_ROW.format(name, text) for name, text in facts(found))
     done, bars = 0.0, list[Markup]()
     for part in found.wall.parts:

@@ -1,4 +1,4 @@
-"""OpenMetrics text on a run, for Prometheus' collectors of text files (openmetrics.io, version 1.0.0)."""
+"""OpenMetrics text about a run, for Prometheus' textfile collectors (openmetrics.io, version 1.0.0)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Rows = list[tuple[dict[str, str], float | None]]
 
 
 def openmetrics(found: Account) -> str:
-    """All metrics of a run, each with its name as the label `run`."""
+    """Return all metrics of a run, each with the run's name as the label `run`."""
     return "".join(f"{line}\n" for line in (*_lines(found), "# EOF"))
 
 

@@ -1,4 +1,4 @@
-"""HTML file of a report: template, style sheet, script and chart library in one file that asks for nothing else."""
+"""HTML file of a report: template, style sheet, script and chart library in one self-contained file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from markupsafe import Markup
 from shoal.report.curves import Chart
 from shoal.report.run_page import ReportPage
 
-# What ends a script or begins a comment in it; the text stays the same JSON.
+# Characters that could end a script or start a comment; the escaped text is the same JSON.
 _ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def render_report(page: ReportPage) -> str:
-    """The page as HTML: all of it escaped, under a policy that lets no other script run and nothing be asked for."""
+    """Return the page as HTML, escaped, with a policy that forbids other scripts and all requests."""
     script = _text("uplot/uPlot.iife.min.js") + "\n" + _text("report.js")
     style = _text("uplot/uPlot.min.css") + "\n" + _text("report.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -36,7 +36,7 @@ def render_report(page: ReportPage) -> str:
 
 
 def embedded(value: Any) -> Markup:
-    """A value as JSON that stands in a script element of any page."""
+    """Return a value as JSON that is safe inside a script element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character, escaped in _ESCAPED.items():
         text = text.replace(character, escaped)
@@ -52,7 +52,7 @@ def _hash(text: str) -> str:
 
 
 def _label(chart: Chart) -> str:
-    """A chart in a sentence, for those who do not see it."""
+    """Return a sentence that describes a chart to readers who cannot see it."""
     told = [f"{curve.name} {_ends(curve.values)}" for curve in chart.curves]
     return f"{chart.title}: {'; '.join(told)}. The table below has the values."
 

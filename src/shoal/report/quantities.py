@@ -1,10 +1,10 @@
-"""Quantities in words: seconds, bytes, rates, shares and dollars as people read them."""
+"""Quantities in words: readable seconds, bytes, rates, shares and dollars."""
 
 from __future__ import annotations
 
 
 def seconds(value: float | None) -> str:
-    """Seconds as people read them."""
+    """Return seconds in a readable unit."""
     if value is None:
         return "-"
     if value >= 86400:
@@ -19,19 +19,19 @@ def seconds(value: float | None) -> str:
 
 
 def rate(value: float) -> str:
-    """Three digits at least of a number, as of samples a second."""
+    """Return a rate with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def dollars(value: float) -> str:
-    """US dollars, cents where they count."""
-    if 0.0 < value < 0.005:  # which cents would print as none
+    """Return US dollars, with cents below $1000."""
+    if 0.0 < value < 0.005:  # would print as $0.00
         return "under $0.01"
     return f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
 
 
 def size(value: float | None) -> str:
-    """Bytes in binary units."""
+    """Return bytes in binary units."""
     if value is None:
         return "-"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -42,17 +42,17 @@ def size(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in per cent."""
+    """Return a share in per cent."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def short(value: float | None) -> str:
-    """Four digits of a number."""
+    """Return a number with four digits."""
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def change(predicted: float | None, measured: float | None) -> str:
-    """A measurement against its prediction: +4 %, 21 times."""
+    """Return a measurement relative to its prediction: "+4%", "21 times"."""
     if not predicted or measured is None:
         return "-"
     ratio = measured / predicted

@@ -26,12 +26,12 @@ _SPANS_MEAN = {
     "data": "waiting for samples and copying them",
     "host": "all else in a step",
 }
-_MANY = 24  # rows: a longer table is folded
+_MANY = 24  # longest table in rows that is not folded
 
 
 @dataclass(frozen=True)
 class BarTable:
-    """A table whose rows have a bar each, in a column of its own after the first."""
+    """Table with a bar for each row, in a separate column after the first."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -41,7 +41,7 @@ class BarTable:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a report."""
+    """Section of a report."""
 
     key: str
     heading: str
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ReportPage:
-    """A report: the first screen's facts, and its sections."""
+    """Report: the facts of the first screen, and the sections."""
 
     title: str
     summary: str
@@ -63,12 +63,12 @@ class ReportPage:
 
     @property
     def charts(self) -> list[Chart]:
-        """All charts, in their order."""
+        """All charts, in order."""
         return [chart for part in self.parts for chart in part.charts]
 
 
 def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
-    """The page on a run."""
+    """Return the page on a run."""
     parts = [
         _training(found, records),
         _incidents(found),
@@ -84,7 +84,7 @@ def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
 
 
 def layout_of(found: Account) -> str:
-    """The layout in words; as its file has it where this version cannot read it."""
+    """Return the layout in words, or as in its file if this version cannot read the plan."""
     try:
         return described(Plan.from_mapping(dict(found.plan), source=found.name))
     except (ShoalError, ValueError, TypeError):
@@ -92,7 +92,7 @@ def layout_of(found: Account) -> str:
 
 
 def facts(found: Account) -> list[tuple[str, str]]:
-    """Names and texts of the first screen: job, devices, end, time, rates and cost."""
+    """Return names and texts of the first screen: job, devices, end, time, rates and cost."""
     job, rates = found.job, found.rates
     parameters, dataset = job.get("parameters"), found.samples.dataset
     data = f"{dataset:,} samples" if dataset else "a stream"
@@ -177,10 +177,10 @@ def _incidents(found: Account) -> Part | None:
 
 
 def instant(at: float | None) -> str:
-    """An instant in UTC."""
+    """Return an instant in UTC as text."""
     try:
         return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # of no calendar
+    except (ValueError, OverflowError, OSError):  # outside the calendar's range
         return "-"
 
 
@@ -258,7 +258,7 @@ def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
 
 
 def _pairs(told: Waits) -> list[tuple[str, Table]]:
-    """Who waited for whom, in shares of the time of all steps."""
+    """Return a table of waits between ranks, in shares of the time of all steps."""
     if not told.pairs:
         return []
     ranks = [rank for rank in told.of_rank if rank in told.pairs]
@@ -356,7 +356,7 @@ def _settings(found: Account) -> Part:
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Names with dots and values in words of a nested table."""
+    """Return dotted names and values as text from a nested table."""
     found = []
     for name, value in document.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Page on several runs: curves over each other, what differs between them, and how they scale with devices."""
+"""Page on several runs: overlaid curves, the runs' differences, and their scaling with devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shoal.report.quantities import dollars, rate, seconds, share, short
 from shoal.report.run_page import Part, ReportPage, flat, layout_of
 from shoal.runs.records import StepRecord
 
-_BEYOND = 4  # times the devices of the largest run: as far as the planner's curve is drawn
-_LEAST_SHARE = 0.01  # of the efficiency that is lost: less is not told
+_BEYOND = 4  # the planner's curve is drawn up to this multiple of the largest run's devices
+_LEAST_SHARE = 0.01  # smallest share of lost time that is listed
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """A run, its name among the others, and its records."""
+    """A run, its name among the other runs, and its records."""
 
     name: str
     account: Account
@@ -27,7 +27,7 @@ class RunCurves:
 
 
 def named(found: Sequence[tuple[Account, Sequence[StepRecord]]]) -> list[RunCurves]:
-    """Runs by the name of their directory, or by its path where two have one name."""
+    """Return runs named by their directory, or by its path if two directories have the same name."""
     names = [account.name for account, _ in found]
     return [
         RunCurves(account.path if names.count(account.name) > 1 else account.name, account, records)
@@ -36,7 +36,7 @@ def named(found: Sequence[tuple[Account, Sequence[StepRecord]]]) -> list[RunCurv
 
 
 def several_page(runs: Sequence[RunCurves]) -> ReportPage:
-    """The page on runs, in the order in which they were given."""
+    """Return the page on runs, in the given order."""
     parts = [_table(runs), _curves(runs), _differences(runs), _scaling(runs)]
     title = f"{len(runs)} runs"
     return ReportPage(title, _summary(runs), _facts(runs), [part for part in parts if part is not None])
@@ -94,7 +94,7 @@ def _metric(name: str) -> Callable[[StepRecord], float | None]:
 def overlaid(
     key: str, title: str, runs: Sequence[RunCurves], read: Callable[[StepRecord], float | None]
 ) -> Chart | None:
-    """One curve a run over the samples that it has trained on; None where no run has a value."""
+    """Return a chart with one curve per run over its trained samples, or None if no run has a value."""
     columns: list[dict[float, float | None]] = []
     rows: list[list[str]] = []
     sparse = []
@@ -144,9 +144,9 @@ def _settings(found: Account) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Point:
-    """A run as a point of the scaling chart: rates in samples a second, parts in device-seconds of a sample.
+    """A run as a point of the scaling chart: rates in samples per second, parts in device-seconds per sample.
 
-    `curve`: by number of devices, what its planner took the fastest plan to do on the same batch.
+    `curve`: the planner's rate of the fastest plan for the same batch, by number of devices.
     """
 
     name: str
@@ -198,7 +198,7 @@ def _scaling(runs: Sequence[RunCurves]) -> Part | None:
 
 
 def _planned_table(planned: Mapping[int, float], first: _Point) -> list[tuple[str, Table]]:
-    """The planner's curve, with the efficiency that it expected against the number of devices of the first run."""
+    """Return the planner's curve, with its expected efficiency relative to the first run's number of devices."""
     base = planned.get(first.devices)
     rows = [
         [str(n), rate(planned[n]), f"{planned[n] / base * first.devices / n:.0%}" if base else "-"]

@@ -9,13 +9,13 @@ from statistics import median, quantiles
 
 from shoal.runs.records import SPANS, StepRecord
 
-# First steps of a call are slower: caches are filled, kernels chosen.
+# The first steps of a run are slower, because they fill caches and choose kernels.
 _WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of the steps that were kept, the first of each call left out; `spans` are means of rank 0."""
+    """Seconds of the recorded steps without the first ones; `spans` are means of rank 0."""
 
     count: int
     median: float | None = None
@@ -29,7 +29,7 @@ class StepTimes:
 class RankExtremes:
     """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most.
 
-    `share_of_steps`: of those in which ranks differ, by rank.
+    `share_of_steps`: by rank, among the steps in which ranks differ.
     """
 
     name: str
@@ -40,12 +40,12 @@ class RankExtremes:
 
 
 def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """The steps without the first ones, where there are enough others."""
+    """Return the steps without the first ones, if enough others remain."""
     return records[_WARM_UP:] if len(records) > 2 * _WARM_UP else records
 
 
 def step_times(of: Sequence[StepRecord]) -> StepTimes:
-    """Medians, deciles and mean spans of steps."""
+    """Return the median, deciles, mean and mean spans of steps."""
     records = steady(of)
     seconds = [record.seconds for record in records]
     if not seconds:
@@ -60,7 +60,7 @@ def step_times(of: Sequence[StepRecord]) -> StepTimes:
 
 
 def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
-    """Each quantity that the records have of all ranks."""
+    """Return the extremes of each quantity that the records have for all ranks."""
     sums: dict[str, list[float]] = {}
     counts: dict[str, Counter[int]] = {}
     numbers: dict[str, int] = {}
@@ -72,7 +72,7 @@ def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
             both[0] += spread.min
             both[1] += spread.max
             numbers[name] += 1
-            if spread.max > spread.min:  # or nobody was at the most, as on one process
+            if spread.max > spread.min:  # otherwise no rank has the most, as on one process
                 counts[name][spread.rank_of_max] += 1
     found = []
     for name, (least, most) in sums.items():

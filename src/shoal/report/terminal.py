@@ -1,4 +1,4 @@
-"""Lines of a terminal on a run, each within a number of columns: progress, loss, rates, where the time went."""
+"""Terminal lines about a run, of limited width: progress, loss, rates, and the use of time."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NUM_INCIDENTS = 3
 
 
 def lines(found: Account, records: Sequence[StepRecord], width: int) -> list[str]:
-    """All lines, those of today's steps from the newest records."""
+    """Return all lines; the current progress is from the newest records."""
     told = [*_progress(found, records, width), "", *_parts(found, width), "", *_ending(found, width)]
     return [cut(line, width) for line in told]
 
 
 def cut(text: str, width: int) -> str:
-    """A text in so many columns, without characters that a terminal would act on."""
+    """Cut a text to `width` columns, without characters that control a terminal."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     return plain if len(plain) <= width else plain[: max(0, width - 1)] + "…"
 
 
 def head(found: Account, records: Sequence[StepRecord]) -> str:
-    """One line for logs."""
+    """Return one line for logs."""
     step = records[-1].step if records else found.steps
     of = f"/{found.num_steps}" if found.num_steps else ""
     loss = records[-1].loss if records else found.loss
@@ -54,7 +54,7 @@ def _progress(found: Account, records: Sequence[StepRecord], width: int) -> Iter
         room = max(5, min(60, width) - 5)
         full = int(done * room)
         yield f"{'━' * full}{'─' * (room - full)} {int(100 * done):3d}%"
-    apart = 1 + len(records) // _MOST_LOSSES  # of a long run some are enough for a line of blocks
+    apart = 1 + len(records) // _MOST_LOSSES  # a subset of a long run's losses suffices for a line of blocks
     losses = [record.loss for record in records[::apart] if record.loss is not None]
     last = records[-1].loss if records else found.loss
     yield f"loss {short(last)}{_metrics(found)}"
@@ -103,7 +103,7 @@ def _money(found: Account, records: Sequence[StepRecord]) -> Iterator[str]:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Means of neighbouring values as blocks of eight heights."""
+    """Return means of neighbouring values as blocks of eight heights."""
     number = min(width, len(values))
     edges = [len(values) * place // number for place in range(number + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

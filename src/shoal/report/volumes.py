@@ -1,4 +1,4 @@
-"""Memory and traffic of one step by category and collective, as measured and as predicted."""
+"""Memory and traffic of one step by category and collective, measured and predicted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.report.json_values import section
 
 @dataclass(frozen=True)
 class MemoryCategory:
-    """Bytes of a category on the rank that has most of it."""
+    """Bytes of a category on the rank that has the most."""
 
     name: str
     rank: int
@@ -33,7 +33,7 @@ class CollectiveTraffic:
 
 
 def memory(result: Mapping[str, Any]) -> tuple[MemoryCategory, ...]:
-    """Each category of a result, on the rank that has most of it."""
+    """Return each memory category of a result, on the rank that has the most."""
     found: dict[str, MemoryCategory] = {}
     for rank in _ranks_of(result, "memory"):
         predicted = rank.get("predicted") or {}
@@ -44,7 +44,7 @@ def memory(result: Mapping[str, Any]) -> tuple[MemoryCategory, ...]:
 
 
 def traffic(result: Mapping[str, Any]) -> tuple[CollectiveTraffic, ...]:
-    """Each collective of a result, on the rank whose bytes are the most."""
+    """Return each collective of a result, on the rank that has the most bytes."""
     found: dict[tuple[str, str], CollectiveTraffic] = {}
     for rank in _ranks_of(result, "traffic"):
         predicted = rank.get("predicted")

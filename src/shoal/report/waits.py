@@ -1,4 +1,4 @@
-"""Waits among ranks: in each bucket of steps, for how long the others waited for each rank; and who waited for whom."""
+"""Waits among ranks: share of time that other ranks waited for each rank by bucket of steps, and for rank pairs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ MOST_PAIRED = 16
 
 @dataclass(frozen=True)
 class Waits:
-    """Shares of the time of steps, by bucket of steps; `steps` has each bucket's first and last.
+    """Shares of the time of steps, by bucket of steps; `steps` has each bucket's first and last step.
 
-    `of_rank`: that the others waited for a rank, their mean. `pairs`: that one rank waited for another, over all steps,
-    by the one that waited and the one that was waited for; empty where records have no more than the extremes.
+    `of_rank`: the mean wait of the other ranks for a rank.
+    `pairs`: the wait of one rank (outer key) for another (inner key) over all steps; empty if not recorded.
     """
 
     steps: tuple[tuple[int, int], ...]
     of_rank: dict[int, tuple[float, ...]]
-    others: int  # ranks that are not shown: the least waited for
+    others: int  # number of ranks not shown, with the shortest waits for them
     pairs: dict[int, dict[int, float]]
 
     def mean(self, rank: int) -> float:
-        """The mean over buckets."""
+        """Return the mean wait for a rank over buckets."""
         return sum(self.of_rank[rank]) / len(self.of_rank[rank]) if self.of_rank[rank] else 0.0
 
 
 @dataclass(frozen=True)
 class _StepWaits:
-    """Some neighbouring steps: their first and last, their seconds, and seconds of waits by rank waited for."""
+    """Neighbouring steps: the first, the last, their seconds, and seconds of waits by awaited rank."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class _StepWaits:
 
 
 def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
-    """Waits of a run: of all ranks where its records have them, else of each step's slowest rank alone."""
+    """Return the waits among all ranks or, if not recorded, for each step's slowest rank; None for a single rank."""
     if world_size < 2:
         return None
     told = [record for record in records if _is_whole(record.by_rank, world_size)]
@@ -63,12 +63,12 @@ def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
 
 
 def _is_whole(by_rank: RankTimes | None, world_size: int) -> bool:
-    """Whether sums are of so many ranks: a run may have gone on on another number."""
+    """Check whether the sums cover this number of ranks: a run may have continued on another number."""
     return by_rank is not None and {len(by_rank.busy_seconds), *map(len, by_rank.waits.values())} == {world_size}
 
 
 def _of_all(records: Sequence[StepRecord], world_size: int) -> Iterator[_StepWaits]:
-    """The sums that records have, each with the seconds of the steps that it is of."""
+    """Yield the recorded sums, each with the seconds of its steps."""
     others = world_size - 1
     for place, record in enumerate(records):
         told = record.by_rank
@@ -80,7 +80,7 @@ def _of_all(records: Sequence[StepRecord], world_size: int) -> Iterator[_StepWai
 
 
 def _of_extremes(records: Sequence[StepRecord]) -> Iterator[_StepWaits]:
-    """Each step's slowest rank with its busy seconds beyond those of the fastest one."""
+    """Yield each step's slowest rank with its busy seconds beyond the fastest rank's."""
     for record in records:
         spread = record.ranks.get("busy_seconds")
         if spread is not None:
@@ -89,7 +89,7 @@ def _of_extremes(records: Sequence[StepRecord]) -> Iterator[_StepWaits]:
 
 
 def _pairs(told: Iterable[RankTimes | None], whole: float, shown: Sequence[int]) -> dict[int, dict[int, float]]:
-    """Shares of the time that each rank waited for each, of as many ranks as a table is readable with."""
+    """Return the shares of time that each rank waited for each other, for as many ranks as fit into a table."""
     found: dict[int, dict[int, float]] = {}
     ranks = shown[:MOST_PAIRED]
     for times in told:

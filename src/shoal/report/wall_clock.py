@@ -11,7 +11,7 @@ from shoal.runs.attempts import Attempt, Undone
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
-# Parts in the order in which they are shown, and what each is.
+# Parts in the order of display, with their descriptions.
 PARTS: dict[str, str] = {
     "start_up": "from the command, or from the loss of a rank, to the first step",
     "data_wait": "of steps: waiting for samples",
@@ -47,43 +47,43 @@ class WallPart:
 
 @dataclass(frozen=True)
 class WallClock:
-    """Wall clock of a run from its first command to its end, or to the last sign of it. Instants: since the epoch.
+    """Wall clock of a run from its first command to its end or its last recorded instant. Instants are since the epoch.
 
-    `seconds` is what the clock says; the parts are measured one by one. `busy_seconds`: without idle time.
+    `seconds`: by the clock; the parts are measured separately. `busy_seconds`: without idle time.
     """
 
     seconds: float
     parts: tuple[WallPart, ...]
     began_at: float | None = None
     until: float | None = None
-    first_start_up: float = 0.0  # of each call's first start
+    first_start_up: float = 0.0  # sum over calls of their first start-up
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which the run had its devices."""
+        """Seconds for which the run had its devices."""
         return self.seconds - self.of("idle")
 
     @property
     def ettr(self) -> float | None:
-        """Effective training time ratio: steps that are in the result, and evaluations, of the time of training.
+        """Effective training time ratio: time of steps in the result and of evaluations, over the training time.
 
-        That is without idle time, the first start-up and shutting down. None where nothing is known of steps.
+        The training time excludes idle time, the first start-up and the shut-down. None if no steps are known.
         """
         whole = self.busy_seconds - self.first_start_up - self.of("shut_down")
         productive = self.of(*_SPANS - {"checkpoint"}, "other", "evaluation")
         return min(1.0, productive / whole) if whole > 0.0 and productive > 0.0 else None
 
     def of(self, *names: str) -> float:
-        """Seconds of parts."""
+        """Return the seconds of parts."""
         return sum(part.seconds for part in self.parts if part.name in names)
 
     def share(self, *names: str) -> float:
-        """Share of parts."""
+        """Return the share of parts."""
         return sum(part.share for part in self.parts if part.name in names)
 
 
 def wall_clock(files: RunFiles) -> WallClock:
-    """The wall clock of a run; of one without an account of its attempts, as far as its result says it."""
+    """Return the wall clock of a run; without recorded attempts, as far as the result has it."""
     if not files.attempts:
         return _of_older(files)
     found = _Sums()
@@ -91,7 +91,7 @@ def wall_clock(files: RunFiles) -> WallClock:
     dated = sorted((r for r in files.records if r.at is not None), key=lambda r: r.at or 0.0)
     instants = [record.at or 0.0 for record in dated]
     starts = [attempt.started_at for attempt in attempts]
-    unknown = found.steps(r for r in files.records if r.at is None)  # of a version before this account
+    unknown = found.steps(r for r in files.records if r.at is None)  # from versions that recorded no instants
     at, first, called = starts[0], starts[0], 0.0
     for number, attempt in enumerate(attempts):
         following = attempts[number + 1] if number + 1 < len(attempts) else None
@@ -113,7 +113,7 @@ def _within(undone: Undone, begin: float, until: float) -> bool:
 
 
 class _Sums:
-    """Seconds by part."""
+    """Seconds by part of the wall clock."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -122,7 +122,7 @@ class _Sums:
         self.seconds[name] += max(0.0, seconds)
 
     def steps(self, records: Iterable[StepRecord]) -> float:
-        """Adds steps and what came after each; their seconds."""
+        """Add steps and the events after each; return their seconds."""
         total = 0.0
         for record in records:
             known = 0.0
@@ -137,7 +137,7 @@ class _Sums:
         return total
 
     def after(self, seconds: Mapping[str, float] | None) -> float:
-        """Adds what came after a step; its seconds."""
+        """Add the events after a step; return their seconds."""
         total = 0.0
         for name in ("evaluation", "checkpoint"):
             self.add(name, (seconds or {}).get(name, 0.0))
@@ -155,7 +155,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _AttemptTime:
-    """One attempt with the records that lie in it; `now` where a process trains."""
+    """One attempt with its records; `now` is set if a process trains."""
 
     attempt: Attempt
     following: Attempt | None
@@ -164,7 +164,7 @@ class _AttemptTime:
     now: float | None
 
     def add_to(self, found: _Sums, begins: float) -> float:
-        """Adds the attempt's parts; when it ended."""
+        """Add the attempt's parts and return the instant of its end."""
         attempt = self.attempt
         first, last = self.first(), self._last_sign()
         end, lost = self._end(last)
@@ -180,7 +180,7 @@ class _AttemptTime:
         return end
 
     def first(self) -> float:
-        """When the first step began."""
+        """Return the instant at which the first step started."""
         begins = [r.at - r.seconds for r in self.records[:1] if r.at is not None]
         begins += [u.first_at for u in self.undone if u.first_at is not None]
         return max(self.attempt.began_at, min(begins)) if begins else self.attempt.began_at
@@ -191,7 +191,7 @@ class _AttemptTime:
         return max([self.attempt.began_at, *signs])
 
     def _end(self, last: float) -> tuple[float, float]:
-        """When the attempt ended, and the seconds from its last sign to that, where a rank was lost."""
+        """Return the instant of the end and, if a rank was lost, the seconds since the last recorded instant."""
         if self.attempt.ended_at is not None:
             return max(last, self.attempt.ended_at), 0.0
         if self.following is not None and self.following.restarts:
@@ -201,7 +201,7 @@ class _AttemptTime:
 
 
 def _of_older(files: RunFiles) -> WallClock:
-    """As far as `result.json` and the records say it: of earlier calls of the run the steps alone are known."""
+    """Return the wall clock from `result.json` and the records; earlier calls only contribute their steps."""
     found, result = _Sums(), files.result
     resumed = result.get("resumed_from") or 0
     before = found.steps(r for r in files.records if r.step <= resumed)

@@ -1,4 +1,4 @@
-"""Question and answer of `shoal plan` as values: a job and a cluster, and the result that tables and page show."""
+"""Question and answer of `shoal plan` as values: a job on a cluster, and the result that tables and page show."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ _TRIALS = 3
 
 @dataclass(frozen=True)
 class Question:
-    """Case to search, and the number of steps of the job (None: not known).
+    """Case to search, and the number of steps of the job (None if unknown).
 
-    `why_grains`: the reason of the job's number of grains.
-    `sample_tokens`: tokens of a sample, padding included; None where samples are no sequences of integers.
-    `precise`: another precision as it is written on the command line, and what makes the case in it.
+    `why_grains`: reason for the job's number of grains.
+    `sample_tokens`: tokens in a sample, padding included; None if samples are not sequences of integers.
+    `precise`: another precision as written on the command line, and a function that makes the case for it.
     """
 
     case: Case
@@ -77,7 +77,7 @@ class Question:
     precise: tuple[str, Callable[[], Case]] | None = None
 
     def of_length(self, *, tokens: float | None = None, samples: float | None = None) -> Question:
-        """The question for a job of so many tokens or samples. Raises: PlanError where samples have no tokens."""
+        """Return the question for a job of `tokens` or `samples`. Raises: PlanError if samples have no tokens."""
         if tokens is not None:
             if self.sample_tokens is None:
                 raise PlanError(
@@ -89,7 +89,7 @@ class Question:
         return self if samples is None else replace(self, num_steps=ceil(samples / self.case.work.global_batch))
 
     def at_price(self, dollars: float | None) -> Question:
-        """The question where a device-hour costs so many US dollars."""
+        """Return the question with a price of `dollars` (US) per device-hour."""
         if dollars is None:
             return self
         device = self.case.cluster.device
@@ -100,14 +100,14 @@ class Question:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A context without garbage collections, which take a third of a long search: few cycles are made in it."""
+    """Disable garbage collection within the context: it takes a third of a long search, which creates few cycles."""
     collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collected:
-            # Into the oldest generation, unlooked at: else the next collection goes through some millions of nodes.
+            # Move all objects to the oldest generation; otherwise the next collection visits millions of nodes.
             gc.freeze()
             gc.unfreeze()
             gc.enable()
@@ -115,14 +115,14 @@ def _without_collections() -> Iterator[None]:
 
 @_without_collections()
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
-    """Planner's input for a job; `base` has the settings that the search does not vary.
+    """Return the planner's input for a job; `base` has the settings that the search does not vary.
 
-    Raises: HardwareError of an unknown cluster; UserCodeError of a job that cannot be traced.
+    Raises: HardwareError for an unknown cluster; UserCodeError for a job that cannot be traced.
     """
     cluster = find_cluster(cluster_name)
     model = outline(job)
     grains = grains_of(job, model)
-    job = replace(job, grains=min(grains.num_grains, job.global_batch))  # a step has no more of them than samples
+    job = replace(job, grains=min(grains.num_grains, job.global_batch))  # a step has at least one sample per grain
     model = model or deferred_outline(job)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
@@ -141,27 +141,27 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
 
 
 def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
-    """Whether ranks of a host have one copy of the parameters where nobody says; not where it can only be found out.
+    """Check whether the ranks of a host can share one copy of the parameters by default.
 
-    model: the job's, without values.
+    False if only a trial could decide it. `model`: the job's model, without values.
     """
     if model is None or is_small(model):
         return False
     try:
         optimizer = build_optimizer(job.optimizer, Parameters(model))
-    except ShoalError:  # of a job's own function, which wants values
+    except ShoalError:  # the job's own optimizer function reads values
         return False
     return copy_need(model, optimizer, job.callbacks) is None
 
 
 def _whole(cluster_name: str) -> str:
-    """Why this machine divides no gradients and parameters, where the plan is for it; what others have is not known."""
+    """Return why this machine cannot shard gradients and parameters, or ""; other machines' releases are unknown."""
     lacking = torch_release.missing() if cluster_name == "here" else ""
     return lacking and f"this machine has torch {torch.__version__}: {lacking}"
 
 
 def _precise(job: Job, case: Case) -> tuple[str, Callable[[], Case]] | None:
-    """The half precision that the device multiplies in, where the plan is for float32, and the case in it."""
+    """Return a half precision that the device supports, with its case, if the plan is for float32."""
     base, device = case.space.base, case.cluster.device
     names = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in device.flops]
     if device.kind != "gpu" or base.precision.compute != "float32" or not names:
@@ -176,7 +176,7 @@ def _precise(job: Job, case: Case) -> tuple[str, Callable[[], Case]] | None:
 
 
 def _sample_tokens(job: Job) -> int | None:
-    """Positions of the longest integers of a sample, where it has no other numbers beside them but scalars."""
+    """Return the tokens in a sample: the length of its longest integer sequence; None if it has other arrays too."""
     tensors = [t for t in tensors_in(Batches(job)(job.grain_size)) if t.ndim > 1 and t.dtype != torch.bool]
     if not tensors or any(t.is_floating_point() or t.ndim > 2 for t in tensors):
         return None
@@ -184,9 +184,9 @@ def _sample_tokens(job: Job) -> int | None:
 
 
 def _facts(job: Job, model: nn.Module | None) -> tuple[ModelFacts, str]:
-    """The facts, with the places where the engine cuts; and why a pipeline cannot divide the model, where it cannot.
+    """Return the model's facts with the engine's cut places, and why a pipeline cannot divide the model ("" if it can).
 
-    model: the job's, without values, whose forwards are left as they go through a pipeline; None where it is unknown.
+    `model`: the job's model, without values, whose forward is traced through a pipeline; None if unknown.
     """
     if model is None:
         return ModelFacts(job.num_grains, job.grain_size), ""
@@ -198,7 +198,7 @@ def _facts(job: Job, model: nn.Module | None) -> tuple[ModelFacts, str]:
 
 
 def _sample_seconds(job: Job) -> float:
-    """Seconds in which this machine fetches a sample: the fastest of some grains; 0 of a stream, which is not begun."""
+    """Return the seconds in which this machine fetches a sample, the best of a few grains; 0 for streams."""
     source = training_data(job).source
     if not isinstance(source, MapSource):
         return 0.0
@@ -223,13 +223,14 @@ def _num_steps(job: Job) -> int | None:
     return -(-job.length.count // job.global_batch) if isinstance(job.length, Samples) else job.length.count
 
 
-_LARGEST = 1024  # hosts, in the search for a cluster on which something fits
+_LARGEST = 1024  # hosts, in the search for a cluster on which a plan fits
 
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """Result of a search with its outlook; `goodput` where the devices' failure rate is known, `finer` where more
-    grains would bring a better plan.
+    """Result of a search with its outlook.
+
+    `goodput`: set if the devices' failure rate is known. `finer`: set if more grains allow a better plan.
     """
 
     question: Question
@@ -243,12 +244,12 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The chosen plan and its prediction: seconds of a step, terms, memory."""
+        """The chosen plan and its prediction: step seconds, terms, memory."""
         return Candidate(self.plan, self.chosen.prediction)
 
     @property
     def choices(self) -> tuple[Candidate, ...]:
-        """The best plan, and those of the next best layouts on as many devices, each with its prediction."""
+        """The best plan and the next best layouts on the same number of devices, each with its prediction."""
         return (self.best, *self.choice.alternatives)
 
     @property
@@ -257,7 +258,7 @@ class SearchResult:
         return (*self.choice.rejected, *self.choice.illegal)
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the plan as TOML, for `shoal run --plan`; the file's path."""
+        """Write the plan as TOML for `shoal run --plan`, and return the file's path."""
         write_file(Path(path), plan_text(self.plan))
         return Path(path)
 
@@ -268,28 +269,28 @@ class SearchResult:
 
     @property
     def price(self) -> float | None:
-        """US dollars of a device-hour."""
+        """US dollars per device-hour, or None if unknown."""
         return self.question.case.cluster.device.price_per_hour
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of the chosen plan on a host."""
+        """Number of ranks of the chosen plan on one host."""
         return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
 
     @property
     def peak(self) -> tuple[str, float]:
-        """The dtype that multiplies, and the device's dense peak of it in FLOP/s: what `mfu` is a share of."""
+        """The dtype of the products and the device's dense peak for it in FLOP/s, the reference of `mfu`."""
         case, plan = self.question.case, self.chosen.plan
         computer = case.predictor.staging.costs(plan).computer
         dtype = computer.dtype(plan.precision.compute)
         return dtype, computer.device.flops[dtype]
 
     def job_seconds(self, seconds: float) -> float | None:
-        """Seconds of the whole job, where a step takes so many."""
+        """Return the seconds of the whole job at `seconds` per step, or None if its length is unknown."""
         return seconds * self.question.num_steps if self.question.num_steps else None
 
     def cost(self, candidate: Candidate) -> float | None:
-        """US dollars of the whole job."""
+        """Return the US dollars of the whole job, or None if the price or the length is unknown."""
         seconds = self.job_seconds(candidate.seconds)
         if self.price is None or seconds is None:
             return None
@@ -324,7 +325,7 @@ class SearchResult:
 
     @property
     def _split(self) -> tuple[str, ...]:
-        """Where the prediction cuts the model, so that the run does too; none where the model cannot be cut there."""
+        """Modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable."""
         split, at = self.chosen.prediction.split, self.chosen.plan
         known = all(name in self.question.case.space.facts.cuts for name in split)
         stages = at.layout.pipeline * at.pipeline.stages_per_rank
@@ -332,7 +333,7 @@ class SearchResult:
 
 
 def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
-    """The error with the smallest larger cluster of the kind on which a plan fits, if there is one."""
+    """Add the smallest larger cluster of the same kind on which a plan fits to the error's remedy, if there is one."""
     cluster, most = case.cluster, case.space.counts[-1]
     hosts = cluster.num_hosts
     while hosts <= _LARGEST:
@@ -358,7 +359,7 @@ def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | 
 
 
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
-    """Searches, and looks around. Raises: PlanError where nothing serves the aim."""
+    """Search for the best plan and evaluate its outlook. Raises: PlanError if no plan serves the aim."""
     with _without_collections():
         return _answer(question, aim, job, device_hours, clock)
 
@@ -387,7 +388,7 @@ def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, 
 
 
 def _ways_out(error: NothingFitsError, case: Case, aim: Aim) -> NothingFitsError:
-    """The error with more grains first, where they make a plan fit, else a larger cluster."""
+    """Add the remedies to the error: more grains if they make a plan fit, else a larger cluster."""
     if aim.name == "deadline":
         return error
     found = finer(case, aim, None)

@@ -16,19 +16,19 @@ from shoal.plans.plan import described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import seconds
 
-_BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from so many columns on
+_BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from `_WIDE` columns on
 _NUM_REJECTED = 8
-WIDTH = 80  # of what is not written to a terminal
+WIDTH = 80  # columns of output that does not go to a terminal
 
 
 def console_of_width() -> Console:
-    """A console of the terminal's width, or of 80 columns where there is no terminal."""
+    """Return a console of the terminal's width, or of 80 columns without a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
 
 
 def show(answer: SearchResult, console: Console) -> None:
-    """Prints everything that there is to say in the console's width, the answer itself first."""
+    """Print the whole result in the console's width, the chosen plan first."""
     case = answer.question.case
     console.print(
         f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
@@ -88,7 +88,7 @@ def _table(console: Console, title: str, head: list[str], rows: words.Rows, righ
     console.print(f"\n[bold]{title}[/bold]")
     table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
     for place, name in enumerate(head):
-        # Numbers stay whole, where they fit at all, and words give way.
+        # Columns of numbers do not wrap if they fit; columns of words do.
         least = max(len(row[place]) for row in rows) if place in right else None
         table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
     for row in rows:
@@ -97,7 +97,7 @@ def _table(console: Console, title: str, head: list[str], rows: words.Rows, righ
 
 
 def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> None:
-    """A waterfall: each bar begins where the one before it ends."""
+    """Print a waterfall: each bar starts at the end of the previous one."""
     console.print(f"\n[bold]{title}[/bold]")
     table = rich.table.Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left", "left"):
@@ -113,7 +113,7 @@ def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> No
 
 
 def text(answer: SearchResult, width: int = WIDTH) -> str:
-    """The text that `show` prints, without colours."""
+    """Return the text that `show` prints, without colours."""
     file = io.StringIO()
     console = Console(width=width, file=file, color_system=None, force_terminal=False, force_jupyter=False)
     show(answer, console)
@@ -121,7 +121,7 @@ def text(answer: SearchResult, width: int = WIDTH) -> str:
 
 
 def fragment(answer: SearchResult) -> str:
-    """A summary for a notebook's cell, as HTML: the key figures, the best plans, and the verdict."""
+    """Return an HTML summary for a notebook cell: the key figures, the best plans, and the verdict."""
     rows = [Markup("<tr><th>{}</th><td>{}</td></tr>").format(*row) for row in words.key_rows(answer)]
     head = Markup("").join(Markup("<th>{}</th>").format(name) for name in words.BEST_HEAD)
     best = [
@@ -137,7 +137,7 @@ def fragment(answer: SearchResult) -> str:
 
 
 def page(answer: SearchResult) -> str:
-    """The page as HTML."""
+    """Return the result as an HTML page."""
     case, chosen = answer.question.case, answer.chosen
     lead = [
         *words.grains(answer),

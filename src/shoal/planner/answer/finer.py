@@ -1,7 +1,7 @@
-"""Search for a number of grains, where a plan is poor, or none fits, because a microbatch is a whole grain at least.
+"""Search for a better number of grains if the minimum microbatch, one grain, makes plans poor or impossible.
 
-Evaluated, never guessed: the same case is searched once more with one sample a grain. What its best plan needs is the
-number to write: grains as large as its microbatches.
+The result is evaluated, not guessed: the same case is searched again with one sample per grain. The best plan's
+microbatches give the grain size, and so the number of grains to recommend.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib
 from shoal.plans.plan import described
 
-# Below this gain in the seconds of a step more grains are not worth a line: they change the run.
+# Smallest gain in step time that justifies advice to use more grains, which changes the run.
 _GAIN = 1.05
 
 
 @dataclass(frozen=True)
 class Finer:
-    """Number of grains to write, and the plan that they allow; `before` is the best with the job's own, if any fits."""
+    """Recommended number of grains and its plan; `before` is the best plan with the job's own number, if any fits."""
 
     num_grains: int
     candidate: Candidate
@@ -29,7 +29,7 @@ class Finer:
 
     @property
     def cause(self) -> str:
-        """Cause of the lack: the job's own number of grains."""
+        """Sentence part that names the job's number of grains as the cause."""
         work = self.case.work
         kept = "from fitting" if self.before is None else "from a better plan"
         return (
@@ -39,7 +39,7 @@ class Finer:
 
     @property
     def effect(self) -> str:
-        """Effect of the larger number."""
+        """Sentence part on the effect of the recommended number."""
         found, work = self.candidate, self.case.work
         size = -(-work.global_batch // self.num_grains)
         brings = "fit, at" if self.before is None else "bring"
@@ -52,14 +52,17 @@ class Finer:
 
 
 def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
-    """Number of grains that the best plan lacks (None: none fits); None where grains are not the cause."""
+    """Return a better number of grains than the job's, or None if grains are not the cause.
+
+    `best`: the best plan with the job's own grains; None if none fits.
+    """
     work, batch = case.work, case.work.global_batch
     if work.grain_size == 1 or case.space.max_grains == 1:
         return None
     single = _with_grains(case, batch)
     if best is not None:
         if best.plan.batch.grains_per_microbatch > 1 and best.place.replicas < work.num_grains:
-            return None  # neither a smaller microbatch nor more replicas are out of reach
+            return None  # smaller microbatches and more replicas are both possible already
         single = replace(single, space=single.space.at(*sorted({best.devices, case.space.counts[-1]})))
     limit = Limit() if best is None else Limit(seconds=best.seconds / _GAIN)
     found = next(single.search().in_order(aim if best is None else Aim(), limit), None)
@@ -70,7 +73,7 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
 
 
 def _coarsest(case: Case, found: Candidate) -> tuple[int, Candidate] | None:
-    """The same plan with grains of its microbatches' size, where that divides the batch and predicts no slower."""
+    """Return the same plan with its microbatches as grains, if they divide the batch and are predicted no slower."""
     size, batch = found.plan.batch.grains_per_microbatch, case.work.global_batch
     number = batch // size
     if size == 1 or batch % size or number < max(found.place.replicas, case.work.num_grains + 1):

@@ -1,4 +1,4 @@
-"""Likely error of a predicted step, in words: what published steps like it took, or that none is like it."""
+"""Likely error of a predicted step time, in words, from published steps that resemble it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from shoal.planner.answer.answer import SearchResult
 from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
 from shoal.report.quantities import seconds
 
-# No published step waits for its launches for this share of its time.
+# A step that waits for launches for more than this share of its time resembles no published step.
 _LAUNCHING = 0.5
 
 
 def step(answer: SearchResult) -> str:
-    """Seconds of a step, and what published steps took that were predicted like it."""
+    """Return the step time and the range in which similar published steps were."""
     case, found = answer.question.case, answer.chosen
     told = seconds(found.seconds)
-    if case.cluster.device.kind != "gpu":  # every published row is of one
+    if case.cluster.device.kind != "gpu":  # all published rows are from GPUs
         return told
     parameters = case.work.profile.num_parameters
     like = likeness(case.cluster.device.name, parameters, found.plan.layout)
@@ -33,7 +33,7 @@ def step(answer: SearchResult) -> str:
 
 
 def _unlike(answer: SearchResult) -> str:
-    """What sets the job apart from all published rows, whatever its size."""
+    """Return what distinguishes the job from all published rows, whatever its size, or ""."""
     found = answer.chosen.prediction
     if found.terms.get("launch", 0.0) > _LAUNCHING * found.step_seconds:
         return " (most of it is launches)"
@@ -41,7 +41,7 @@ def _unlike(answer: SearchResult) -> str:
 
 
 def _than(bar: ErrorBar) -> str:
-    """The factors as shares: 1% to 16% more, 7% less to 60% more."""
+    """Return the two factors as shares: "1% to 16% more", "7% less to 60% more"."""
     (low, one), (high, other) = ((abs(f - 1.0), "more" if f >= 1.0 else "less") for f in (bar.low, bar.high))
     if one == other:
         return f"{min(low, high):.0%} to {max(low, high):.0%} {one}"

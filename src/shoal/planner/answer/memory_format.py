@@ -1,4 +1,4 @@
-"""Memory format of images in plans for CPUs: that which ranks choose where nobody says."""
+"""Memory format of images in plans for CPUs: the format that ranks choose by default."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from shoal.training.memory_format_choice import choose_format
 
 
 def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:
-    """The plan with the format that a run of the job chooses without a plan file; as it is where that is not tried.
+    """Return the plan with the memory format that a run of the job chooses by default.
 
-    Computes two samples, of a model with convolutions alone. Raises: HardwareError of an unknown cluster.
+    Two samples are computed if the model has convolutions; other plans are returned unchanged.
+    Raises: HardwareError for an unknown cluster.
     """
     if find_cluster(cluster_name).device.kind != "cpu" or base.execution.exact:
         return base
@@ -29,7 +30,7 @@ def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:
     if model is None or not is_small(model) or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
         return base
     precision = Precision.of(base.precision, torch.device("cpu"))
-    with contextlib.suppress(Exception):  # the run tells of what raises here
+    with contextlib.suppress(Exception):  # the run reports any error raised here
         job = with_grains(opened(job))
         chosen = choose_format(job, build_model(job, precision), precision, job.train_data)
         return base.with_sections(execution={"channels_last": chosen.channels_last})

@@ -1,6 +1,6 @@
 """Scaling, sensitivity, failures and goodput of a chosen plan.
 
-Goodput is the share of a run's time that failures and checkpoints leave. Sources: J. W. Young, A first order
+Goodput is the share of a run's time that remains after failures and checkpoints. Sources: J. W. Young, A first order
 approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A higher order estimate of the optimum
 checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 """
@@ -28,17 +28,18 @@ from shoal.planner.search.space import Space
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan
 
-# Seconds of a GPU's host in a step besides the model's operators: of LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
-# By torch's profile where operations are queued; of replays 1.0 and 1.75 ms by the clock.
+# Host seconds of a GPU step besides the model's operators: LeNet on H200s, torch 2.11, two hosts, 2026-11-26.
+# Queued operations: from torch's profile. CUDA graph replays: 1.0 and 1.75 ms by the clock.
 _QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.3e-3
-# The plan's key as it is written.
+# The plan's key and value in TOML.
 GRAPH = "execution.cuda_graph = true"
-# Devices that are added stop paying where each brings less than half of the throughput that a device brings at best.
+# Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
-# Degrees that share grains from whose number on more processes are worth their start, half a second; and how many are.
+# From this number of legal (tensor, pipeline, context) degrees a search in processes is worth their start (0.5 s); and
+# the most processes.
 _LARGE, _MOST_PARTS = 500, 8
-_MOST_TIED = 20  # candidates of a point of the curve among which the simplest is taken
-# Where a cluster does not say how fast it writes checkpoints: bytes a second of a host, and seconds of a restart.
+_MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
+# Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
 
 
@@ -51,21 +52,21 @@ class Case:
     space: Space
     program: Program | None = None
     correction: Correction = field(default_factory=Correction)
-    watch: Callable[[], None] | None = field(default=None, compare=False)  # called as a search goes on
+    watch: Callable[[], None] | None = field(default=None, compare=False)  # called during a search
 
     @property
     def own_program(self) -> Program:
-        """The program that is predicted: where none is given shoal's own, compiled as the plans are."""
+        """The program to predict; defaults to shoal's own, compiled if the base plan is."""
         fuses = self.space.base.execution.compile != "none"
         return self.program or Program(fuses=fuses, host_seconds=_QUEUED_SECONDS)
 
     @property
     def predictor(self) -> Predictor:
-        """Predictor of this case's plans, as the search has it."""
+        """Predictor for this case's plans, the same as in the search."""
         return Predictor(self.work, self.cluster, self.own_program)
 
     def search(self) -> Search:
-        """The search of this case."""
+        """Return the search of this case."""
         return Search(self.space, costs_of(*self._costed), self.work.grain_size, self.watch)
 
     @property
@@ -73,7 +74,7 @@ class Case:
         return Costed(self.work, self.cluster, self.own_program, self.correction)
 
     def search_on(self, num_cores: int) -> AbstractContextManager[Search]:
-        """The search of this case in a process on each of so many cores, where it is large."""
+        """Return the search of this case as a context; a large search runs in up to `num_cores` processes."""
         search, number = self.search(), min(num_cores, _MOST_PARTS)
         is_large = number > 1 and len(self.space.cuts) >= _LARGE
         return in_parts(search, self._costed, number) if is_large else nullcontext(search)
@@ -81,18 +82,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """Fastest plan on a number of devices, or the missing memory; `efficiency` against the best of the curve."""
+    """Fastest plan on a number of devices, or the missing memory; `efficiency` is relative to the curve's best."""
 
     devices: int
     best: Candidate | None
     missing_bytes: float | None = None
     efficiency: float | None = None
-    marginal: float | None = None  # throughput that each device added since the point before brings, likewise
+    marginal: float | None = None  # throughput per device added since the previous point, relative to the curve's best
 
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """Scaling curve, the number of devices at which more stop paying, and what limits beyond it."""
+    """Scaling curve, the number of devices at which more stop paying, and the limit beyond it."""
 
     points: tuple[Point, ...]
     pays_until: int | None
@@ -101,7 +102,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class Change:
-    """Effect of a change of the case on a step of the chosen plan."""
+    """Effect of a change of the case on the chosen plan's step."""
 
     what: str
     seconds: float | None
@@ -109,7 +110,7 @@ class Change:
 
 
 def curve(search: Search, chosen: int) -> ScalingCurve:
-    """The fastest plan on powers of two, the largest number of devices and the chosen one, as far as they are legal."""
+    """Return the fastest plans on powers of two, the largest and the chosen number of devices, if legal."""
     points, counts = [], sorted(search.space.counts)
     wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
     for devices in sorted(wanted & set(counts)):
@@ -126,7 +127,7 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
 
 
 def _judged(points: list[Point], best_rate: float) -> ScalingCurve:
-    """The points with their efficiencies; a point without a plan (no layout is legal, or fits) has none."""
+    """Return the curve with the points' efficiencies; points without a plan have none."""
     judged: list[Point] = []
     before: Candidate | None = None
     pays_until, limit, ended = None, "nothing up to the largest number of devices", False
@@ -147,7 +148,7 @@ def _judged(points: list[Point], best_rate: float) -> ScalingCurve:
 
 
 def _limits(before: Candidate, after: Candidate) -> str:
-    """The term whose device-seconds grow most from one number of devices to the next."""
+    """Return the term whose device-seconds grow most from `before` to `after`, in words."""
     growth = {
         name: after.devices * seconds - before.devices * before.prediction.terms.get(name, 0.0)
         for name, seconds in after.prediction.terms.items()
@@ -163,9 +164,10 @@ def _limits(before: Candidate, after: Candidate) -> str:
 def sensitivity(
     case: Case, search: Search, chosen: Candidate, precise: tuple[str, Case] | None = None
 ) -> tuple[Change, ...]:
-    """Effects of another precision, a CUDA graph, recomputation, a GiB more, twice a link, half and double the batch.
+    """Return the effects of a set of changes on the chosen plan.
 
-    `search`: of this case. `precise`: a precision as it is written on the command line, and the case in it.
+    The changes: another precision, a CUDA graph, recomputation, 1 GiB more, twice a link, half and double the batch.
+    `search`: the search of this case. `precise`: a precision as written on the command line, and its case.
     """
     changes = [] if precise is None else [_in_precision(*precise, chosen)]
     changes += [*_captured(case, chosen), *_recomputed(case, chosen)]
@@ -187,19 +189,19 @@ def sensitivity(
 
 
 def _of_batch(work: Workload, batch: int) -> Workload:
-    """The workload of another batch: in grains of one sample where it has these, else in as many grains."""
+    """Return the workload for another batch: again one sample per grain, else the same number of grains."""
     grains = batch if work.grain_size == 1 else min(batch, work.num_grains)
     return replace(work, global_batch=batch, num_grains=grains)
 
 
 def _in_precision(precision: str, case: Case, chosen: Candidate) -> Change:
-    """The same layout in another precision."""
+    """Return the effect of another precision on the same layout."""
     plan = chosen.plan.with_sections(precision=case.space.base.to_mapping()["precision"])
     return _predicted(case, replace(chosen, plan=plan), f"--precision {precision}, which changes the run")
 
 
 def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
-    """The same step as one CUDA graph."""
+    """Yield the effect of running the same step as one CUDA graph, if it has one."""
     graph = as_graph(case, chosen.plan)
     change = None if graph is None else _predicted(graph, chosen, GRAPH)
     if change is not None and change.effect != "nothing":
@@ -207,7 +209,7 @@ def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
 
 
 def as_graph(case: Case, plan: Plan) -> Case | None:
-    """The case in which a plan's kernels wait for no host, as those of a CUDA graph; None where it can have none."""
+    """Return the case in which a plan's kernels do not wait for the host, as in a CUDA graph; None if impossible."""
     captured, device = plan.with_sections(execution={"cuda_graph": True}), case.cluster.device
     if device.kind != "gpu" or plan.execution.cuda_graph or conflicts(captured, case.space.facts):
         return None
@@ -216,7 +218,7 @@ def as_graph(case: Case, plan: Plan) -> Case | None:
 
 
 def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:
-    """The same layout with more and less recomputation."""
+    """Yield the effects of other recomputation kinds on the same layout."""
     for kind in case.space.recomputes:
         if kind != chosen.plan.memory.recompute:
             plan = chosen.plan.with_sections(memory={"recompute": kind})
@@ -231,7 +233,7 @@ def _twice(link: Link) -> Link:
 
 
 def _more_memory(search: Search, chosen: Candidate) -> Change:
-    """A better plan on as many devices, if each had a GiB more."""
+    """Return the effect of 1 GiB more on each device: a better plan on the same number of devices."""
     better = Limit(seconds=chosen.seconds * (1 - TIE))
     wanted = Wanted(Aim(), better, chosen.devices, chosen.devices)
     found = search.with_more_memory(1 << 30).passes().take(wanted)
@@ -258,17 +260,17 @@ def _effect(before: float, after: float) -> str:
 
 
 def failures(case: Case, devices: int, device_hours: float) -> Failures:
-    """How a run on so many devices fails, where one device does once in `device_hours` on average."""
+    """Return the failure model of a run on `devices` devices that each fail once in `device_hours` on average."""
     hosts = -(-devices // case.cluster.devices_per_host)
     rate = (case.cluster.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND) * hosts
-    profile = case.work.profile  # a checkpoint has the parameters in float32 and the optimizer's state
+    profile = case.work.profile  # a checkpoint contains the parameters in float32 and the optimizer's state
     seconds = profile.num_parameters * (4.0 + profile.state_bytes_per_element) / rate
     return Failures(device_hours * 3600.0 / devices, seconds, RESTART_SECONDS + seconds)
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Failure model of a run: `mtbf_seconds` of all its devices together; seconds of a checkpoint, and of a restart."""
+    """Failure model of a run: mean time between failures (MTBF) of all devices, seconds of checkpoint and restart."""
 
     mtbf_seconds: float
     checkpoint_seconds: float
@@ -277,7 +279,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds between checkpoints and of each, and the share of the time that goes into training."""
+    """Seconds between checkpoints and of each, and the share of time that training gets."""
 
     interval_seconds: float
     checkpoint_seconds: float
@@ -286,7 +288,10 @@ class Goodput:
 
 
 def daly(failures: Failures) -> float:
-    """The interval in seconds, to higher order than Young's sqrt(2 x checkpoint x MTBF); at most the MTBF."""
+    """Return Daly's checkpoint interval in seconds, at most the MTBF.
+
+    It is of higher order than Young's sqrt(2 x checkpoint x MTBF).
+    """
     cost, mtbf = failures.checkpoint_seconds, failures.mtbf_seconds
     if cost >= 2.0 * mtbf:
         return mtbf
@@ -295,18 +300,18 @@ def daly(failures: Failures) -> float:
 
 
 def share_left(interval: float, failures: Failures) -> float:
-    """Training over wall time: failures are Poisson, and may come in a checkpoint or a restart too."""
+    """Return training time over wall time, with Poisson failures that may also hit checkpoints and restarts."""
     mtbf = failures.mtbf_seconds
     if isinf(mtbf):
         return interval / (interval + failures.checkpoint_seconds)
     lost = (interval + failures.checkpoint_seconds) / mtbf
-    if lost + failures.restart_seconds / mtbf > 700.0:  # exp of more is no float: nothing is left
+    if lost + failures.restart_seconds / mtbf > 700.0:  # exp would overflow; no time is left for training
         return 0.0
     return interval / (mtbf * exp(failures.restart_seconds / mtbf) * expm1(lost))
 
 
 def goodput(failures: Failures) -> Goodput:
-    """The best interval and what it leaves."""
+    """Return the best checkpoint interval and the share of time that it leaves for training."""
     interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
     left = 1.0 if isinf(interval) else share_left(interval, failures)
     return Goodput(interval, failures.checkpoint_seconds, left, 86400.0 / failures.mtbf_seconds)

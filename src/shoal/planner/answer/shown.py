@@ -1,4 +1,4 @@
-"""Answer of the planner as a program has it: the result of a search that shows itself as text or as a page."""
+"""Planner's answer for programs: a search result that displays itself as text or as a page."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shoal.runs.directory import write_file
 
 @dataclass(frozen=True, repr=False)
 class Answer(SearchResult):
-    """Result of a search with its outlook, as `shoal plan` prints it; in a notebook with its tables."""
+    """Result of a search with its outlook; prints like `shoal plan`, and shows tables in a notebook."""
 
     @classmethod
     def of(cls, found: SearchResult) -> Self:
-        """The same result."""
+        """Return the same result as an `Answer`."""
         return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a page with the curve, the waterfalls and every reason; the file's path."""
+        """Write a page with the curve, the waterfalls and every reason, and return the file's path."""
         write_file(Path(path), page(self))
         return Path(path)
 

@@ -1,4 +1,4 @@
-"""Cost of products whose rows do not begin at 16 bytes, and of the same step with those rows padded."""
+"""Cost of products whose rows do not start at multiples of 16 bytes, compared with padded rows."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shoal.planner.predict.product_sizes import MatrixRow, unaligned_rows
 from shoal.planner.profile.values import ALIGNED
 from shoal.report.quantities import seconds
 
-# Below this share of a step padding is not worth a line: it changes the model.
+# Smallest share of a step that justifies advice to pad, which changes the model.
 _WORTH = 0.03
-# Rows of products that are less than this share of all unaligned ones are not named.
+# Rows whose products take less than this share of all unaligned ones are not named.
 _NAMED = 0.1
 
 
 @dataclass(frozen=True)
 class UnalignedProducts:
-    """Products that the chosen plan runs slower: their rows, those of most seconds first, and seconds of a step.
+    """Products that unaligned rows slow down in the chosen plan: their rows, slowest first, and seconds per step.
 
-    `product_seconds`: of these products; `aligned_seconds`: of the step with their rows padded. `rate`: their share of
-    an aligned product's, and where that is from.
+    `product_seconds`: time of these products. `aligned_seconds`: time of the step with padded rows.
+    `rate`: their speed relative to aligned products, and its source.
     """
 
     rows: tuple[MatrixRow, ...]
@@ -48,7 +48,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
-    """The unaligned products of the chosen plan, where they cost more than 3 % of its step."""
+    """Return the unaligned products of the chosen plan if they cost more than 3 % of its step, else None."""
     case, chosen = answer.question.case, answer.chosen
     device = case.cluster.device
     shares = _shares(answer) if device.unaligned < 1.0 else {}
@@ -70,7 +70,7 @@ def unaligned_products(answer: SearchResult) -> UnalignedProducts | None:
 
 
 def _shares(answer: SearchResult) -> dict[tuple[MatrixRow, ...], float]:
-    """Shares of the operators' seconds on the device, by the unaligned rows of a product, of the model as a whole."""
+    """Return shares of the operators' device seconds by the unaligned rows of a product, over the whole model."""
     computer, every = operators(answer)
     whole, found = 0.0, defaultdict[tuple[MatrixRow, ...], float](float)
     for operation, share, count in every:

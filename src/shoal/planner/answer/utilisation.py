@@ -1,4 +1,4 @@
-"""Utilisation of the device's peak: the shares of a step that are no model FLOPs at that peak, by their cause."""
+"""Utilisation of the device's peak: the shares of a step not spent on model FLOPs at the peak rate, by cause."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BELOW_PEAK = "products and attention below the peak"
 
 
 def lost_shares(answer: SearchResult) -> dict[str, float]:
-    """Shares of a step by cause, the largest first; with the share of the peak they sum to 1.
+    """Return the shares of a step by cause, the largest first; with the share of the peak they sum to 1.
 
-    The term `compute` is told apart by the kind of its operators, in the proportion of the model as a whole.
+    The term `compute` is split by kind of operator, in the proportions of the whole model.
     """
     found = answer.chosen.prediction
     if found.mfu is None:
@@ -30,9 +30,9 @@ def lost_shares(answer: SearchResult) -> dict[str, float]:
 
 
 def wide_products(answer: SearchResult) -> tuple[float, str] | None:
-    """Share of the model's FLOPs in float32 where the plan computes in 16 bits, and the operator with most of them.
+    """Return the share of the model's FLOPs in float32 in a 16-bit plan, and the operator with most of them.
 
-    Autocast casts a list of operators (docs.pytorch.org/docs/stable/amp.html) and leaves the others as they are.
+    Autocast casts a fixed list of operators (docs.pytorch.org/docs/stable/amp.html) and no others.
     """
     if ITEMSIZE[answer.chosen.plan.precision.compute] != ITEMSIZE["bfloat16"]:
         return None
@@ -49,7 +49,7 @@ def wide_products(answer: SearchResult) -> tuple[float, str] | None:
 
 
 def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, Share, int]]]:
-    """Operators of the chosen plan, each with a rank's share of it and how often the whole model has it."""
+    """Return the device model and, for each operator, a rank's share of it and its count in the whole model."""
     case, plan = answer.question.case, answer.chosen.plan
     predictor = case.predictor
     computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
@@ -61,7 +61,7 @@ def operators(answer: SearchResult) -> tuple[DeviceModel, list[tuple[Operation, 
 
 
 def _moving_share(answer: SearchResult) -> float:
-    """The part of the operators' seconds that goes to those which only move memory."""
+    """Return the share of the operators' seconds spent on operators that only move memory."""
     computer, every = operators(answer)
     total: dict[OperationKind, float] = defaultdict(float)
     for operation, share, count in every:

@@ -1,4 +1,4 @@
-"""Formatting of a plan's numbers in words and rows, the same in a terminal and on a page."""
+"""Formatting of a plan's numbers as words and rows, the same in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.report.quantities import dollars, rate, seconds
 
 Rows = list[list[str]]
 
-# What the terms of a step and the categories of memory are, in a few words each.
+# Short descriptions of the terms of a step and of the categories of memory.
 TERMS_MEAN = {
     "compute": "the model's operations",
     "launch": "the device waits until the host has started its next operation",
@@ -44,19 +44,19 @@ MEMORY_MEANS = {
     "allocator": "held between tensors, and free",
     "reserved": "the driver, the context and libraries",
 }
-# Below this share of a step what takes it is not told beside the share of the peak.
+# Smallest share of a step that is listed next to the share of the peak.
 _TOLD = 0.015
-# Below this share of the time between failures of all devices a job's failures are not worth a table.
+# Expected number of failures below which a job's failures are not worth a table.
 _SHORT = 0.01
 
 
 def several(number: int, noun: str) -> str:
-    """A number of things: 1 device, 2 devices."""
+    """Return a number with its noun: 1 device, 2 devices."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def batch(candidate: Candidate, answer: SearchResult) -> str:
-    """Samples of a microbatch, and how many microbatches a rank has."""
+    """Return the samples of a microbatch and the number of microbatches on a rank, as "8 x 4"."""
     work, layout = answer.question.case.work, candidate.plan.layout
     grains = -(-work.num_grains // (layout.data * layout.shard))
     per = candidate.plan.batch.grains_per_microbatch
@@ -64,7 +64,7 @@ def batch(candidate: Candidate, answer: SearchResult) -> str:
 
 
 def key_rows(answer: SearchResult) -> Rows:
-    """The chosen plan in a few lines, what is asked first first: name and value of each."""
+    """Return the chosen plan in a few lines of name and value, the most important first."""
     chosen, case = answer.chosen, answer.question.case
     size, _, number = batch(chosen, answer).partition(" x ")
     rows = [
@@ -83,13 +83,13 @@ def key_rows(answer: SearchResult) -> Rows:
 
 
 def needs(answer: SearchResult) -> str:
-    """The release of torch that the chosen plan needs; empty where it is any that shoal takes."""
+    """Return the release of torch that the chosen plan needs, or "" if any supported release will do."""
     plan = answer.chosen.plan
     return f'torch {OLDEST_TEXT} or newer, for shard.level = "{plan.shard.level}"' if plan.shards_model else ""
 
 
 def energy(answer: SearchResult) -> str:
-    """Kilowatt-hours of the whole job at the devices' power limit; empty where it or the job's length is not known."""
+    """Return the kilowatt-hours of the whole job at the devices' power limit, or "" if unknown."""
     watts, whole = answer.question.case.cluster.device.watts, answer.job_seconds(answer.chosen.seconds)
     if watts is None or whole is None:
         return ""
@@ -99,7 +99,7 @@ def energy(answer: SearchResult) -> str:
 
 
 def throughput(answer: SearchResult) -> str:
-    """Tokens a second, in all and of a device, where samples are sequences of tokens; else samples a second."""
+    """Return tokens per second, in total and per device, or samples per second if samples have no tokens."""
     devices, tokens = answer.chosen.devices, answer.question.sample_tokens
     samples = answer.question.case.work.global_batch / answer.chosen.seconds
     in_samples = f"{rate(samples)} samples/s"
@@ -109,12 +109,12 @@ def throughput(answer: SearchResult) -> str:
 
 
 def _device(answer: SearchResult) -> Device:
-    """The device of a rank, as many as the plan has on a host: of a CPU with its threads."""
+    """Return the device of one rank; a CPU device has the rank's share of threads."""
     return answer.question.case.cluster.device_for(answer.ranks_per_host)
 
 
 def share_of_peak(answer: SearchResult) -> str:
-    """The share of the device's peak that the model's FLOPs take, of which peak, and where the rest of a step goes."""
+    """Return the share of the device's peak that model FLOPs use, the peak, and where the rest of a step goes."""
     found = answer.chosen.prediction
     if found.mfu is None:
         return "not known"
@@ -126,7 +126,7 @@ def share_of_peak(answer: SearchResult) -> str:
 
 
 def memory_margin(answer: SearchResult) -> str:
-    """The fullest device's bytes, and those that stay free."""
+    """Return the used and the free bytes of the fullest device."""
     peak = answer.chosen.prediction.peak_bytes
     cluster = answer.question.case.cluster
     device = cluster.device_for(answer.ranks_per_host)
@@ -136,7 +136,7 @@ def memory_margin(answer: SearchResult) -> str:
 
 
 def whole_job(answer: SearchResult) -> str:
-    """Steps, samples or tokens of the whole job, and its time without failures."""
+    """Return the steps and the samples or tokens of the whole job, and its time without failures."""
     asked, steps = answer.question, answer.question.num_steps
     if steps is None:
         return "its length is not known: write --samples N" + (" or --tokens N" if asked.sample_tokens else "")
@@ -147,7 +147,7 @@ def whole_job(answer: SearchResult) -> str:
 
 
 def quantity(value: float) -> str:
-    """A large number with its power of a thousand in words."""
+    """Return a large number with its power of a thousand in words."""
     for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if value >= size:
             return f"{value / size:.3g} {name}"
@@ -155,7 +155,7 @@ def quantity(value: float) -> str:
 
 
 def price(answer: SearchResult) -> str:
-    """Dollars of the whole job, or of a million tokens or samples, and where the price of a device-hour is from."""
+    """Return the dollars of the whole job, or per hour if its length is unknown, and the source of the price."""
     device, hour = answer.question.case.cluster.device, answer.price
     if hour is None:
         return f"not known: the catalogue has none of {_device(answer).name}; write --price DOLLARS of a device-hour"
@@ -168,7 +168,7 @@ BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "w
 
 
 def best_rows(answer: SearchResult) -> Rows:
-    """The chosen plan and the next best ones, all on as many devices."""
+    """Return rows for the chosen plan and the next best ones on the same number of devices."""
     return [_row(candidate, answer) for candidate in (answer.chosen, *answer.choice.alternatives)]
 
 
@@ -187,7 +187,7 @@ def _row(candidate: Candidate, answer: SearchResult) -> list[str]:
 
 @dataclass(frozen=True)
 class Portion:
-    """Portion of a step's seconds, or of a rank's bytes."""
+    """Portion of a step's seconds or of a rank's bytes."""
 
     name: str
     share: float
@@ -196,18 +196,18 @@ class Portion:
 
     @property
     def row(self) -> list[str]:
-        """The row of a table."""
+        """The portion as a table row."""
         return [self.name, self.amount, f"{self.share:.1%}", self.meaning]
 
 
 def terms(answer: SearchResult) -> list[Portion]:
-    """The terms of a step, without those that take nothing."""
+    """Return the nonzero terms of a step."""
     found = answer.chosen.prediction
     return [Portion(n, v / found.step_seconds, seconds(v), TERMS_MEAN[n]) for n, v in found.terms.items() if v > 0]
 
 
 def memory(answer: SearchResult) -> list[Portion]:
-    """The bytes of the fullest rank, without the categories that it has nothing of."""
+    """Return the nonzero categories of the fullest rank's memory."""
     found = answer.chosen.prediction
     return [Portion(n, v / found.peak_bytes, gib(v), MEMORY_MEANS[n]) for n, v in found.memory.items() if v > 0]
 
@@ -216,7 +216,7 @@ CURVE_HEAD = ["devices", "step", "efficiency", "each added device brings", "layo
 
 
 def curve_rows(answer: SearchResult) -> Rows:
-    """The fastest plan on each number of devices."""
+    """Return rows for the fastest plan on each number of devices."""
     rows = []
     for point in answer.curve.points:
         if point.best is None:
@@ -231,7 +231,7 @@ def curve_rows(answer: SearchResult) -> Rows:
 
 
 def verdict(answer: SearchResult) -> str:
-    """Sentence on the number of devices beyond which more stop paying, and why."""
+    """Return a sentence on the number of devices beyond which more stop paying, and why."""
     found = answer.curve
     if found.pays_until is None:
         return "Nothing fits."
@@ -242,7 +242,7 @@ def verdict(answer: SearchResult) -> str:
 
 
 def grains(answer: SearchResult) -> list[str]:
-    """The number of grains and its reason, and before it what more of them would bring, where they are the cause."""
+    """Return the number of grains and its reason, preceded by the gain of more grains if they limit the plan."""
     work, found = answer.question.case.work, answer.finer
     each = f"{several(work.grain_size, 'sample')} each"
     first = [f"{found.cause[0].upper()}{found.cause[1:]}.", f"{found.effect}."] if found is not None else []
@@ -250,10 +250,10 @@ def grains(answer: SearchResult) -> list[str]:
 
 
 def hints(answer: SearchResult) -> list[str]:
-    """Changes of the job that would use more of the cluster, or of its devices."""
+    """Return changes of the job that would use more of the cluster or of its devices."""
     unaligned = unaligned_products(answer)
     first = [str(unaligned)] if unaligned is not None else []
-    if answer.finer is not None:  # which is said before all
+    if answer.finer is not None:  # the grains come first and are reported elsewhere
         return first
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
@@ -272,7 +272,7 @@ def hints(answer: SearchResult) -> list[str]:
 
 
 def _in_float32(answer: SearchResult) -> list[str]:
-    """What autocast leaves in float32, where that is more of the model's FLOPs than a prediction tells apart."""
+    """Return a hint on operators that autocast leaves in float32, if their FLOPs matter to the prediction."""
     found, precision = wide_products(answer), answer.chosen.plan.precision
     if found is None or found[0] < TOLD_APART or precision.parameters != "float32":
         return []
@@ -284,12 +284,12 @@ def _in_float32(answer: SearchResult) -> list[str]:
 
 
 def change_rows(answer: SearchResult) -> Rows:
-    """Rows of the changes that would speed up or slow down the step."""
+    """Return rows of the changes that would speed up or slow down the step."""
     return [[change.what, seconds(change.seconds), change.effect] for change in answer.changes]
 
 
 def rejected_rows(answer: SearchResult, most: int | None = None) -> Rows:
-    """Why other layouts were not chosen: on as many devices first, the nearest first."""
+    """Return rows of rejected layouts with reasons, those on the same number of devices first, then by step time."""
     own = answer.chosen.devices
     ordered = sorted(
         answer.choice.rejected, key=lambda r: (r.devices != own, r.seconds if r.seconds is not None else float("inf"))
@@ -300,7 +300,7 @@ def rejected_rows(answer: SearchResult, most: int | None = None) -> Rows:
 
 
 def goodput_lines(answer: SearchResult) -> list[str]:
-    """Lines on goodput, where the devices' failure rate is known."""
+    """Return lines on goodput, or none if the devices' failure rate is unknown."""
     found = answer.goodput
     if found is None:
         return []
@@ -322,7 +322,7 @@ def goodput_lines(answer: SearchResult) -> list[str]:
 
 
 def correction(answer: SearchResult) -> str:
-    """Line on the correction of predictions by earlier runs."""
+    """Return a line on the correction of predictions by earlier runs."""
     found = answer.question.case.correction
     told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
     told += [f"host + {seconds(found.host_seconds)} a step"] if found.host_seconds else []
@@ -330,7 +330,7 @@ def correction(answer: SearchResult) -> str:
 
 
 def summary(answer: SearchResult) -> str:
-    """Line on the extent of the search."""
+    """Return a line on the extent of the search."""
     choice = answer.choice
     tied = (
         f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""

@@ -1,1 +1,1 @@
-"""Diagnosis of a run: the time that it loses, by cause, and what would bring it back."""
+"""Diagnosis of a run: the time that it loses, by cause, and remedies."""

@@ -1,4 +1,4 @@
-"""Causes of lost time in a run, each with what it costs, and remedies with what they would bring."""
+"""Causes of lost time in a run with their cost, and remedies with their expected gain."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from typing import Any
 from shoal.planner.diagnose.fewer_devices import on_devices, planned_ratio
 from shoal.planner.diagnose.run_times import RunTimes
 
-# What is less is not told: no remedy is worth a change for it, and no account is that exact.
+# Smallest share of time that is reported: less is not worth a change, and accounts are not that exact.
 WORTH = 0.03
-_CHEAP = 0.75  # of the device-hours
+_CHEAP = 0.75  # share of the device-hours
 _RARER = 10
-_CHECKPOINT_SHARE = 0.01  # of the time: what shoal's own choice of when to write one costs
+_CHECKPOINT_SHARE = 0.01  # share of the time that shoal's default checkpoint interval costs
 _MOST_WORKERS = 8
-# Of the seconds that a thread writes beside training, those that training loses though a core is free: as seen on two
-# cores, which share a memory.
+# Share of a writing thread's seconds that training loses even if a core is free, measured on two cores with one memory.
 _WRITING = 0.4
 _EACH_FEW = 4
-# A sample that takes less is computed; what waits for a disk or a network takes longer.
+# A sample that takes less time is computed; one that waits for a disk or a network takes longer.
 _COMPUTED = 2e-4
-_HANDED_OVER = 5e-3  # a microbatch from a data worker, as seen on two cores
-# A rank is slow where it is the slowest in so many steps, by so much of a step.
+_HANDED_OVER = 5e-3  # to pass a microbatch from a data worker, measured on two cores
+# A rank is slow if it is the slowest in this share of steps, by this share of a step.
 _OFTEN, _SLOWER = 0.8, 0.05
 _BUCKET_BYTES = 1 << 20
 _FEW_MESSAGES = 4
@@ -30,12 +29,13 @@ _FEW_MESSAGES = 4
 
 @dataclass(frozen=True)
 class Remedy:
-    """Change of a run that would bring time back: `gain` is a fraction of the time of training.
+    """Change of a run that would save time: `gain` is a fraction of the training time.
 
-    `sections` of the plan that change, `devices` where their number does, further `arguments` of `shoal run`, and
-    environment `variables` (None: unset). Without any of them it is for people to do. `period`: steps from one to the
-    next of what comes now and then. `planned`: the gain by the planner's predictions of both plans, where it was asked.
-    `cost`: device time over that of the run where the number of devices changes, before the gain.
+    `sections`: changes of the plan. `devices`: a new number of devices. `arguments`: options of `shoal run`.
+    `variables`: environment variables (None: unset). A remedy without any of these is for people to apply.
+    `period`: steps between two occurrences of a periodic event.
+    `planned`: the gain by the planner's predictions of both plans, if requested.
+    `cost`: device time relative to the run if the number of devices changes, before the gain.
     """
 
     name: str
@@ -51,20 +51,20 @@ class Remedy:
 
     @property
     def device_time(self) -> float:
-        """Device-hours of the same training over those of the run."""
+        """Device-hours of the same training relative to the run."""
         return self.cost * (1.0 - self.gain)
 
     @property
     def can_be_tried(self) -> bool:
-        """Whether a run of the same job can show it."""
+        """Whether a trial run of the same job can measure the gain."""
         return bool(self.sections or self.devices or self.arguments or self.variables)
 
 
 @dataclass(frozen=True)
 class LostTime:
-    """Cause of lost time: `seconds` of each step that it takes, `share` of the time of training, and what was seen.
+    """Cause of lost time: `seconds` per step, its `share` of the training time, and the observation.
 
-    `regained`: the share that would come back, by its best remedy where it has one.
+    `could`: the share that would be saved if there is no remedy.
     """
 
     cause: str
@@ -77,12 +77,12 @@ class LostTime:
 
     @property
     def regained(self) -> float:
-        """Fraction of the time of training that would come back."""
+        """Fraction of the training time that the best remedy saves."""
         return max((remedy.gain for remedy in self.remedies), default=self.could)
 
     @property
     def is_worth_telling(self) -> bool:
-        """Whether time would come back, or the same time take far fewer device-hours."""
+        """Whether a remedy saves time, or takes the same time with far fewer device-hours."""
         cheap = any(r.gain > -WORTH and r.device_time <= _CHEAP for r in self.remedies)
         return self.regained >= WORTH or cheap
 
@@ -91,7 +91,7 @@ Losses = Iterator[LostTime]
 
 
 def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
-    """Causes that are worth telling, those first that cost most of what could come back; `more` are known already."""
+    """Return the causes worth reporting, the largest possible saving first; `more` are causes found elsewhere."""
     rules: tuple[Callable[[RunTimes], Losses], ...] = (
         _evaluation,
         _checkpoints,
@@ -165,7 +165,10 @@ def _checkpoints(times: RunTimes) -> Losses:
 
 
 def _beside(times: RunTimes, every: int) -> float:
-    """Seconds of each step that writing takes from it, where most steps have some: else it shows in those that do."""
+    """Return the seconds per step that a writing thread costs training, if most steps overlap with writing.
+
+    If checkpoints are rarer, the cost shows in the steps that overlap.
+    """
     if times.writing is None or every > _EACH_FEW:
         return 0.0
     spare = _spare_cores(times) > 0 and times.device == "cpu"
@@ -177,7 +180,7 @@ def _data(times: RunTimes) -> Losses:
     wait = max(times.spans.get("data_wait", 0.0), waits.most if waits is not None else 0.0)
     rest = max(times.step - wait, 1e-9)
     workers = int(times.section("data").get("workers") or 0)
-    read = (times.step * workers) if workers else wait  # with workers reading goes on beside the step
+    read = (times.step * workers) if workers else wait  # workers read in parallel with the step
     computes = read < _COMPUTED * times.samples / times.world_size
     most = _spare_cores(times) // times.world_size if computes else _MOST_WORKERS
     if most <= workers:
@@ -194,14 +197,14 @@ def _data(times: RunTimes) -> Losses:
 
 
 def _spare_cores(times: RunTimes) -> int:
-    """Cores that no rank uses, as far as the run said it."""
+    """Return the number of cores that no rank uses, or a default if the run did not record its cores."""
     if times.cores is None:
         return _MOST_WORKERS * times.world_size
     return max(0, times.cores - times.world_size * (times.threads or 1))
 
 
 def _threads(times: RunTimes) -> Losses:
-    """More threads than cores: each takes its turn, and who waits for the others takes one too."""
+    """Find more threads than cores: they take turns, and so do the threads that wait for others."""
     if times.threads is None or times.cores is None or times.device != "cpu":
         return
     fair = max(1, times.cores // times.world_size)
@@ -210,7 +213,7 @@ def _threads(times: RunTimes) -> Losses:
     running = times.threads * times.world_size
     carried = max(times.cores, fair * times.world_size)
     busy = times.step - times.spans.get("data_wait", 0.0)
-    # Where threads happen not to collide a step is as quick as it would always be.
+    # Steps in which the threads happen not to collide are as quick as all steps could be.
     lost = max(busy * (1 - carried / running), times.step - sum(times.undisturbed.values()))
     seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
     words = (
@@ -224,7 +227,7 @@ def _slow_rank(times: RunTimes) -> Losses:
     busy = times.ranks.get("busy_seconds")
     if busy is None or times.world_size < 2 or busy.how_often < _OFTEN or _crowded(times):
         return
-    fair = busy.most * (1 - 1 / times.share_of_grains)  # which a rank with more grains takes longer
+    fair = busy.most * (1 - 1 / times.share_of_grains)  # a rank with more grains takes this much longer
     wait = busy.most - busy.least - fair
     if wait < _SLOWER * times.step:
         return
@@ -250,7 +253,7 @@ def _slow_rank(times: RunTimes) -> Losses:
 
 
 def _crowded(times: RunTimes) -> bool:
-    """Whether there are more processes, or threads of them, than cores: then ranks are slow by turns."""
+    """Check whether there are more processes or threads than cores, which makes ranks slow in turns."""
     if times.cores is None or times.device != "cpu":
         return False
     return (times.threads or 1) * times.world_size > times.cores
@@ -289,26 +292,26 @@ def _bubbles(times: RunTimes) -> Losses:
 
 
 def _bubble(stages: int, per_rank: int, microbatches: int) -> float:
-    """Share of a pipeline's time in which a rank stands still (1F1B, interleaved over `per_rank` stages)."""
+    """Return the share of a pipeline's time in which a rank is idle (1F1B, interleaved over `per_rank` stages)."""
     waits = (stages - 1) / per_rank
     return waits / (waits + microbatches)
 
 
 def _communication(times: RunTimes) -> float:
-    """Seconds of sums that no rank waits longer for than another: the exposed part of the rank that waits least."""
+    """Return the exposed seconds of sums on the rank that waits least, which exclude waits for slower ranks."""
     exposed = times.ranks.get("exposed_communication")
     return exposed.least if exposed is not None else times.spans.get("exposed_communication", 0.0)
 
 
 def _messages(times: RunTimes) -> Losses:
-    """Sums of many small messages, each of which has the latency of a large one."""
+    """Find sums in many small messages, each of which has the latency of a large one."""
     needed = 1 + times.message_bytes // _BUCKET_BYTES
     if times.messages is None or times.world_size < 2 or times.messages <= _FEW_MESSAGES * needed:
         return
     sums = _communication(times)
     lost = sums * (1 - needed / times.messages)
     if times.device == "cpu" and _spare_cores(times) < times.world_size:
-        # What sends and receives takes the cores that compute: without it all of a step is quicker.
+        # Sending and receiving use the cores that compute, so fewer messages speed up the whole step.
         quiet = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
         lost = max(lost, times.step - quiet - sums * needed / times.messages)
     seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {_ms(sums)} exposed"
@@ -322,7 +325,7 @@ def _messages(times: RunTimes) -> Losses:
 
 
 def _large_sums(times: RunTimes) -> Losses:
-    """Sums whose bytes take the time: half as many in bfloat16."""
+    """Find sums limited by their bytes, which bfloat16 halves."""
     sums, messages = _communication(times), times.messages or 0
     plain = times.section("collectives").get("compression", "none") == "none"
     exact = bool(times.section("execution").get("exact"))
@@ -337,7 +340,7 @@ def _large_sums(times: RunTimes) -> Losses:
 
 
 def _devices(times: RunTimes) -> Losses:
-    """More ranks than the batch has work for: what each adds in sums and waits is more than it takes off."""
+    """Find more ranks than the batch has work for: each adds more in sums and waits than it saves."""
     if times.world_size < 2 or int(times.section("layout").get("pipeline") or 1) > 1:
         return
     if (
@@ -345,15 +348,15 @@ def _devices(times: RunTimes) -> Losses:
         and times.cores is not None
         and times.threads > max(1, times.cores // times.world_size)
     ):
-        return  # threads are the first thing to mend
+        return  # the threads need fixing first
     others = [n for n in range(1, times.world_size) if times.world_size % n == 0]
     found = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
     if not found:
         return
     best = min(found, key=lambda n: found[n])
-    # Waits that have another cause would be mended where they are.
+    # Waits with another cause have their own remedy.
     mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
-    lost = times.step - mended - found[best]  # may be less than nothing, for less than the price
+    lost = times.step - mended - found[best]  # may be negative: fewer device-hours for a longer time
     per_rank = times.samples / times.world_size
     seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
     if _crowded(times):

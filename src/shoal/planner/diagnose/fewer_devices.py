@@ -1,7 +1,7 @@
-"""Seconds of a run's step on fewer devices, as they follow from the account of the run as it was.
+"""Estimate of a run's step time on fewer devices, from the account of the run.
 
-Computing has a part that grows with a rank's samples and one that each rank has anyway: starting operators. How large
-the first is, the model's FLOPs on this device tell; without them half is taken.
+One part of computing grows with a rank's samples; another, starting operators, is the same on every rank. The model's
+FLOPs on this device give the first part. The default is half.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from shoal.planner.diagnose.run_times import RunTimes
 from shoal.report.json_values import section
 
 _FLOPS_PER_PARAMETER = 6.0  # a multiply-add forward, two backward
-_REACHED = 0.4  # of a device's peak, by products of a small model
-_AGREEMENT = 0.05  # of the sums' time: what is left of it on one device
+_REACHED = 0.4  # share of a device's peak that products of a small model reach
+_AGREEMENT = 0.05  # share of the sums' time that remains on one device
 
 
 def on_devices(times: RunTimes, devices: int, computing: float | None = None) -> float | None:
-    """Seconds of a step on so many devices, along the data axis; None where there is no such layout.
+    """Return the estimated seconds of a step on `devices` devices of the data axis, or None if the layout allows none.
 
-    `computing`: of each rank, where that of the run is not what it would be.
+    `computing`: a rank's busy seconds, if they differ from the run's.
     """
     layout = times.section("layout")
     if devices < 1 or any(int(layout.get(axis) or 1) > 1 for axis in ("tensor", "pipeline", "context", "shard")):
@@ -33,7 +33,7 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
         busy = times.computing
         rest = sum(spans.get(name, 0.0) for name in ("optimizer", "other"))
         data = sum(spans.get(name, 0.0) for name in ("data_wait", "host_to_device"))
-    else:  # of a rank that is busy for so long in all
+    else:  # a rank that is busy for `computing` seconds in total
         busy = computing * times.computing / max(times.step - spans.get("exposed_communication", 0.0), 1e-9)
         rest, data = computing - busy, 0.0
     scaled = _scaled(times, busy / crowd)
@@ -45,21 +45,21 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
 
 
 def planned_ratio(times: RunTimes, devices: int) -> float | None:
-    """Seconds of the fastest plan on so many devices over those of the run's, as the planner took them to be."""
+    """Return the planned step time on `devices` devices relative to the run's own, from the run's prediction."""
     predicted = times.section("prediction")
     now, then = predicted.get("step_seconds"), section(predicted, "curve").get(str(devices))
     return then / now if now and then else None
 
 
 def _crowd(times: RunTimes, devices: int) -> float:
-    """How many processes share a core."""
+    """Return the number of processes per core, at least 1."""
     if times.device != "cpu" or not times.cores:
         return 1.0
     return max(1.0, devices / times.cores)
 
 
 def _scaled(times: RunTimes, busy: float) -> float:
-    """Fraction of a rank's computing that grows with its samples."""
+    """Return the fraction of a rank's computing that grows with its samples."""
     flops, peak = _flops(times), _peak(times)
     if not flops or not peak or busy <= 0.0:
         return 0.5
@@ -67,7 +67,7 @@ def _scaled(times: RunTimes, busy: float) -> float:
 
 
 def _flops(times: RunTimes) -> float:
-    """FLOPs of a step: as the planner counted them, else by the parameters, one use of each a sample."""
+    """Return the FLOPs of a step as the planner counted them, else from one use of each parameter per sample."""
     told = times.section("prediction").get("flops_per_sample")
     per_sample = float(told) if isinstance(told, int | float) else _FLOPS_PER_PARAMETER * times.parameters
     return per_sample * times.samples

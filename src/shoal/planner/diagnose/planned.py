@@ -22,17 +22,17 @@ from shoal.planner.search.choice import choose
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge
 
-# Sections of a plan whose every key a prediction depends on; of others what a change brings is not known to it.
+# Plan sections on whose every key a prediction depends; it cannot evaluate changes of other sections.
 _PRICED = {"layout", "batch", "shard", "tensor", "pipeline", "memory", "precision", "collectives"}
-# Of the plan that the planner chooses: what a search varies.
+# Plan sections that a search varies.
 _VARIED = ("layout", "batch", "shard", "tensor", "pipeline", "memory", "collectives")
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run's plan as the planner has it: `case` is corrected by what the run measured of each part of its step.
+    """A run's plan from the planner's point of view.
 
-    `plain`: the same as any job on this machine is planned.
+    `case`: corrected by the run's measurement of each part of its step. `plain`: with this machine's usual correction.
     """
 
     case: Case
@@ -41,16 +41,16 @@ class PlannedRun:
     times: RunTimes
 
     def predicted(self, plan: Plan) -> Prediction:
-        """Prediction of a complete plan."""
+        """Return the prediction for a complete plan."""
         return _predicted(self.case, plan)
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step of the run's own plan: nearly as measured, since its parts are corrected by these."""
+        """Predicted seconds of the run's own plan, close to the measured ones because they correct it."""
         return self.predicted(self.plan).step_seconds
 
     def gain(self, remedy: Remedy) -> float | None:
-        """Fraction of the time of training that a remedy brings; None where predictions do not tell the plans apart."""
+        """Return the fraction of training time that a remedy saves; None if predictions do not separate the plans."""
         if not (remedy.sections or remedy.devices) or not set(remedy.sections) <= _PRICED or remedy.variables:
             return None
         try:
@@ -61,13 +61,13 @@ class PlannedRun:
         return None if seconds == self.seconds else self._of_training(seconds)
 
     def _of_training(self, seconds: float) -> float:
-        """Gain of a step of so many predicted seconds, evaluations and checkpoints staying as they are."""
+        """Return the gain from a predicted step time if evaluations and checkpoints stay unchanged."""
         return (1.0 - seconds / self.seconds) * self.times.step / self.times.total
 
     def best(self, told: Sequence[LostTime] = ()) -> Remedy | None:
-        """The plan that the planner would choose here, where it brings something, and no remedy `told` is the same.
+        """Return the planner's own choice as a remedy if it saves time and differs from the remedies in `told`.
 
-        It has to with and without this run's correction: that knows nothing of exchanges which the run had none of.
+        It must save time with and without this run's correction, which covers no exchanges that the run lacks.
         """
         try:
             chosen = choose(self.plain.search(), Aim()).chosen
@@ -86,7 +86,7 @@ class PlannedRun:
         return Remedy("planned", words, gain, sections, devices, planned=gain, cost=cost)
 
     def _plans(self, told: Sequence[LostTime]) -> Iterator[Plan]:
-        """Plans of these remedies, as far as they are legal."""
+        """Yield the legal plans of these remedies."""
         for remedy in (remedy for loss in told for remedy in loss.remedies if remedy.sections or remedy.devices):
             with contextlib.suppress(PlanError):
                 yield judge(changed_plan(self.plan, remedy), self.case.space.facts).plan
@@ -95,10 +95,7 @@ class PlannedRun:
 
     @cached_property
     def memory_share(self) -> float:
-        """Fraction of forward and backward by which they are longer since the other ranks move memory as well.
-
-        0 where the machine was not measured with one rank alone.
-        """
+        """Fraction of forward and backward that is due to other ranks' use of the memory; 0 if it was not measured."""
         cluster, world_size = self.case.cluster, self.plan.layout.world_size
         device = cluster.device_for(min(world_size, cluster.devices_per_host))
         if world_size == 1 or device.memory_alone is None:
@@ -110,9 +107,9 @@ class PlannedRun:
         return max(0.0, 1.0 - then / now) if now else 0.0
 
     def memory(self) -> LostTime | None:
-        """Memory bandwidth that ranks share as a cause.
+        """Return shared memory bandwidth as a cause, or None.
 
-        Smaller microbatches are no remedy of it: trials of what was predicted of their caches brought nothing.
+        Smaller microbatches are not a remedy: trials did not confirm the predicted effect of caches.
         """
         lost = self.times.computing * self.memory_share
         if lost < WORTH * self.times.total:
@@ -126,7 +123,7 @@ class PlannedRun:
         return LostTime("memory", "memory bandwidth shared by ranks", lost, share, seen, remedies, share)
 
     def _alone(self) -> Remedy | None:
-        """One device, where that is worth its price."""
+        """Return one device as a remedy if it costs little time."""
         words = f"1 device instead of {self.plan.layout.world_size}: nothing shares the memory with it"
         remedy = Remedy("one-device", words, 0.0, devices=1, cost=1 / self.times.world_size)
         gain = self.gain(remedy)
@@ -137,7 +134,7 @@ class PlannedRun:
     # ------------------------------------------------------------------------------------------------ a GPU's host
 
     def launches(self) -> LostTime | None:
-        """Kernels that wait for their host as a cause, where a CUDA graph of the step could start them."""
+        """Return kernels that wait for their host as a cause, if a CUDA graph of the step could start them."""
         graph = as_graph(self.case, self.plan)
         gain = 0.0 if graph is None else self._of_training(_predicted(graph, self.plan).step_seconds)
         if gain < WORTH:
@@ -149,26 +146,26 @@ class PlannedRun:
 
 
 def _predicted(case: Case, plan: Plan) -> Prediction:
-    """Prediction of a complete plan."""
+    """Return the prediction for a complete plan."""
     return case.search().costs(plan.layout.world_size).predict(plan)
 
 
 def _varied(plan: Plan) -> dict[str, Any]:
-    """What a search varies of a plan."""
+    """Return the sections of a plan that a search varies."""
     document = plan.to_mapping()
     return {name: document[name] for name in _VARIED}
 
 
 def base_of(plan: Plan) -> Plan:
-    """Plan with the sections of a run's plan that a search does not vary; a captured step is for one device alone."""
+    """Return a plan with a run's sections that a search does not vary, without a captured step (one device only)."""
     execution = plan.execution.model_copy(update={"cuda_graph": False})
     return Plan(precision=plan.precision, execution=execution, data=plan.data)
 
 
 def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: RunTimes) -> PlannedRun:
-    """The planner's view of a run; `case`: of its job on this machine.
+    """Return the planner's view of a run; `case`: its job on this machine.
 
-    Raises: PlanError, HardwareError where it has none.
+    Raises: PlanError or HardwareError if the planner cannot predict the run.
     """
     plan = plan.model_copy(update={"prediction": {}})
     if plan.serves:
@@ -191,9 +188,10 @@ def planned_run(case: Case, plan: Plan, steps: Sequence[MeasuredStep], times: Ru
 
 
 def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The machine as this many ranks have it: fewer have as many threads each, and more than cores a part of a core.
+    """Return the machine as `ranks` ranks share it.
 
-    Remedies change no threads: neither do trials.
+    Fewer ranks keep the same threads each, because neither remedies nor trials change threads. If there are more ranks
+    than cores, each gets a part of a core.
     """
     there = cluster.devices_per_host
     if cluster.device.kind == "gpu" or cluster.num_hosts > 1:
@@ -218,7 +216,7 @@ def _with_ranks(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def with_planner(found: Sequence[LostTime], asked: PlannedRun) -> tuple[LostTime, ...]:
-    """Causes with the planner's number beside each remedy that is a plan, and with what only it can tell."""
+    """Add the planner's gain to each remedy that is a plan, and the causes that only the planner can find."""
     told = [
         replace(loss, remedies=tuple(replace(remedy, planned=asked.gain(remedy)) for remedy in loss.remedies))
         for loss in found

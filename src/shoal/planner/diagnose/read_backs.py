@@ -1,6 +1,6 @@
-"""Numbers that a job's code reads back from tensors within a step (`.item()`), as a trace of the run shows them.
+"""Numbers that a job's code reads back from tensors within a step (`.item()`), found in a trace of the run.
 
-On a GPU each makes the host wait for the device. On a CPU one costs a microsecond, and thousands cost milliseconds.
+On a GPU each read makes the host wait for the device. On a CPU a read costs a microsecond; thousands take milliseconds.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from shoal.planner.diagnose.causes import LostTime, Remedy
 from shoal.planner.diagnose.run_times import RunTimes
 from shoal.runs.chrome_trace import SPAN_ROW
 
-_READ, _APART = "aten::item", "aten::unbind"  # which iterating over a tensor is
+_READ, _APART = "aten::item", "aten::unbind"  # the operator of iterating over a tensor
 _CALLS = ("item", "tolist")
 _COMPUTING = ("forward", "backward")
-# Microseconds of Python between two reads, which makes a list of many tensors, and between other operators: a longer
-# pause of these is the profiler's, or a collection of garbage.
+# Longest pauses in microseconds that count as Python's: between two reads (True), where Python builds lists of tensors,
+# and between other operators (False). Longer pauses come from the profiler or garbage collection.
 _GAPS = {True: 1000.0, False: 100.0}
 _FEWEST = 2
-_MOST_BYTES = 1 << 20  # of a job's file
+_MOST_BYTES = 1 << 20  # largest job file to read
 
 
 @dataclass(frozen=True)
 class ReadBacks:
-    """Reads of a step: how many, and their seconds where no profiler runs."""
+    """Reads in a step: their number, and their seconds without a profiler."""
 
     count: float
     seconds: float
 
 
 def read_backs(document: Mapping[str, Any], times: RunTimes) -> ReadBacks | None:
-    """Reads in the forwards and backwards of rank 0, with taking tensors apart for them and Python between two reads.
+    """Return the reads in forwards and backwards of rank 0, with the unpacking of tensors and Python between reads.
 
-    The profiler lengthens all of a pass: its seconds are the run's, divided as the trace has it.
+    The profiler slows all of a pass, so the run's seconds are divided in the trace's proportions.
     """
     events = [e for e in document.get("traceEvents", ()) if e.get("ph") == "X" and e.get("pid") == 1]
     spans = [e for e in events if e.get("cat") == "shoal" and e["tid"] % 1000 == SPAN_ROW]
@@ -54,10 +54,10 @@ def read_backs(document: Mapping[str, Any], times: RunTimes) -> ReadBacks | None
 
 
 def _divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Microseconds of reads, and of other operators, each with what Python does between two of a kind."""
+    """Return the microseconds of reads and of other operators, each with Python's time between two of a kind."""
     outer: list[tuple[str, float, float]] = []
     for operator in operators:
-        if not outer or operator["ts"] >= outer[-1][2]:  # not within another
+        if not outer or operator["ts"] >= outer[-1][2]:  # not nested in another operator
             outer.append((operator["name"], operator["ts"], operator["ts"] + operator["dur"]))
     taken, before, was = {True: 0.0, False: 0.0}, None, 0.0
     for place, (name, began, ended) in enumerate(outer):
@@ -71,7 +71,7 @@ def _divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def lost_in(reads: ReadBacks, times: RunTimes, places: Sequence[str]) -> LostTime:
-    """The cause, with the places in the job's file where numbers are read."""
+    """Return the cause, with the lines of the job's file that read numbers."""
     where = f" ({', '.join(places)})" if places else ""
     share = reads.seconds / times.total
     seen = f"{reads.count:.0f} numbers are read back from tensors in each step{where}"
@@ -81,9 +81,9 @@ def lost_in(reads: ReadBacks, times: RunTimes, places: Sequence[str]) -> LostTim
 
 
 def places_of(path: Path) -> tuple[str, ...]:
-    """Lines of a job's file that read numbers back. The file is read as text; nothing of it is run."""
+    """Return the lines of a job's file that read numbers back. The file is parsed as text and not executed."""
     try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a run directory may name anything
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:  # a run directory may name any file
             return ()
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):

@@ -1,6 +1,6 @@
-"""Times of a run's training as a diagnosis needs them: of a step, its spans, and what comes between steps.
+"""Times of a run's training for a diagnosis: of a step, its spans, and events between steps.
 
-Start-up and shut-down are once a call, and are kept apart: a longer run has them once too.
+Start-up and shut-down are separate, because a longer run also has each of them only once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from shoal.report.step_times import steady
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
-# Of gradients: small ones are gathered, and added up by each rank.
+# Collectives that sum gradients: small gradients are gathered and summed by each rank.
 _SUMS = ("all_reduce", "all_gather")
 
 
-# Of the steps at hand: the quickest, in which least else went on.
+# The quickest 1/10 of the steps is taken as undisturbed.
 _QUICKEST = 10
-_HELD_UP = 3.0  # times the median
+_HELD_UP = 3.0  # multiple of the median step from which a step counts as held up
 
 
 @dataclass(frozen=True)
 class Periodic:
-    """Times of an event that not each step has: seconds of each, steps from one to the next, and seconds a step.
+    """Times of a periodic event between steps: seconds of each, steps between two of them, and seconds per step.
 
-    The steps in which and after which it comes take longer too, by cold caches or a thread that writes: `each` is
-    without that, `per_step` with it.
+    The steps during and after the event are slower too, because of cold caches or a writing thread. `each` is without
+    that time, `per_step` includes it.
     """
 
     each: float = 0.0
@@ -40,7 +40,7 @@ class Periodic:
 
 @dataclass(frozen=True)
 class RankSpread:
-    """A span over the ranks: means over steps of the least and the most, and the rank that has the most most often."""
+    """A span over the ranks: means over steps of the least and the most, and the rank that most often has the most."""
 
     least: float
     most: float
@@ -50,19 +50,19 @@ class RankSpread:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Seconds a step of a run. `step` is without checkpoints; `spans` are rank 0's, and sum to it.
+    """Seconds per step of a run. `step` excludes checkpoints; `spans` are rank 0's and sum to `step`.
 
-    `checkpoint`: at its steps; `asked`: those that a callback asks for; `best`: after evaluations that improve a
-    watched metric. `undisturbed`: of each span a tenth of the steps of the least rank are as quick. `writing`: seconds
-    of a core that a thread takes for a checkpoint beside the steps, where the run said it.
-
-    `threads` of each process and `cores` of its host: None where the run did not say. `share_of_grains`: the most
-    grains of a rank over their mean.
+    `checkpoint`: regular checkpoints. `asked`: checkpoints that a callback requests.
+    `best`: checkpoints after evaluations that improve a watched metric.
+    `undisturbed`: the first decile of each span on the rank with the least of it.
+    `writing`: core seconds of the thread that writes a checkpoint in parallel with steps, if recorded.
+    `threads` of each process and `cores` of its host: None if not recorded.
+    `share_of_grains`: the most grains of a rank relative to their mean.
     """
 
     num_steps: int
     step: float
-    spread: tuple[float, float]  # the first and the last decile over the median
+    spread: tuple[float, float]  # the first and the last decile relative to the median
     spans: Mapping[str, float]
     ranks: Mapping[str, RankSpread]
     evaluation: Periodic
@@ -91,29 +91,29 @@ class RunTimes:
 
     @property
     def total(self) -> float:
-        """Seconds a step, with evaluations and checkpoints."""
+        """Seconds per step, with evaluations and checkpoints."""
         events = (self.evaluation, self.checkpoint, self.asked, self.best)
         return self.step + sum(event.per_step for event in events)
 
     @property
     def computing(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward per step."""
         return self.spans.get("forward", 0.0) + self.spans.get("backward", 0.0)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the plan."""
+        """Return a section of the plan, empty if missing."""
         found = self.plan.get(name)
         return found if isinstance(found, Mapping) else {}
 
 
 def run_times(files: RunFiles, account: Account) -> RunTimes | None:
-    """Times of a run; None where its records are too few to say anything."""
+    """Return the times of a run, or None if it has fewer than 4 steady records."""
     records = steady(files.records)
     if len(records) < 4:
         return None
     plain, step = _plain(records), median(_plain(records))
     scale = step / mean(plain)
-    # A step that something else held up is none of the run's: another program, or Python's collection of garbage.
+    # Steps that another program or Python's garbage collection held up do not represent the run.
     usual = [record for record, seconds in zip(records, plain, strict=True) if seconds <= _HELD_UP * step]
     of_usual = step / mean(_plain(usual))
     spans = {name: of_usual * mean(r.spans.get(name, 0.0) for r in usual) for name in SPANS if name != "checkpoint"}
@@ -158,9 +158,9 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
 
 
 def seconds_per_step(of: Sequence[StepRecord]) -> float:
-    """Seconds a step of a training: the median of steps, and means of what comes now and then.
+    """Return a training's seconds per step: the median of steps plus the means of periodic events.
 
-    What follows the last step ends the run, and is left out.
+    Events after the last step belong to the end of the run and are excluded.
     """
     records = steady(of)
     return median(_plain(records)) + sum(event.per_step for event in _events(records).values())
@@ -171,13 +171,13 @@ def _plain(records: Sequence[StepRecord]) -> list[float]:
 
 
 def _quickest(records: Sequence[StepRecord], span: str) -> float:
-    """Seconds of a span on the rank that has least of it, in the quickest of so many steps."""
+    """Return the first decile of a span's seconds on the rank that has the least of it."""
     found = sorted(r.ranks[span].min if span in r.ranks else r.spans.get(span, 0.0) for r in records)
     return found[len(found) // _QUICKEST]
 
 
 def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
-    """What comes between steps now and then, by its name in `RunTimes`."""
+    """Return the periodic events between steps, by their names in `RunTimes`."""
     return {
         "evaluation": _periodic(records, lambda r: (r.after or {}).get("evaluation", 0.0)),
         "checkpoint": _periodic(records, lambda r: r.spans.get("checkpoint", 0.0)),
@@ -187,15 +187,16 @@ def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
 
 
 def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], float]) -> Periodic:
-    """The last record is left out: what ends a run comes after it, however long that is.
+    """Return the times of a periodic event.
 
-    Of several the first counts as much as the mean of the others: it also fills caches, once in a run.
+    The last record is excluded, because the end of the run follows it. The first event counts as the others' mean,
+    because it also fills caches, once in a run.
     """
     found = [(place, taken) for place, record in enumerate(records[:-1]) if (taken := seconds(record)) > 0.0]
     if not found:
         return Periodic()
     total = sum(taken for _, taken in found)
-    # Of those that only waited a moment for a thread, none is one of its own.
+    # Events that only waited a moment for a thread are not events of their own.
     own = [place for place, taken in found if taken > 0.1 * total / len(found)]
     if len(own) > 1:
         of_own = [seconds(records[place]) for place in own]
@@ -206,7 +207,7 @@ def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], flo
 
 
 def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
-    """By how much the step of an event and the next are longer than others; 0 where most steps are such."""
+    """Return how much longer an event's step and the next are than other steps; 0 if most steps are such."""
     both = [place for place in places if place + 1 < len(plain)]
     near = {near for place in both for near in (place, place + 1)}
     others = [seconds for place, seconds in enumerate(plain) if place not in near]
@@ -217,7 +218,7 @@ def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
 
 
 def _asked(records: Sequence[StepRecord]) -> bool:
-    """Whether steps were evaluated in the midst of an epoch: a callback of the job asks for that."""
+    """Check whether evaluations occurred within an epoch, which only a callback of the job requests."""
     return any((r.after or {}).get("evaluation") and following.epoch == r.epoch for r, following in pairwise(records))
 
 

@@ -1,4 +1,4 @@
-"""Trials of remedies: short runs of the job with each, in turn with the run as it is, in temporary directories."""
+"""Trials of remedies: short runs of the job with each remedy, alternating with unchanged runs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shoal.runs.directory import write_file
 from shoal.runs.records import read_steps
 
 _TAIL = 12
-# Rounds agree where their middle half spans no more than so much of the time, or so much of the gain.
+# Rounds agree if their middle half spans at most this share of the time, or this share of the gain.
 _NEAR, _NEARLY = 0.02, 0.15
 
 
 @dataclass(frozen=True)
 class TrialJob:
-    """Job of a run as the command line names it, its plan, and how many steps a trial has.
+    """Job of a run as named on the command line, its plan, and the number of steps of a trial.
 
-    `arguments`: settings and options of the run that a remedy does not change; `variables` of its environment.
-    `rounds`: the fewest; more follow, `most_rounds` at most, until the middle half of them agrees.
-    `folder`: where the temporary directories are made, since checkpoints take as long as their disk.
+    `arguments`: the run's settings and options that a remedy does not change. `variables`: the run's environment.
+    `rounds`: the fewest rounds; up to `most_rounds` follow until the middle half of them agrees.
+    `folder`: parent of the temporary directories, on the run's disk because checkpoint times depend on it.
     """
 
     job: str
@@ -45,7 +45,7 @@ class TrialJob:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Remedy as it was tried: seconds a step of each round without and with it; `error` where it could not run."""
+    """Result of a remedy's trial: seconds per step of each round without and with it; `error` if it could not run."""
 
     remedy: Remedy
     before: tuple[float, ...] = ()
@@ -59,12 +59,12 @@ class TrialResult:
 
     @property
     def gain(self) -> float | None:
-        """Median of the rounds."""
+        """Median of the rounds' gains, or None without rounds."""
         return median(self.gains) if self.gains else None
 
     @property
     def agrees(self) -> bool:
-        """Whether the middle half of the rounds is near the median: others were held up by something else."""
+        """Whether the middle half of the rounds is close to the median; other rounds may have been disturbed."""
         if self.gain is None:
             return True
         first, _, last = quantiles(self.gains, n=4, method="inclusive") if len(self.gains) > 1 else (0.0, 0.0, 1.0)
@@ -72,7 +72,7 @@ class TrialResult:
 
 
 def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
-    """The plan with a remedy, without what was predicted of another. Raises: PlanError."""
+    """Return the plan with a remedy applied and without a prediction. Raises: PlanError."""
     found = plan.model_copy(update={"prediction": {}})
     if remedy.devices is not None:
         found = relaid(found, remedy.devices)
@@ -83,9 +83,9 @@ def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
 
 
 def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]) -> list[TrialResult]:
-    """Runs each remedy, in turn with the run as it is; the order is turned round from round to round.
+    """Run each remedy, alternating with the unchanged run; the order reverses after each round.
 
-    Raises: LaunchError where the run as it is cannot be run.
+    Raises: LaunchError if the unchanged run fails.
     """
     order = [Remedy("unchanged", "as it was", 0.0), *remedies]
     seconds: dict[str, list[float]] = {remedy.name: [] for remedy in order}
@@ -117,7 +117,7 @@ def _result(remedy: Remedy, seconds: Mapping[str, Sequence[float]], errors: Mapp
 
 
 def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
-    """Seconds a step of a run. Raises: LaunchError with the end of what it said, where it failed."""
+    """Return the seconds per step of one run. Raises: LaunchError with the end of its output if it fails."""
     plan = out.with_name(f"{out.name}.toml")
     write_file(plan, plan_text(changed_plan(job.plan, remedy)))
     names = {argument for argument in remedy.arguments if argument.startswith("--")}
@@ -139,6 +139,6 @@ def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
 
 
 def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """Pairs of options and values, without those of some options."""
+    """Return the pairs of options and values, without the named options."""
     pairs = zip(arguments[::2], arguments[1::2], strict=True)
     return [text for pair in pairs if pair[0] not in names for text in pair]

@@ -9,15 +9,15 @@ from typing import Any
 
 from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, STREAM_BYTES, Curve, Device, Link, weight_bytes
 
-# A call's own cost is taken off a sample, but never more than this part of it: the rest would be noise.
+# Largest part of a sample that is subtracted as the call's own cost; the remainder would be noise.
 _MOST_OVERHEAD = 0.7
-# A product whose tiles fill a GPU many times over.
+# FLOPs of a product whose tiles fill a GPU many times over.
 _LARGE_FLOPS = 1e11
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Quantiles of samples of seconds (least, lower quartile, median, ninth decile), and their number."""
+    """Quantiles of samples of seconds (least, lower quartile, median, ninth decile), and the number of samples."""
 
     least: float
     quartile: float
@@ -27,7 +27,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Quantiles:
-        """Of at least one sample."""
+        """Return the quantiles of at least one sample."""
         ordered = sorted(samples)
         quartile, ninth = (ordered[int(part * (len(ordered) - 1))] for part in (0.25, 0.9))
         return cls(ordered[0], quartile, statistics.median(ordered), ninth, len(ordered))
@@ -44,7 +44,7 @@ class Measured:
 
     @classmethod
     def of(cls, documents: Sequence[Mapping[str, Any]]) -> Measured:
-        """Of the ranks' documents: samples of the same probe are pooled."""
+        """Combine the ranks' documents; samples of the same probe are pooled."""
         samples: dict[tuple[str, float], list[float]] = {}
         works: dict[tuple[str, float], float] = {}
         for row in (row for document in documents for row in document["rows"]):
@@ -55,24 +55,24 @@ class Measured:
         return cls(len(documents), documents[0]["facts"], spreads, works)
 
     def of_name(self, name: str) -> dict[float, float]:
-        """Seconds by size, growing: the median, since a step is a sum of such calls, some quick and some slow."""
+        """Return median seconds by increasing size; the median, because a step is a sum of quick and slow calls."""
         return {size: self.spreads[known, size].median for known, size in sorted(self.spreads) if known == name}
 
     def one(self, name: str) -> float | None:
-        """Seconds of a unit of work of a probe that has one size."""
+        """Return the seconds per unit of work of a probe with one size, or None if it was not measured."""
         return next((seconds / self.works[name, size] for size, seconds in self.of_name(name).items()), None)
 
     def names(self, prefix: str) -> list[str]:
-        """Suffixes of the names with that prefix, each once."""
+        """Return the suffixes of all names with this prefix, sorted and unique."""
         return sorted({name.removeprefix(prefix) for name, _ in self.spreads if name.startswith(prefix)})
 
     def rates(self, name: str, overhead: float) -> dict[float, float]:
-        """Work a second by size, after a call's own cost."""
+        """Return the work per second by size, without a call's own cost."""
         works = self.timed(name, overhead)
         return {size: work / seconds for size, (work, seconds) in zip(self.of_name(name), works, strict=True)}
 
     def timed(self, name: str, overhead: float) -> list[tuple[float, float]]:
-        """Work and seconds in order of size, after a call's own cost."""
+        """Return pairs of work and seconds by increasing size, without a call's own cost."""
         return [
             (self.works[name, size], max(seconds - overhead, (1 - _MOST_OVERHEAD) * seconds))
             for size, seconds in self.of_name(name).items()
@@ -80,7 +80,7 @@ class Measured:
 
 
 def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, known: Device | None = None) -> Device:
-    """The device that one rank had; `known` is the catalogue's entry for it, which has the datasheet's peaks."""
+    """Return the device of one rank; `known` is its catalogue entry, which has the datasheet's peaks."""
     is_cpu = measured.facts["kind"] == "cpu"
     bare, product, dispatch = (measured.one(name) or 0.0 for name in ("overhead.stream", "overhead.matmul", "dispatch"))
     products = _rates(measured, "matmul.", product if is_cpu else 0.0)
@@ -88,7 +88,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     flops |= {dtype: known.flops[dtype] for dtype in flops if known and dtype in known.flops}
     convolutions = _rates(measured, "convolution.", product if is_cpu else 0.0)
     stream = measured.rates("stream", bare if is_cpu else 0.0)
-    # On a CPU larger results than glibc keeps meet page faults every time: they are on the curve, not its unit.
+    # On a CPU, results too large for glibc to reuse cause page faults: they are on the curve but not its unit.
     memory = stream[max(work for work in stream if not is_cpu or work <= STREAM_BYTES or work == min(stream))]
     weights = _weights(measured, product)
     copy = measured.one("host_copy")
@@ -97,7 +97,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         "memory_bytes": memory_bytes,
         "memory_bytes_per_second": memory,
         "flops": flops,
-        # What tiles and their waves waste of a small product, the planner computes for a GPU.
+        # For a GPU, the planner itself computes the waste of tiles and waves in small products.
         "matmul": {
             dtype: _curve(rates if is_cpu else _large(rates), flops[dtype]) for dtype, rates in products.items()
         },
@@ -109,13 +109,13 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         "windows": _windows(measured, product if is_cpu else 0.0, flops, weights),
         "window_weights": {kind: round(1 / each / memory, 4) for kind, each in weights.items() if each},
         "memory": _curve(stream, memory),
-        # Alone no rank is slower: where it seems so the system gave out the pages of large results anew.
+        # A single rank is never slower: if it seems so, the system reallocated the pages of large results.
         "memory_alone": _curve({size: max(rate, stream.get(size, 0.0)) for size, rate in alone.items()}, memory)
         if alone
         else None,
         "attention" if not is_cpu else "attention_lengths": _attention(measured, flops, by_length=is_cpu),
         "operators": _operators(measured, memory, bare) if is_cpu else {},
-        # A CPU starts an operator and computes it on the same core: what a GPU's host does meanwhile, it does first.
+        # A CPU starts and computes an operator on the same core, so its launches do not overlap with computing.
         "launch_seconds": dispatch if is_cpu else measured.one("launch"),
         "dispatch_seconds": dispatch,
         "host_bytes_per_second": 1 / copy if copy else 0.0,
@@ -148,7 +148,7 @@ def _curve(rates: Mapping[float, float], peak: float) -> Curve:
 def _windows(
     measured: Measured, overhead: float, flops: Mapping[str, float], weights: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Fractions of the peak, by kind and window, without what the `weights` take, in seconds a byte."""
+    """Return fractions of the peak by kind and window, without the time of `weights` (seconds per byte)."""
     found: dict[str, dict[str, float]] = {}
     for name in measured.names("window."):
         kind, _, window = name.partition(":")
@@ -159,7 +159,7 @@ def _windows(
 
 
 def _weights(measured: Measured, overhead: float) -> dict[str, float]:
-    """Seconds a byte of a convolution's weights by kind, from the line through many images and few."""
+    """Return the seconds per byte of convolution weights by kind, from the line through many and few images."""
     found: dict[str, float] = {}
     for name in measured.names("weights."):
         kind, _, window = name.partition(":")
@@ -170,7 +170,10 @@ def _weights(measured: Measured, overhead: float) -> dict[str, float]:
 
 
 def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: bool) -> dict[str, Any]:
-    """Fractions of the peak, forward and backward (which is the rest of both), of one length or as curves over it."""
+    """Return attention's fractions of the peak, forward and backward, at one length or as curves over the length.
+
+    The backward's time is the time of both passes minus the forward's.
+    """
     found: dict[str, Any] = {}
     for dtype in sorted({name.partition(".")[0] for name in measured.names("attention.")}):
         forward, both = (f"attention.{dtype}.{part}" for part in ("forward", "both"))
@@ -188,7 +191,7 @@ def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: boo
 
 
 def _operators(measured: Measured, memory: float, bare: float) -> dict[str, float]:
-    """Fractions of the memory's rate at which operators work on what is in the caches."""
+    """Return the speed of operators on cached data, as fractions of the memory bandwidth."""
     found = {}
     for name in measured.names("operator."):
         (rate,) = measured.rates(f"operator.{name}", bare).values()
@@ -197,9 +200,9 @@ def _operators(measured: Measured, memory: float, bare: float) -> dict[str, floa
 
 
 def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
-    """The engine's own seconds of a step, and of each parameter in it: what a step of next to nothing took.
+    """Return the engine's own seconds per step and per parameter, from steps of nearly empty models.
 
-    Its sums are left out where several ranks exchanged them: they are counted as sums.
+    The all_reduce of several ranks is subtracted, because predictions count it separately.
     """
     seconds = sorted(measured.of_name("step").items())
     if len(seconds) < 2:
@@ -212,17 +215,17 @@ def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
     return {"step_seconds": max(0.0, quick - few * each - sums), "tensor_seconds": each}
 
 
-# Exchanges of a measured step that predictions count by themselves: of each parameter (a block of four is gathered
-# twice and scattered, or summed in each direction), and once, beside the step's two small sums and its norm.
+# Exchanges of a measured step that predictions count separately: per parameter (a block of four is gathered twice and
+# scattered, or summed in each direction), and per step, in addition to its two small sums and its norm.
 _EXCHANGES = {"shard": (3 / 4, 0), "tensor": (2 / 4, 0), "pipeline": (0.0, 4)}
 
 
 def divided_of(
     measured: Measured, axis: str, dispatch: float, host: Link | None, group: Link | None
 ) -> dict[str, float]:
-    """Costs that the engine adds to a step on an axis that divides the model, and memory that its process holds.
+    """Return the costs that the engine adds to a step on a model-dividing axis, and its process' memory.
 
-    `host`: the link of a step's own sums; `group`: that of the model's.
+    `host`: link of the step's own sums. `group`: link of the model's exchanges.
     """
     if host is None or group is None:
         return {}
@@ -238,7 +241,10 @@ def divided_of(
 
 
 def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
-    """The links that shoal's own all_reduces are as fast as: the smallest of each is its call; and a process group."""
+    """Return links that model shoal's own all_reduces, and the link of a process group.
+
+    The smallest all_reduce of each algorithm gives its call cost.
+    """
     found, n = {}, measured.ranks
     for name in measured.names("algorithm."):
         seconds = measured.of_name(f"algorithm.{name}")
@@ -256,10 +262,10 @@ def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
 
 
 def link_of(measured: Measured, name: str, source: str, probes: str = "exchange") -> Link | None:
-    """The link between the ranks of a measurement; None where it exchanged nothing by probes of that name.
+    """Return the link between the measured ranks, or None if no exchange was measured by probes of that name.
 
-    Latency is that of the smallest send, and what the smallest all_reduce takes beyond its 2 (n-1) hops is the call.
-    The bandwidth is the best of all_reduce; each kind's curve is what makes the whole of its time come out right.
+    The latency is that of the smallest send. The call cost is the rest of the smallest all_reduce after 2 (n-1) hops.
+    The bandwidth is the best of all_reduce; a curve for each kind makes its total time match.
     """
     reduced = measured.of_name(f"{probes}.all_reduce")
     if not reduced:
@@ -294,12 +300,12 @@ def link_of(measured: Measured, name: str, source: str, probes: str = "exchange"
 
 
 def _sizeable(seconds: Mapping[float, float]) -> Iterable[tuple[float, float]]:
-    """Sizes of which bandwidth says something: not the smallest."""
+    """Return the sizes that measure bandwidth: all but the smallest."""
     return list(seconds.items())[1:] or list(seconds.items())
 
 
 def table(measured: Measured) -> dict[str, list[float]]:
-    """For people: least, quartile, median, ninth decile in seconds and the number of samples, by name and size."""
+    """Return a readable table by name and size: least, quartile, median, ninth decile (seconds), number of samples."""
     return {
         f"{name} {size:g}": [
             float(f"{value:.4g}") for value in (spread.least, spread.quartile, spread.median, spread.p90)

@@ -1,4 +1,4 @@
-"""Benchmark timer: seconds of a call, many times over a slice of time, on a CPU or a GPU."""
+"""Benchmark timer: seconds of a call, repeated for a slice of time, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 from shoal.planner.measure.probes import Call, Probe
 
-# A sample covers at least this much, so that reading the clock does not count.
+# Shortest sample, so that reading the clock does not matter.
 _SAMPLE_SECONDS = 1e-4
 _GRAPH_CALLS = 20
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 400
-# The fewest samples are taken while they fit into so many slices.
+# Number of slices after which sampling stops even with fewer than `_FEWEST_SAMPLES`.
 _PATIENCE = 2
 
 
 def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[list[float], float]:
-    """Seconds of one call, sampled for about `slice_seconds` after a warm-up, and how long one takes undisturbed.
+    """Return samples of one call's seconds, taken for about `slice_seconds` after a warm-up, and its least seconds.
 
-    The second is for deciding what to try next: on a CPU the processor's time over the threads. On one thread of a
-    CPU the samples are the processor's time too, to which other programs add nothing.
+    The second value decides what to try next: on a CPU it may be processor time divided by threads. With one CPU thread
+    the samples are processor time too, which other programs do not affect.
     """
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     call, calls = _prepared(probe, device)
@@ -43,7 +43,10 @@ def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[li
 
 
 def sample_together(probe: Probe, device: torch.device, count: int) -> list[float]:
-    """Seconds of `count` calls that all the ranks make, each by itself. Collective, as the probe is."""
+    """Return the seconds of each of `count` calls that all ranks make together.
+
+    Collective: the ranks of the probe.
+    """
     call = probe.make()
     call()
     return [_timed(call, 1, device) for _ in range(count)]
@@ -59,7 +62,7 @@ def _timed(call: Call, repeats: int, device: torch.device, clock: Callable[[], f
 
 
 def _prepared(probe: Probe, device: torch.device) -> tuple[Call, int]:
-    """The call to time and how many of the probe's it makes: on a GPU a graph of many, so that no host is in it."""
+    """Return the call to time and the probe's calls in it: on a GPU many in one graph, which excludes the host."""
     if device.type == "cpu" and probe.operand_bytes:
         return _in_turn(probe), 1
     call = probe.make()
@@ -75,7 +78,7 @@ def _prepared(probe: Probe, device: torch.device) -> tuple[Call, int]:
 
 
 def _in_turn(probe: Probe) -> Call:
-    """A call of one of many that are alike, of which each has operands and keeps a result of its own."""
+    """Return a call that cycles through equal calls, each with its own operands and result."""
     calls = [probe.make() for _ in range(max(1, int(probe.turn_bytes / probe.operand_bytes)))]
     results: list[Any] = [call() for call in calls]
     places = itertools.cycle(range(len(calls)))

@@ -1,7 +1,7 @@
-"""The `shoal bench collectives` command: times all-reduces of every algorithm; a table, a plot and a calibration.
+"""The `shoal bench collectives` command: times all_reduces of every algorithm for a table, a plot and a calibration.
 
-Rounds of shoal's own ranks and of MPI's, where there is one, alternate. A figure is the median over the samples of all
-rounds, of the slowest rank; bus bandwidth is nccl-tests': 2 (P - 1) / P of the size by the time.
+Rounds of shoal's own ranks alternate with rounds of each installed MPI. A figure is the median over all rounds'
+samples of the slowest rank. Bus bandwidth is defined as in nccl-tests: 2 (P - 1) / P of the size per second.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 @dataclass(frozen=True)
 class Compared:
-    """Samples of seconds by algorithm and size, on so many ranks."""
+    """Samples of seconds by algorithm and size, on `ranks` ranks."""
 
     ranks: int
     seconds: Mapping[str, Mapping[int, Sequence[float]]]
 
     def median(self, name: str, size: int) -> float:
-        """The median of all samples."""
+        """Return the median of all samples."""
         return statistics.median(self.seconds[name][size])
 
     def fastest(self, size: int, names: Iterable[str]) -> str:
-        """Which of these was."""
+        """Return the fastest of these algorithms at a size."""
         return min((n for n in names if size in self.seconds[n]), key=lambda n: self.median(n, size))
 
 
 def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> int:
-    """Measures, prints the table, writes the calibration, and beside `out` (a JSON file) a plot.
+    """Measure, print the table, and write the calibration; with `out` (a JSON file) also write it there with a plot.
 
-    Raises: CommandError for sizes that are none, or what went wrong on a rank.
+    Raises: CommandError for invalid sizes or one rank; errors of the ranks.
     """
     sizes = parse_sizes(sizes_text)
     if ranks < 2:
@@ -76,7 +76,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> i
 
 
 def parse_sizes(text: str | None) -> list[int]:
-    """Bytes from `64K,1M,256M`. Raises: CommandError."""
+    """Return sizes in bytes from text such as `64K,1M,256M`. Raises: CommandError."""
     if text is None:
         return list(_SIZES)
     sizes = []
@@ -91,7 +91,7 @@ def parse_sizes(text: str | None) -> list[int]:
 
 
 def measured(ranks: int, sizes: Sequence[int]) -> Compared:
-    """Rounds of everything that is there to be compared. Raises: what went wrong on a rank of shoal's own."""
+    """Measure all available algorithms and MPI libraries in rounds. Raises: errors of shoal's own ranks."""
     seconds: dict[str, dict[int, list[float]]] = {}
     libraries = list(_mpi_commands(ranks))
     print(f"measuring {ranks} processes on {cores()} cores, against {len(libraries)} MPI ...", flush=True)
@@ -109,7 +109,7 @@ def measured(ranks: int, sizes: Sequence[int]) -> Compared:
 
 
 def _own_round(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """The ranks' rows, each sample of the slowest rank."""
+    """Return one round's rows, each sample from the slowest rank."""
     task = {"sample_seconds": _SAMPLE_SECONDS, "sizes": list(sizes), "samples": _SAMPLES}
     named = f"a comparison of collectives on {ranks} processes"
     documents = found_by("collectives", task, ranks, max(1, cores() // ranks), named)
@@ -120,7 +120,7 @@ def _own_round(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _mpi_commands(ranks: int) -> Iterable[tuple[list[str], dict[str, str]]]:
-    """How to start so many ranks under each MPI that is installed, where mpi4py is too."""
+    """Yield the command and environment to start `ranks` ranks under each installed MPI, if mpi4py is installed."""
     if importlib.util.find_spec("mpi4py") is None:
         return
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -133,7 +133,7 @@ def _mpi_commands(ranks: int) -> Iterable[tuple[list[str], dict[str, str]]]:
 
 
 def _mpi_round(command: Sequence[str], variables: Mapping[str, str], sizes: Sequence[int]) -> dict[str, Any] | None:
-    """What MPI's ranks found; None where they did not work."""
+    """Return the document of MPI's ranks, or None if they failed."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         file = Path(folder) / "mpi.json"
         words = [str(file), str(_SAMPLES), str(_SAMPLE_SECONDS), *map(str, sizes)]
@@ -153,12 +153,12 @@ def _mpi_round(command: Sequence[str], variables: Mapping[str, str], sizes: Sequ
 
 
 def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
-    """Bytes a second: what a ring would move of that size."""
+    """Return the bus bandwidth in bytes per second: the bytes that a ring moves for this size, per second."""
     return 2 * (ranks - 1) / ranks * size / seconds
 
 
 def table(compared: Compared) -> str:
-    """Microseconds and GB/s of each algorithm by size; the fastest of shoal's own is marked."""
+    """Return a table of microseconds and GB/s by size; a star marks the fastest of shoal's own algorithms."""
     names = list(compared.seconds)
     own = [n for n in names if "MPI" not in n and "MPICH" not in n]
     sizes = list(compared.seconds[names[0]])
@@ -178,7 +178,7 @@ def table(compared: Compared) -> str:
 
 
 def calibration(compared: Compared) -> dict[str, Any]:
-    """Median seconds of each algorithm by size, for `fastest_all_reduce.fastest`."""
+    """Return the median seconds of each algorithm by size, for `fastest_all_reduce.fastest`."""
     medians = {
         name: {str(size): compared.median(name, size) for size in sizes} for name, sizes in compared.seconds.items()
     }
@@ -195,7 +195,7 @@ def calibration(compared: Compared) -> dict[str, Any]:
 
 
 def picture(compared: Compared) -> str:
-    """Bus bandwidth over size, as SVG."""
+    """Return a plot of bus bandwidth over size, as SVG."""
     curves = [
         Series(name, [Spot(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
         for name, sizes in compared.seconds.items()

@@ -1,4 +1,4 @@
-"""One rank of `shoal bench collectives`: every algorithm in turn, each size, each sample of a few calls."""
+"""One rank of `shoal bench collectives`, which times every algorithm at each size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.runs.directory import write_file
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sizes in bytes, samples of each, seconds of one, and the folder for the result."""
+    """Sizes in bytes, samples for each, seconds of one sample, and the folder for the result."""
 
     folder: Path
     sizes: Sequence[int]
@@ -34,7 +34,7 @@ class Sampling:
 
 
 def measure_collectives(sampling: Sampling, environment: Environment) -> None:
-    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample."""
+    """Write `rank-N.json` with rows of name, size and seconds of a call by sample."""
     prepare_process(exact=False, num_threads=sampling.threads)
     with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
         rows = _rows(mesh, sampling)
@@ -42,7 +42,7 @@ def measure_collectives(sampling: Sampling, environment: Environment) -> None:
 
 
 def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
-    """Algorithms take turns within each sample, so that a disturbance meets all of them."""
+    """Return the measured rows; algorithms alternate within each sample, so that disturbances affect all of them."""
     opened = {name: open_collective(name, Team(), mesh.device) for name in ALGORITHMS}
     rows: list[dict[str, object]] = []
     for size in sampling.sizes:
@@ -65,11 +65,11 @@ def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
 
 
 def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable[[], object]], Callable[[], None]]:
-    """An all-reduce of zeros by each algorithm, and what gives their memory back."""
+    """Return an all_reduce of zeros for each algorithm, and a function that releases their memory."""
     numel = max(1, size // 4)
     tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
     calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
-    # Tensors from anywhere go through the staging areas.
+    # Tensors that the algorithm did not allocate go through its staging areas.
     calls["shared_memory, copied"] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
 
     def release() -> None:
@@ -81,7 +81,7 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
 
 
 def _count(mesh: Mesh, call: Callable[[], object], seconds: float) -> int:
-    """Calls in a sample, the same on all ranks."""
+    """Return the number of calls in a sample, the same on all ranks."""
     call()
     began = time.perf_counter()
     call()

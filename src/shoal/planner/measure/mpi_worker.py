@@ -1,6 +1,6 @@
-"""MPI's all-reduce on one rank under mpirun, for comparison. Needs mpi4py; writes one JSON file.
+"""One rank of MPI's all_reduce under mpirun, for comparison. It needs mpi4py and writes one JSON file.
 
-Arguments: the file, the samples, the seconds of one, and the sizes in bytes.
+Arguments: the file, the number of samples, the seconds of one sample, and the sizes in bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Measures and writes, on rank 0, the slowest rank's seconds."""
+    """Measure, and write the slowest rank's seconds on rank 0."""
     from mpi4py import MPI
 
     file, samples, seconds, *sizes = sys.argv[1:]

@@ -1,7 +1,7 @@
 """Benchmarks of operators that are slower than a CPU core's memory bandwidth, by the bytes that they move.
 
-A stream through memory says how fast numbers come and go; an activation function, a norm or a pool is slower than that.
-The bytes are those that a profile counts for the operator, so that both mean the same by them.
+Activation functions, norms and pools take longer than a stream of the same bytes through memory. The bytes are those
+that a profile counts for the operator, so both have the same meaning.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shoal.planner.profile.events import OperatorTrace
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.recording import OperatorRecorder
 
-# Rows and columns of a matrix, and images, of as many numbers: in a core's caches, and many times the start of a call.
+# A matrix and images of equal size: small enough for a core's caches, large compared to the cost of a call.
 _ROWS, _WIDTH = 512, 256
 _IMAGES = (8, 64, 16, 16)
 _aten = torch.ops.aten
 
 
 def operators() -> Iterator[Probe]:
-    """A probe for each operator, named after it; the optimizer's update is called so."""
+    """Yield a probe for each operator, with the operator's name; the optimizer's step is named "update"."""
     makes = [*_elementwise(), *_rows(), *_images(torch.randn), *_moves(), _update]
     last = list(_images(lambda *shape: channels_last(torch.randn(*shape))))
     for make, kind in (*((make, "") for make in makes), *((make, CHANNELS_LAST) for make in last)):
@@ -35,7 +35,7 @@ def operators() -> Iterator[Probe]:
 
 
 def _described(call: Call) -> tuple[str, float]:
-    """The name of the first operator that costs something, and the bytes of all."""
+    """Return the name of the first operator with a cost, and the bytes of all operators."""
     trace = OperatorTrace(1)
     with torch.no_grad(), OperatorRecorder(trace):
         call()
@@ -121,7 +121,7 @@ def _images(made: Callable[..., Tensor]) -> Iterator[Make]:
 
 
 def _moves() -> Iterator[Make]:
-    """Copies whose order in memory changes, as between an attention's heads and its positions."""
+    """Yield copies that change the order in memory, as between the heads and positions of attention."""
 
     def turned() -> Call:
         x = torch.randn(_ROWS // 64, 64, 4, _WIDTH // 4).transpose(1, 2)
@@ -131,7 +131,7 @@ def _moves() -> Iterator[Make]:
 
 
 def _update() -> Call:
-    """What is done with the gradients: their norm, a factor, and a fused step of an optimizer with a state."""
+    """Return the work on gradients: their norm, a scaling, and a fused optimizer step with state."""
     sizes = [1 << 20, 1 << 20, 1 << 18, 1 << 10]
     parameters, gradients, state = ([torch.randn(n) for n in sizes] for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""Benchmarks of a device, whose seconds give its roofline curves, and of exchanges, by the whole tensor's bytes."""
+"""Benchmarks of a device for its roofline curves, and benchmarks of exchanges by the whole tensor's bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
 Make = Callable[[], Call]
-# (channels in, channels out, taps a side, side of what comes out, stride).
+# (input channels, output channels, taps per side, side of the output, stride).
 Window = tuple[int, int, int, int, int]
 
 # Sides of square matmuls.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# (channels in, channels out, side of the filter, of the image): small to large intensity.
+# (input channels, output channels, side of the filter, side of the image), by increasing intensity.
 _IMAGES = (
     (1, 6, 5, 28),
     (1, 64, 3, 28),
@@ -39,7 +39,7 @@ _IMAGES = (
     (128, 128, 3, 14),
     (256, 256, 3, 14),
 )
-# On CPUs.
+# For CPUs.
 _WINDOWS = (
     (1, 16, 3, 28, 1),
     (1, 64, 3, 28, 1),
@@ -57,57 +57,57 @@ _WINDOWS = (
     (256, 512, 1, 4, 2),
     (64, 256, 1, 14, 1),
 )
-# Of images with their channels last: layers of nets for which that is chosen.
+# Windows for channels-last images: layers of models for which that format is chosen.
 _WINDOWS_LAST = tuple(window for window in _WINDOWS if max(window[:2]) <= 128 and window[2] > 1)
-# Bytes of a stream. On a CPU those in the middle are many tensors' that take turns, as in a step, which no cache holds
-# in the end; of a single tensor so large the system gives out the pages anew, as the last one shows.
+# Bytes of a stream. On a CPU the middle sizes consist of many alternating tensors, as in a step, and exceed the caches.
+# For a single tensor of that size the system reallocates the pages, as the largest size shows.
 _STREAMS = {
     "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 27, 28)),
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
 _TURN_BYTES = 1 << 22
 _IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
-# Of the same with two images the weights, of 9 MB, take most of the time.
+# With two images, reading the 9 MB of weights takes most of the time.
 _WEIGHTS, _FEWEST_IMAGES = (512, 512, 3, 4, 1), 2
-# A chain of layers that compute next to nothing shows what starting an operator takes, views and bookkeeping included:
-# of each a profile counts a product, and three operators in its backward.
+# A chain of nearly empty layers measures the cost of starting an operator, with views and bookkeeping. A profile counts
+# one product and three backward operators for each layer.
 LAYER_OPERATORS, _CHAIN, _CHAIN_WIDTH = 4, 8, 8
-# Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
+# Positions of attention by kind of device: large enough to hide the start-up, small enough for a core.
 _POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
-_TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
+_TOKENS = {"cpu": 1024, "cuda": 4096}  # total over all sequences
 _PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
-# Bytes that an exchange is measured with; through shared memory larger ones are as fast.
+# Sizes of exchanges in bytes; in shared memory, larger ones run at the same rate.
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 _SHARED_SIZES = _SIZES[:-1]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One benchmark: `make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
+    """One benchmark: `make` returns the call to time, and one call does `work` (FLOPs, bytes or operators).
 
-    `size` is where on a curve it stands. Probes of one `name` come in growing size. `operand_bytes` of a call are not
-    in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns, so many that
-    they go through `turn_bytes`.
+    `size`: position on a curve; probes of one `name` come in increasing size.
+    `operand_bytes`: operands that are not in a core's own caches when a step reaches the call. On a CPU many such calls
+    with separate operands alternate, enough to cover `turn_bytes`.
     """
 
     name: str
     work: float
     make: Make
     size: float = 0.0  # 0: the work
-    graph: bool = True  # whether a GPU may replay many calls without the host
-    ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
+    graph: bool = True  # whether a GPU can replay many calls without the host
+    ranks: int = 1 << 30  # the first `ranks` ranks take part; the other ranks' calls do nothing
     operand_bytes: float = 0.0  # 0: the same operands every time
-    # More than a core's own caches hold, less than a host's last one: what a step of a small model goes through.
+    # More than a core's own caches, less than a host's last-level cache: the working set of a small model's step.
     turn_bytes: float = float(1 << 23)
 
     @property
     def place(self) -> float:
-        """The size, or the work."""
+        """The size or, if it is 0, the work."""
         return self.size or self.work
 
 
 def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
-    """All probes of a device; fewer where it is quick."""
+    """Yield all probes of a device, or fewer if `quick`."""
     every = 2 if quick else 1
     yield from _overheads(device)
     for dtype in _dtypes(device):
@@ -130,7 +130,7 @@ def _tensor(*shape: int, device: torch.device, dtype: str = "float32") -> torch.
 
 
 def _overheads(device: torch.device) -> Iterator[Probe]:
-    """What a call costs by itself: bare, and as a part of a forward and a backward."""
+    """Yield the cost of a call itself: bare, and as a part of a forward and a backward."""
 
     def bare() -> Call:
         x = _tensor(1, device=device)
@@ -174,7 +174,7 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
 def _convolution(
     phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor], *, last: bool = False
 ) -> tuple[float, Make]:
-    """FLOPs of one phase of a convolution, padded as usual, and what makes its call; `last`: images' channels."""
+    """Return the FLOPs of one phase of a padded convolution, and its `make`; `last`: channels-last images."""
     channels, filters, taps, side, stride = window
     around, wanted = taps // 2, list(_PHASES[phase])
 
@@ -187,7 +187,7 @@ def _convolution(
         if not wanted:
             return lambda: F.conv2d(x, w, stride=stride, padding=around)
         rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
-        if last and wanted[1]:  # gradients of weights are added up in their own order
+        if last and wanted[1]:  # gradients of weights are accumulated in contiguous format
             return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)[1].contiguous()
         return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
 
@@ -195,7 +195,7 @@ def _convolution(
 
 
 def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
-    """By phase. The implicit product is pixels x (taps x channels in) by that x channels out, in some order."""
+    """Yield convolutions by phase. The implicit product is pixels x (taps x input channels) x output channels."""
 
     def probe(phase: str, image: tuple[int, int, int, int]) -> Probe:
         channels, filters, taps, side = image
@@ -236,16 +236,16 @@ def _streams(device: torch.device) -> Iterator[Probe]:
 
 
 def alone(mesh: Mesh, quick: bool) -> list[Probe]:
-    """Streams of one rank of several on a host's cores, while the others wait: what sharing the memory takes."""
+    """Return streams of one rank while the host's other ranks wait, which show the cost of sharing the memory."""
     if mesh.device.type != "cpu" or mesh.world_size == 1:
         return []
     return [replace(probe, name="alone", ranks=1) for probe in list(_streams(mesh.device))[:: 2 if quick else 1]]
 
 
 def _attentions(device: torch.device) -> Iterator[Probe]:
-    """Fused attention by its positions, forward, and with its backward (two and a half times the forward's FLOPs).
+    """Yield fused attention by length: the forward, and both passes (the backward has 2.5 times the forward's FLOPs).
 
-    Causal on a CPU, as in a language model: how much of the other half its kernel leaves out is a part of its rate.
+    It is causal on a CPU, as in a language model: its rate there includes how much masked work the kernel skips.
     """
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     heads, width, causal = 4, 64, device.type == "cpu"
@@ -276,7 +276,7 @@ def _attentions(device: torch.device) -> Iterator[Probe]:
 
 
 def _as(dtype: str, device: torch.device, call: Call) -> Call:
-    """The call as a run makes it: float32 as tf32 or not, narrow products in float32 where the processor has none."""
+    """Wrap the call as in a run: float32 with or without TF32; narrow products in float32 on CPUs without them."""
     if device.type == "cuda":
         if dtype not in ("tf32", "float32"):
             return call
@@ -297,7 +297,7 @@ def _as(dtype: str, device: torch.device, call: Call) -> Call:
 
 
 def copies(device: torch.device, num_bytes: int = 1 << 26) -> Iterator[Probe]:
-    """From pinned host memory to a GPU."""
+    """Yield a copy from pinned host memory to a GPU."""
 
     def make() -> Call:
         source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -309,7 +309,10 @@ def copies(device: torch.device, num_bytes: int = 1 << 26) -> Iterator[Probe]:
 
 
 def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
-    """Growing sizes of each kind. Collective: every rank makes and calls the same ones in the same order."""
+    """Yield exchanges of each kind in increasing sizes.
+
+    Every rank must make and call the same ones in the same order. Collective: all ranks.
+    """
     for kind, make in {**_COLLECTIVES, "send": _send}.items():
         for size in _SIZES[::2] if quick else _SIZES:
             ranks = 2 if kind == "send" else mesh.world_size
@@ -317,7 +320,7 @@ def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
 
 
 def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
-    """All_reduces of shoal's own between processes that share memory. Collective, as `exchanges`."""
+    """Yield all_reduces of shoal's own between processes that share memory. Collective: all ranks."""
     if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
         return
     opened = open_collective(SHARED_MEMORY, Team(), mesh.device)
@@ -330,7 +333,7 @@ def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
 
 
 def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
-    """Probes of torch's collectives through shared memory, on tensors of torch's own. Collective, as `exchanges`."""
+    """Yield torch's collectives through shared memory, on torch's own tensors. Collective: all ranks."""
     if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
         return
     group = open_group([range(mesh.world_size)], COLLECTIVE_TIMEOUT)
@@ -340,7 +343,7 @@ def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
 
 
 def _vector(mesh: Mesh, num_bytes: int) -> torch.Tensor:
-    """Float32, of a number of elements that the ranks divide."""
+    """Return a float32 tensor whose number of elements is a multiple of the ranks."""
     return torch.ones(max(1, num_bytes // 4 // mesh.world_size) * mesh.world_size, device=mesh.device)
 
 
@@ -349,7 +352,7 @@ def _all_reduce(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = No
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-# torch renames these two: the new name where it is there.
+# torch is renaming these two functions; the new name is used if it exists.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -374,7 +377,7 @@ _COLLECTIVES: dict[str, Callable[..., Call]] = {
 
 
 def _send(mesh: Mesh, num_bytes: int) -> Call:
-    """There and back between ranks 0 and 1, while the others wait: two sends a call."""
+    """Return a round trip between ranks 0 and 1 while the others wait: two sends per call."""
     tensor = _vector(mesh, num_bytes)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Benchmark processes: ranks of `shoal bench`, started like those of `shoal run`; each writes its results to a file."""
+"""Benchmark processes: ranks of `shoal bench`, started like those of `shoal run`, that write their results to files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shoal.launch.rank_processes import LocalRun
 
 
 def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
-    """Results of each of so many ranks of `shoal bench WHAT`, in order; `named`: what they measure, for errors.
+    """Run `shoal bench WHAT` on `ranks` ranks and return each rank's results, in order.
 
-    `task`, JSON values, is handed over to them with a folder and their threads.
-    Raises: the error of a rank; LaunchError where they ended without one.
+    `task`: JSON values for the ranks, which also get a folder and their threads. `named`: the benchmark, for errors.
+    Raises: the error of a rank; LaunchError if the ranks ended without one.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         request = json.dumps({**task, "folder": folder, "threads": threads})

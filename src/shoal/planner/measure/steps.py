@@ -1,4 +1,4 @@
-"""Benchmarks of the engine's overhead in a step, on models that compute next to nothing."""
+"""Benchmarks of the engine's overhead in a step, on models that compute almost nothing."""
 
 from __future__ import annotations
 
@@ -25,26 +25,29 @@ from shoal.training.metering import StepMeter
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
-# Layers of the two models: what a step takes for each parameter is told by their difference.
+# Layers of the two models, whose difference gives the cost for each parameter.
 FEW, MANY = 1, 25
 _WIDTH, _WARM_UP, _STEPS, _QUICK_STEPS = 8, 5, 60, 15
-_PAIR = 2  # layers of a block, so that a tensor axis cuts one along its outputs and one along its inputs
+_PAIR = 2  # layers of a block: a tensor axis cuts one by its outputs and one by its inputs
 
 
 def tensors(layers: int) -> int:
-    """Parameters of a model of so many layers."""
+    """Return the number of parameters of a model with `layers` layers."""
     return 2 * layers
 
 
 def operators(layers: int) -> int:
-    """Operators of a step as a profile counts them; not traced here, so that the process holds no more than a run's."""
+    """Return the operators of a step as a profile counts them.
+
+    They are not traced here, so that the process uses no more memory than a run.
+    """
     return LAYER_OPERATORS * layers + 1
 
 
 def steps(mesh: Mesh, quick: bool, axis: str = "data") -> Iterator[dict[str, Any]]:
-    """Rows of seconds a step, by the parameters of a model; their work is its operators. Collective: all ranks.
+    """Yield rows of seconds per step by a model's number of parameters; their work is the number of operators.
 
-    axis: the one that all ranks are on.
+    `axis`: the mesh axis of all ranks. Collective: all ranks.
     """
     for layers in (FEW, MANY) if axis == "data" else (_PAIR * mesh.world_size, MANY - 1):
         job = _job(layers) if axis == "data" else replace(_job(layers), model=functools.partial(_blocks, layers))
@@ -53,7 +56,7 @@ def steps(mesh: Mesh, quick: bool, axis: str = "data") -> Iterator[dict[str, Any
 
 
 def _document(job: Job, axis: str, ranks: int) -> dict[str, Any]:
-    """Sections of a plan with one microbatch a rank, but on stages one for each."""
+    """Return a plan document with one microbatch per rank, or one per stage on the pipeline axis."""
     shares = ranks if axis in ("data", "shard", "pipeline") else 1
     document: dict[str, Any] = {"layout": {axis: ranks}, "batch": {"grains_per_microbatch": job.num_grains // shares}}
     if axis == "shard":
@@ -82,7 +85,7 @@ def _measured(job: Job, mesh: Mesh, count: int, axis: str) -> list[float]:
 
 
 def _unheard(*told: object) -> None:
-    """Nobody asks how this training goes."""
+    """Ignore reports from this training."""
 
 
 def _model(layers: int) -> nn.Module:

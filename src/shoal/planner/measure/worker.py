@@ -1,4 +1,4 @@
-"""One rank of a benchmark. All ranks measure the same at the same time, so that they share what is shared."""
+"""One rank of a benchmark. All ranks measure the same probe at the same time, so that they share the machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
 from shoal.training.telemetry import peak_memory_bytes
 
-_EXCHANGE_SECONDS = 0.15  # of one size of one kind, about
+_EXCHANGE_SECONDS = 0.15  # approximate time for one size of one kind
 _STORAGE_BYTES = 1 << 26
-# Times what was planned for it, after which no further round is begun.
+# Multiple of the planned time after which no further round starts.
 _OVERRUN = 1.2
 
 
@@ -36,14 +36,14 @@ class MeasureTask:
 
     folder: Path
     threads: int
-    seconds: float  # of computing, in all
+    seconds: float  # total time of the computing probes
     quick: bool
-    computes: bool = True  # else the exchanges alone
-    axis: str = ""  # an axis that divides a model: then nothing but steps on it
+    computes: bool = True  # False: only the exchanges
+    axis: str = ""  # a model-dividing axis: then only steps on it are measured
 
 
 class Budget:
-    """Time limit of each probe, and the probes left out because a smaller one took too long."""
+    """Time limit of each probe, which skips probes whose smaller sizes took too long."""
 
     def __init__(self, total_seconds: float, rounds: int, num_probes: int) -> None:
         self.slice_seconds = total_seconds / rounds / max(1, num_probes)
@@ -52,11 +52,14 @@ class Budget:
         self._seen: dict[str, dict[float, float]] = {}
 
     def over(self, mesh: Mesh) -> bool:
-        """Whether a rank has used up its time, as where other programs have the cores. Collective: all ranks."""
+        """Check whether any rank has used up its time, for example because other programs use the cores.
+
+        Collective: all ranks.
+        """
         return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
 
     def allows(self, probe: Probe) -> bool:
-        """Whether a call is likely short enough: from the two largest of its name, by the line through them."""
+        """Check whether a call is likely short enough, from the line through the two largest probes of its name."""
         seen = sorted(self._seen.get(probe.name, {}).items())[-2:]
         if not seen or probe.work <= seen[-1][0]:
             return True
@@ -65,15 +68,15 @@ class Budget:
         return slow + slope * (probe.work - more) < self._longest_seconds
 
     def note(self, probe: Probe, seconds: float) -> None:
-        """A call took so long on the slowest rank."""
+        """Record a call's seconds on the slowest rank."""
         seen = self._seen.setdefault(probe.name, {})
         seen[probe.work] = min(seconds, seen.get(probe.work, seconds))
 
 
 def measure(task: MeasureTask, environment: Environment) -> None:
-    """Measures, and writes rank-R.json into the task's folder."""
+    """Measure, and write rank-R.json into the task's folder."""
     prepare_process(exact=False, num_threads=None)
-    torch.set_num_threads(task.threads)  # whatever OMP_NUM_THREADS says
+    torch.set_num_threads(task.threads)  # overrides OMP_NUM_THREADS
     torch.manual_seed(environment.rank)
     with open_mesh(environment, Layout(**{task.axis or "data": environment.world_size})) as mesh:
         found = _divided(task, mesh) if task.axis else _measured(task, mesh)
@@ -82,7 +85,7 @@ def measure(task: MeasureTask, environment: Environment) -> None:
 
 def _measured(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
     rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
-    facts = _facts(mesh)  # with what a process holds that has trained next to nothing
+    facts = _facts(mesh)  # includes the memory of a process that has trained almost nothing
     if task.computes:
         rows += _computing(task, mesh)
     if mesh.world_size > 1:
@@ -97,8 +100,8 @@ def _divided(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
 
 
 def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """Every probe in several rounds, so that a disturbance of some seconds does not spoil one of them."""
-    from shoal.planner.measure.operators import operators  # tracing's modules are 50 MB that no run has
+    """Run every probe in several rounds, so that a disturbance of some seconds does not spoil one probe."""
+    from shoal.planner.measure.operators import operators  # late: tracing's modules take 50 MB that no run uses
 
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
@@ -111,7 +114,7 @@ def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
                 return
             if not budget.allows(probe):
                 continue
-            mesh.all_gather([0.0])  # all ranks begin together
+            mesh.all_gather([0.0])  # all ranks start together
             takes_part = mesh.rank < probe.ranks
             seconds, own = sample(probe, mesh.device, budget.slice_seconds) if takes_part else ([], 0.0)
             budget.note(probe, float(mesh.all_gather([own]).max()))
@@ -133,7 +136,7 @@ def _exchanging(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
             mesh.all_gather([0.0])
             try:
                 once = max(1e-6, sample_together(probe, mesh.device, 1)[0])
-            except (RuntimeError, NotImplementedError):  # this backend has no such collective, on any rank
+            except (RuntimeError, NotImplementedError):  # the backend lacks this collective, on all ranks
                 refused.add(probe.name)
                 continue
             slowest = float(mesh.all_gather([once]).max())
@@ -160,7 +163,7 @@ def _storing(task: MeasureTask) -> Iterator[dict[str, Any]]:
 
 
 def _facts(mesh: Mesh) -> dict[str, Any]:
-    """What the system says of the device, without measuring."""
+    """Return facts about the device from the system, without measuring."""
     facts: dict[str, Any] = {**versions(), "threads": torch.get_num_threads(), "world_size": mesh.world_size}
     if mesh.device.type != "cuda":
         return facts | {"kind": "cpu", "resident_bytes": peak_memory_bytes(mesh.device)}

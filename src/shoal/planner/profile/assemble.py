@@ -1,4 +1,4 @@
-"""Construction of a profile from traces of several batch sizes; its amounts are linear in the samples."""
+"""Construction of a profile from traces at several batch sizes; each amount is linear in the samples."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from shoal.planner.profile.values import (
     Weight,
 )
 
-# Fits are of whole numbers of bytes and FLOPs: anything beyond rounding of their quotients is another law.
+# Bytes and FLOPs are whole numbers, so a deviation beyond rounding means that the amount is not linear.
 _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of one event, with the storages that autograd began to save there."""
+    """One kernel of a traced event, with the bytes that autograd saves there."""
 
     event: OperatorEvent
     place: int
-    number: int  # of the event's kernels
+    number: int  # index among the event's kernels
     cost: KernelCost
     phase: Phase
     saved_bytes: float
@@ -40,7 +40,10 @@ class Kernel:
 
 
 def kernels(trace: OperatorTrace, of_weights: set[int]) -> list[Kernel]:
-    """Kernels of a trace, in order; `of_weights` are the places of what leads to gradients of weights alone."""
+    """Return the kernels of a trace in order.
+
+    `of_weights`: indices of the backward events that lead only to gradients of weights.
+    """
     saved = _saved(trace)
     selected = selected_bytes(trace)
     found = []
@@ -70,7 +73,7 @@ def kernels(trace: OperatorTrace, of_weights: set[int]) -> list[Kernel]:
 
 
 def _saved(trace: OperatorTrace) -> dict[int, float]:
-    """Bytes that autograd keeps, by the place of the event that they are accounted to; not batch and buffers."""
+    """Map each event's index to the bytes that autograd saves there, without the batch and buffers."""
     places: dict[int, int] = {}
     for place, event in enumerate(trace.events):
         if not event.is_backward and event.name != "stand_in" and (event.node not in places or not event.is_view):
@@ -86,7 +89,7 @@ def _saved(trace: OperatorTrace) -> dict[int, float]:
 
 
 def saved_of_batch(trace: OperatorTrace) -> float:
-    """Bytes of batch and buffers that autograd keeps."""
+    """Return the bytes of the batch and of buffers that autograd saves."""
     return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.constants))
 
 
@@ -94,7 +97,7 @@ def saved_of_batch(trace: OperatorTrace) -> float:
 
 
 def crossings(trace: OperatorTrace) -> dict[int, float]:
-    """By region: bytes of what its forward and those before it made and later ones take, each tensor once."""
+    """Map each region to the bytes of activations that pass from regions up to it to later ones, each storage once."""
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -116,14 +119,14 @@ def crossings(trace: OperatorTrace) -> dict[int, float]:
 
 
 class Fit:
-    """Straight lines through two traces; `bent` names the amounts that a third trace contradicts."""
+    """Straight lines through the values of two traces; `bent` names the amounts that a third trace contradicts."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self.samples = samples
         self.bent: list[str] = []
 
     def __call__(self, what: str, *values: float) -> Amount:
-        """The amount that has these values at the numbers of samples."""
+        """Return the line through `values` at `self.samples`; add `what` to `bent` if a third value disagrees."""
         (a, b), (x, y) = self.samples[:2], values[:2]
         slope = (y - x) / (b - a)
         fixed = x - slope * a
@@ -134,7 +137,7 @@ class Fit:
 
 
 def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | None) -> Operation:
-    """Operation of one kernel in every trace, its module's name as it is in the block."""
+    """Return the operation that one kernel is in all traces, with its module named relative to the block."""
     first = same[0]
     event, cost = first.event, first.cost
     where = f"{event.name} in {event.module or 'the model'}"
@@ -166,7 +169,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut, block: str | Non
 
 
 def _short(name: str, block: str | None) -> str:
-    """The name within a block."""
+    """Return a module's name relative to its block."""
     if not block:
         return name
     return "" if name == block else name.removeprefix(f"{block}.")
@@ -179,7 +182,7 @@ def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
 
 @dataclass
 class Piece:
-    """Region of a trace before it is a unit; modules of its operations by their names in the block."""
+    """Region of a trace before it becomes a unit; its operations name their modules relative to the block."""
 
     name: str
     block: str | None
@@ -191,13 +194,13 @@ class Piece:
 
 
 class Bodies:
-    """Set of bodies by content: equal ones are one object."""
+    """Set of unit bodies that makes bodies of equal content one object."""
 
     def __init__(self) -> None:
         self._known: dict[object, Body] = {}
 
     def unit(self, piece: Piece) -> Unit:
-        """The unit of a region."""
+        """Return the unit for a region, with the existing body if an equal one is known."""
         body = Body(
             piece.operations,
             tuple(replace(w, name=_short(w.name, piece.block)) for w in piece.weights),

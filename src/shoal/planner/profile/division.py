@@ -1,9 +1,9 @@
-"""Division of each operator of a trace under tensor parallelism, from the parameters that are cut.
+"""Division of each operator of a trace under tensor parallelism, derived from the parameters that are cut.
 
-What is divided is followed from storage to storage. A storage that is divided along one of its axes is known by that
-axis' span of strides, [stride, stride * size): whatever view is taken of it, the dim that covers the span is divided,
-and of several the outermost, as heads are. A product over a divided dim gives terms of a sum. Sums of terms are terms,
-and so they are exchanged where anything else takes them: once, however many products they come from.
+Divided tensors are followed from storage to storage. A storage divided along one of its axes is identified by that
+axis' span of strides, [stride, stride * size). In any view of the storage, the dim that covers the span is divided; if
+several do, the outermost one is, as with heads. A product over a divided dim gives partial sums ("terms"). Sums of
+terms are terms too. They are all-reduced once, where another operator reads them, however many products they combine.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRe
 from shoal.planner.profile.spans import Along, Span, along, covers, span
 from shoal.planner.profile.values import Phase, TensorCut
 
-# Of terms of a sum they make terms of a sum.
+# Linear operators: applied to partial sums they give partial sums.
 _LINEAR = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "sub_", "neg", "_to_copy", "clone", "mul", "div"))
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 _SUMS = frozenset(
     f"aten.{name}" for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "norm")
 )
-# Statistics over a dim: exchanges of so many numbers for each row.
+# Statistics over a dim: how many numbers the ranks exchange for each row.
 _STATISTICS = {
     "aten._log_softmax": 2,
     "aten._softmax": 2,
@@ -38,7 +38,7 @@ _NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class CutParameters:
-    """Cut parameters, {name: dim}, and those of them whose layer's output is gathered at once."""
+    """Parameters that tensor parallelism cuts, {name: dim}, and the names whose layers gather their outputs at once."""
 
     dims: Mapping[str, int] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class CutParameters:
 
 @dataclass(frozen=True)
 class Sent:
-    """Exchange of one trace: after which phase of which region, and the whole tensor's bytes."""
+    """Collective in one trace: its kind, the region and phase that it follows, and the whole tensor's bytes."""
 
     kind: str
     region: int
@@ -56,14 +56,17 @@ class Sent:
 
 @dataclass
 class DividedEvents:
-    """Divided events; `cuts`: by the index of an event, one for each of its kernels."""
+    """Result of `divide`; `cuts` maps an event's index to one cut for each of its kernels."""
 
     cuts: dict[int, tuple[TensorCut, ...]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
 
 
 def divide(trace: OperatorTrace, division: CutParameters, late: set[int]) -> DividedEvents:
-    """Division of every event; `late` are the places of those that lead to gradients of weights alone."""
+    """Determine how tensor parallelism divides each event, and which tensors the ranks exchange.
+
+    `late`: indices of the backward events that lead only to gradients of weights.
+    """
     return _Follower(trace, division, late).run()
 
 
@@ -72,10 +75,10 @@ class _Follower:
         self._trace, self._division, self._late = trace, division, late
         self._found = DividedEvents()
         self._spans: dict[int, Span] = {}
-        self._terms: dict[int, tuple[int, Phase]] = {}  # storage: who made it
+        self._terms: dict[int, tuple[int, Phase]] = {}  # storage of partial sums: the region and phase that made it
         self._widths: set[int] = set()
         self._on_terms: set[int] = set()
-        self._casts: dict[int, int] = {}  # storage of a cast weight: the weight's
+        self._casts: dict[int, int] = {}  # storage of a cast weight: storage of the weight
         names = {name: ref for name, ref in trace.weights.items() if name in division.dims}
         for name, ref in names.items():
             self._spans[ref.key] = span(ref, along(ref, division.dims[name]))
@@ -83,7 +86,7 @@ class _Follower:
         self._wanted = self._gradients()
 
     def _gradients(self) -> dict[int, Span]:
-        """Where gradients of cut parameters lie, also before they are added up or cast: each rank needs its part."""
+        """Map storages of cut parameters' gradients, also before accumulation or casts, to their divided spans."""
         gradients = self._trace.gradients
         found = {
             gradients[name].key: span(gradients[name], along(gradients[name], dim))
@@ -103,7 +106,7 @@ class _Follower:
         return found
 
     def run(self) -> DividedEvents:
-        """Goes through the events in order."""
+        """Process all events in order and return their cuts and exchanges."""
         for place, event in enumerate(self._trace.events):
             if not event.is_view:
                 self._found.cuts[place] = self._event(place, event)
@@ -130,7 +133,7 @@ class _Follower:
     def _all_terms(self, event: OperatorEvent) -> bool:
         tensors = [r for r in event.inputs if r.shape]
         if event.is_backward and event.name in ("aten.add", "aten.add_"):
-            # Gradients that meet: what is whole counts once, and the sum is exchanged.
+            # Accumulated gradients: a whole one counts once, and the sum is exchanged.
             return any(r.key in self._terms for r in tensors)
         scaled = event.name in ("aten.mul", "aten.div") and len(tensors) > 1
         return bool(tensors) and not scaled and all(r.key in self._terms for r in tensors)
@@ -141,7 +144,7 @@ class _Follower:
         return Phase.BACKWARD_WEIGHT if place in self._late else Phase.BACKWARD_INPUT
 
     def _exchange(self, ref: StorageRef, phase: Phase | None = None) -> None:
-        """Terms become their sum."""
+        """Record the all_reduce of a tensor's partial sums, if it consists of partial sums."""
         made = self._terms.pop(ref.key, None)
         if made is not None:
             size = self._trace.sizes.get(ref.key, ref.num_bytes)
@@ -150,17 +153,17 @@ class _Follower:
                 self._widths.add(ref.shape[-1])
 
     def _gather(self, place: int, event: OperatorEvent, ref: StorageRef) -> None:
-        """What is divided becomes whole."""
+        """Record the all_gather of a tensor, if it is divided."""
         if self._spans.pop(ref.key, None) is not None:
             size = float(self._trace.sizes.get(ref.key, ref.num_bytes))
             self._found.sent.append(Sent("all_gather", event.region, self._phase(place, event), size))
 
     def along(self, ref: StorageRef) -> Along | None:
-        """What a tensor is divided along."""
+        """Return the part of a dim along which a tensor is divided, or None."""
         return covers(ref, self._spans.get(ref.key))
 
     def dim(self, ref: StorageRef) -> int | None:
-        """The dim along which a tensor is divided."""
+        """Return the dim along which a tensor is divided, or None."""
         found = self.along(ref)
         return None if found is None else found.dim
 
@@ -169,7 +172,7 @@ class _Follower:
             self._spans[ref.key] = span(ref, found)
 
     def _take_over(self, ref: StorageRef, dim: int, source: StorageRef) -> None:
-        """A result's dim is divided as that of an operand is."""
+        """Divide dim `dim` of `ref` as `source` is divided."""
         found = self.along(source)
         if found is not None:
             self._mark(ref, found._replace(dim=dim))
@@ -322,7 +325,7 @@ class _Follower:
         return ()
 
     def _local(self, place: int, event: OperatorEvent) -> tuple[TensorCut, ...]:
-        """Each element, head or row by itself: results are divided as operands of their shape are."""
+        """Divide the results of an operator on elements, heads or rows like its operands of the same shape."""
         cut = TensorCut.NONE
         for ref in event.inputs:
             dim = self.dim(ref)
@@ -345,7 +348,7 @@ class _Follower:
     # ----------------------------------------------------------------------------------------------- between pairs
 
     def _between(self) -> None:
-        """Operators on whole activations as wide as those that are exchanged: what sequence parallelism divides."""
+        """Mark operators on whole activations as wide as the exchanged ones, which sequence parallelism divides."""
         for place, cuts in self._found.cuts.items():
             event = self._trace.events[place]
             if place in self._on_terms:
@@ -360,12 +363,12 @@ class _Follower:
         return wide and ref.key not in self._trace.constants and ref.key not in self._wanted
 
 
-# They read or write a table, or all that is exchanged.
+# Sequence parallelism never divides these: they read or write a table, or the whole exchanged tensor.
 _NEVER = frozenset(("aten.embedding", "aten.embedding_dense_backward", "aten.convolution"))
 
 
 def _same_dim(ref: StorageRef, dim: int, out: StorageRef) -> int | None:
-    """Which dim of a result is that dim of an operand: the same from the left, else the same from the right."""
+    """Return the dim of `out` that corresponds to dim `dim` of `ref`, matched from the left, else from the right."""
     if out.shape[: dim + 1] == ref.shape[: dim + 1]:
         return dim
     if len(out.shape) == len(ref.shape) and out.shape[dim] == ref.shape[dim]:

@@ -1,4 +1,4 @@
-"""Parameters that shoal's own tensor parallelism cuts, as a run decides it, but for the values in its proofs."""
+"""Parameters that shoal's tensor parallelism cuts, decided as in a run except for the numeric proofs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shoal.parallel.tensor.plan import decide, follow
 from shoal.planner.profile.division import CutParameters
 from shoal.planner.profile.events import OperatorTrace
 
-# What a proposal asks of widths and heads: the smallest degree there is.
+# Widths and heads need to be divisible only by the smallest possible degree.
 _DEGREE = 2
-# Models of no more bytes are followed with numbers where they look at them.
+# Models up to this size are run with real numbers if their code reads tensor values.
 _REAL_BYTES = 1 << 30
 
 
 def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
-    """The model without memory; None where its constructor computes with values."""
+    """Return the model on the meta device, or None if its constructor reads tensor values."""
     if isinstance(model, nn.Module):
         return model
     try:
@@ -34,9 +34,9 @@ def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) -> tuple[nn.Module, dict[str, str]]:
-    """The outline of a model without repeated equal blocks, {block: the first equal one}.
+    """Return the model on the meta device without repeated equal blocks, and {removed block: the first equal one}.
 
-    Raises: ValueError where it cannot be had.
+    Raises: ValueError if the model's constructor reads tensor values.
     """
     outline = twin(model, lambda _, t: t.detach().to("meta")) if isinstance(model, nn.Module) else outlined(model)
     if outline is None:
@@ -57,11 +57,11 @@ def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) 
 
 
 class _Pass(nn.Module):
-    """In a block's place, where what comes out looks like what goes in: gives that as the block `like` it does."""
+    """Replacement of a shape-preserving block: returns its input in the structure of `like`'s output."""
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()
-        self._output: list[Any] = []  # a list, which is the same one in a copy of both
+        self._output: list[Any] = []  # a list, so that copies of both modules still share it
         like.register_forward_hook(_OutputOf(self._output))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class _Pass(nn.Module):
 
 
 class _OutputOf:
-    """Forward hook that keeps a module's last output."""
+    """Forward hook that stores a module's last output."""
 
     def __init__(self, output: list[Any]) -> None:
         self._output = output
@@ -80,7 +80,7 @@ class _OutputOf:
 
 
 def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
-    """A division of the blocks that there are, for those that are like them too."""
+    """Extend a division to the blocks that equal the divided ones."""
     dims, gathered = dict(found.dims), set(found.gathered)
     for name, other in like.items():
         own = {key: f"{name}.{key.removeprefix(f'{other}.')}" for key in found.dims if key.startswith(f"{other}.")}
@@ -90,9 +90,10 @@ def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
 
 
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CutParameters:
-    """Cuts of shoal's own tensor parallelism: of what is in no pair too, gathered at once if not for the loss alone.
+    """Return the parameters that shoal's tensor parallelism cuts, including layers outside of pairs.
 
-    Raises: PlanError where nothing is cut, or the loss cannot be followed without values; of a small model, with zeros.
+    Layers outside of pairs gather their outputs at once, unless only the loss reads them.
+    Raises: PlanError if nothing is cut, or if the loss of a large model reads tensor values; small ones run on zeros.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     trace = follow(

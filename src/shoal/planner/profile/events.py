@@ -1,4 +1,4 @@
-"""Events of a traced step, operator by operator, as values: the storages, their shapes, and the module."""
+"""Events of a traced step, one per operator, as values: the storages, their shapes, and the calling module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A tensor as a view of a storage; `key` tells storages apart for as long as a trace lives."""
+    """A tensor described as a view of a storage; `key` identifies the storage during the trace."""
 
     key: int
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class StorageRef:
 
     @classmethod
     def of(cls, tensor: Tensor) -> StorageRef:
-        """The place of a strided tensor."""
+        """Return the description of a strided tensor."""
         return cls(
             tensor.untyped_storage()._cdata,
             tuple(tensor.shape),
@@ -38,21 +38,22 @@ class StorageRef:
 
     @property
     def numel(self) -> int:
-        """Elements that lie in memory: an expanded dim counts one."""
+        """Number of elements in memory; an expanded dim counts once."""
         return math.prod(n for n, step in zip(self.shape, self.stride, strict=True) if step or n == 0)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these elements."""
+        """Bytes of these elements in memory."""
         return self.numel * self.itemsize
 
 
 @dataclass(slots=True, eq=False)
 class OperatorEvent:
-    """One call of an operator. `node` is the number of the autograd node that it made, or in the backward serves.
+    """One call of an operator.
 
-    `arguments` are its positional and keyword ones by the schema's names, tensors as `StorageRef`s. `written`: places
-    in `inputs` of what it changes in place.
+    `node`: sequence number of the autograd node that the call made or, in the backward, that it belongs to.
+    `arguments`: all arguments by the schema's names, with tensors as `StorageRef`s.
+    `written`: indices in `inputs` of the tensors that the call changes in place.
     """
 
     name: str  # "aten.mm"
@@ -67,13 +68,13 @@ class OperatorEvent:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only tells of memory that is there already."""
+        """Whether the call only makes views of its inputs."""
         return not self.written and {o.key for o in self.outputs} <= {i.key for i in self.inputs}
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """Storage that autograd began to save for the node of this number, before event `place` of its trace."""
+    """Storage that autograd first saved for node `node`, before event `place` of the trace."""
 
     node: int
     key: int
@@ -84,9 +85,9 @@ class SavedStorage:
 
 @dataclass(slots=True)
 class ForwardRegion:
-    """Stretch of the forward: a call of a block, or the operators between two of them.
+    """Part of the forward: one call of a block, or the operators between two such calls.
 
-    `like` is the region that was traced in its place, where an equal block had been traced before.
+    `like`: the region of an equal block that was traced instead of this one, if any.
     """
 
     block: str | None = None
@@ -95,20 +96,20 @@ class ForwardRegion:
 
 @dataclass
 class OperatorTrace:
-    """Trace of a forward and a backward of `samples` samples."""
+    """Trace of one forward and backward over `samples` samples."""
 
     samples: int
     events: list[OperatorEvent] = field(default_factory=list)
     saved: list[SavedStorage] = field(default_factory=list)
     regions: list[ForwardRegion] = field(default_factory=list)
-    parameters: dict[int, str] = field(default_factory=dict)  # by storage
+    parameters: dict[int, str] = field(default_factory=dict)  # names by storage key
     constants: frozenset[int] = frozenset()  # storages of parameters, buffers and the batch
-    weights: dict[str, StorageRef] = field(default_factory=dict)  # the parameters, by name
-    gradients: dict[str, StorageRef] = field(default_factory=dict)  # of the parameters, by name
+    weights: dict[str, StorageRef] = field(default_factory=dict)  # parameters by name
+    gradients: dict[str, StorageRef] = field(default_factory=dict)  # gradients by parameter name
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of storages that operators made
     used: dict[str, int] = field(default_factory=dict)  # the first region that uses each parameter
 
     @property
     def forward(self) -> Iterator[OperatorEvent]:
-        """The events before the backward, which have the same places."""
+        """The events before the backward, in order; their indices equal those in `events`."""
         return takewhile(lambda event: not event.is_backward, self.events)

@@ -1,4 +1,4 @@
-"""Profiles of jobs, from the Job itself."""
+"""Profiles of jobs, made from the Job itself."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shoal.training.lazy_modules import lazy_names, whole
 
 
 def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", tensor: Tensors | None = None) -> Profile:
-    """The profile of a job in the precision of a plan, on devices of a type.
+    """Return the profile of a job in a plan's precision on one type of device.
 
-    Reads one grain of the training data; every batch is as long as that one's longest sample.
-    Raises: UserCodeError where the job's model, loss or data raise, and where they cannot be traced.
+    The function reads one grain of training data. All traced batches have the length of that grain's longest sample.
+    Raises: UserCodeError if the job's model, loss or data raise an error, or cannot be traced.
     """
     plan = plan if plan is not None else Plan()
     try:
@@ -60,23 +60,23 @@ def _profile(job: Job, plan: Plan, device: str, tensor: Tensors | None) -> Profi
         )
 
     sketch = outlined(job.model)
-    if lazy_names(sketch):  # whose shapes a forward gives
+    if lazy_names(sketch):  # parameters whose shapes only a forward determines
         with generators_kept():
             return made(whole(job.model(), with_grains(job)))
     try:
         return made(job.model)
     except Exception as error:
         if not is_small(sketch):
-            raise  # its random numbers alone would take minutes
+            raise  # drawing its initial weights alone would take minutes
         try:
-            model, _ = deferred(job.model, job.seed)  # constructors that compute with values
+            model, _ = deferred(job.model, job.seed)  # for constructors that read tensor values
         except Exception:
             raise error from None
         return made(model)
 
 
 class Batches:
-    """Batches of any number of samples, like those of one grain of a job."""
+    """Source of batches of any number of samples, built from one grain of a job."""
 
     def __init__(self, job: Job) -> None:
         data = training_data(job)
@@ -89,7 +89,7 @@ class Batches:
             self._rows = 2
 
     def __call__(self, samples: int) -> Any:
-        """`samples` samples."""
+        """Return a batch of `samples` samples."""
         tensors = tensors_in(self._one)
         if tensors and all(is_strided(t) and t.ndim and t.shape[0] == self._rows for t in tensors):
             rows = torch.arange(samples) % self._rows

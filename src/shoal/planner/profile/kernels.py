@@ -1,7 +1,7 @@
-"""Fused kernels: functions that a device runs as one, traced as one operator instead of torch's decomposition.
+"""Fused kernels: functions that a device runs as one kernel, traced as one operator instead of torch's decomposition.
 
-For the duration of a trace they are put in front of torch's own composite functions at a dispatch key that each call
-passes, also calls from within other functions of torch, which no mode sees.
+During a trace they replace torch's composite functions at a dispatch key that every call passes. This also covers
+calls from within other torch functions, which no dispatch mode sees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ops = torch.ops.shoal_profiling
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    # As flash attention lays it out, so that putting the heads side by side afterwards is a view.
+    # The layout of flash attention: merging the heads afterwards is a view.
     shape = (*query.shape[:-1], value.shape[-1])
     if query.ndim == 4 and query.stride(1) < query.stride(2):
         out = query.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
@@ -75,7 +75,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, mask, out, logsumexp = ctx.saved_tensors  # once: checkpoint gives them out once
+        query, key, value, mask, out, logsumexp = ctx.saved_tensors  # read once: checkpoint allows one access
         given = query, key, value, mask, out, logsumexp
         found = _ops.attention_backward(gradients[0], *given, ctx.is_causal)
         of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
@@ -98,7 +98,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _narrow(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast has its matrix products take them."""
+    """Cast tensors as autocast does for matrix products."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")
@@ -108,7 +108,10 @@ def _narrow(*tensors: Tensor) -> tuple[Tensor, ...]:
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """Fused, with keys and values of fewer heads as they are; `rest`: the probability of dropout, whether causal."""
+    """Return attention as one fused operator, without repeating keys and values that have fewer heads.
+
+    `rest`: the dropout probability and whether the attention is causal.
+    """
     dropout, is_causal = [*rest, *(0.0, False)[len(rest) :]][:2]
     dropout, is_causal = options.get("dropout_p", dropout), options.get("is_causal", is_causal)
     query, key, value = _narrow(query, key, value)
@@ -116,19 +119,19 @@ def scaled_dot_product_attention(
 
 
 def rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
-    """One kernel, forward and backward, as on GPUs."""
+    """Return RMS norm as one kernel in the forward and one in the backward, as on GPUs."""
     return _RMSNorm.apply(input, weight, math.prod(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """One kernel that keeps a mask of booleans, as on GPUs."""
+    """Return dropout as one kernel that saves a boolean mask, as on GPUs."""
     if not train or p == 0.0:
         return input
     return torch.ops.aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
 
 
 def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
-    """Dropout of `GrainScope`: a mask in the input's dtype, drawn and scaled, and a product."""
+    """Return the dropout of `GrainScope`: it draws and scales a mask in the input's dtype, then multiplies."""
 
     def dropout_of_grain(input: Tensor, p: float, train: bool) -> Tensor:
         if not train or p == 0.0:
@@ -146,7 +149,7 @@ def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
     return dropout_of_grain
 
 
-# What CUDA's autocast computes in float32 and the CPU's does not: docs.pytorch.org/docs/stable/amp.html.
+# Operators that autocast computes in float32 on CUDA but not on the CPU: docs.pytorch.org/docs/stable/amp.html.
 _WIDENED = """
     layer_norm group_norm softmax.int log_softmax.int nll_loss exp expm1 log log10 log1p log2 reciprocal rsqrt
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar prod cumsum cumprod softplus sum sum.dim_IntList mse_loss l1_loss
@@ -169,9 +172,9 @@ def _widened(operator: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def as_on(device: str, by_grain: bool) -> Iterator[None]:
-    """A context in which fake tensors of the CPU are computed with as on a `device` of this type.
+    """Compute with fake CPU tensors as a `device` of this type would, within the context.
 
-    It changes what CPU tensors of this process do: nothing else may run in it meanwhile.
+    The context changes CPU operators for the whole process, so nothing else may run meanwhile.
     """
     library = torch.library.Library("aten", "IMPL")
     try:

@@ -1,7 +1,7 @@
-"""Operator costs on any device: FLOPs, the sizes of a product, bytes read and written, kernels.
+"""Operator costs on any device: FLOPs, sizes of products, bytes read and written, number of kernels.
 
-Counted are the FLOPs of products, convolutions and fused attention, two a multiply-add, as in torch's FlopCounterMode.
-Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
+FLOPs of products, convolutions and fused attention count, two per multiply-add, as in torch's FlopCounterMode.
+Bytes are those of the operands in memory: a view moves nothing, and an expanded tensor reads its base.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shoal.planner.profile.values import ALIGNED, OperationKind
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Cost of one kernel of an event, for the samples that were traced; `place` numbers those of one event.
+    """Cost of one kernel of an event, for the traced samples.
 
-    `of_weight`: it makes a gradient of a weight where the event makes others too.
+    `of_weight`: whether the kernel computes a weight's gradient in an event that also computes other gradients.
     """
 
     kind: OperationKind = OperationKind.MEMORY
@@ -37,7 +37,7 @@ class KernelCost:
 
 
 def costs(event: OperatorEvent) -> list[KernelCost]:
-    """Its kernels; none where it runs none."""
+    """Return the costs of an event's kernels; an empty list if it runs none."""
     if event.name == "stand_in" or event.is_view or event.name in _FREE or not (event.outputs or event.written):
         return []
     special = _COSTS.get(event.name)
@@ -48,7 +48,7 @@ def costs(event: OperatorEvent) -> list[KernelCost]:
 
 
 def _named(names: str) -> frozenset[str]:
-    """Operators of torch by their names."""
+    """Return the qualified names of torch operators."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
@@ -58,21 +58,21 @@ _FREE = _named(
     _assert_tensor_metadata _assert_async _has_compatible_shallow_copy_type
     """
 )
-# In place and without a look at what was there.
+# In-place operators that do not read the previous values.
 _FILLS = _named(
     """
     fill_ zero_ copy_ bernoulli_ normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ arange_
     """
 )
-# Of their first operand, the table, they read what they give out.
+# Lookups: of the first operand, the table, they read as many bytes as they return.
 _LOOKUPS = _named("embedding index index_select gather take _embedding_bag")
-# They write, and read, as much of the table as there is in their last operand.
+# Scatters: they read and write as many bytes of the table as their last operand has.
 _SCATTERS = _named(
     """
     index_put_ _index_put_impl_ index_add_ scatter_add_ scatter_ index_copy_ scatter_reduce_ index_fill_
     """
 )
-# What they get of the forward beside indices or statistics is for its shape alone.
+# Operators that use `self` only for its shape.
 _UNREAD = _named(
     """
     max_pool2d_with_indices_backward max_pool3d_with_indices_backward nll_loss_backward nll_loss2d_backward
@@ -80,7 +80,7 @@ _UNREAD = _named(
     randn_like new_zeros new_full new_ones
     """
 )
-# Statistics over a batch first, then the result of them: what is read is too large to be still at hand.
+# Two passes, statistics and then results: the input is too large to stay in the cache between them.
 _TWICE = _named(
     """
     native_batch_norm _native_batch_norm_legit native_batch_norm_backward cudnn_batch_norm _batch_norm_with_update
@@ -101,16 +101,16 @@ _LAUNCHES = {
 
 
 def _once(refs: list[StorageRef]) -> int:
-    """Bytes of these, each place once."""
+    """Return the total bytes of these tensors, with identical views counted once."""
     return sum({(r.key, r.offset, r.shape, r.stride): r.num_bytes for r in refs}.values())
 
 
 def _moves(event: OperatorEvent) -> KernelCost:
-    """Reads its operands and writes its results."""
+    """Return the cost of an operator that reads its operands and writes its results."""
     own = {i.key for i in event.inputs}
     changed = [event.inputs[i] for i in sorted(event.written)]
     if event.name.startswith("aten._fused_") and event.arguments.get("grad_scale") is None:
-        untouched = {id(ref) for ref in event.arguments.get("grads", ())}  # they are written where they are unscaled
+        untouched = {id(ref) for ref in event.arguments.get("grads", ())}  # they are written only to unscale them
         changed = [ref for ref in changed if id(ref) not in untouched]
     written = _once([o for o in event.outputs if o.key not in own] + changed)
     unread = event.arguments.get("self") if event.name in _UNREAD else None
@@ -147,18 +147,18 @@ def _product(event: OperatorEvent, left: StorageRef, right: StorageRef) -> list[
 
 
 def _rows(left: StorageRef, right: StorageRef, out: StorageRef) -> tuple[str, ...]:
-    """Sizes of a product along which a row of one of its matrices lies in memory."""
+    """Return the sizes of a product ("m", "n", "k") along which rows of its matrices lie in memory."""
     matrices = (left, "m", "k"), (right, "k", "n"), (out, "m", "n")
     return tuple(sorted({_row(*matrix) for matrix in matrices} - {""}))
 
 
 def _row(ref: StorageRef, outer: str, inner: str) -> str:
-    """The size along which a matrix' rows lie; none where they are further apart than they are long, and aligned so.
+    """Return the size along which a matrix' rows lie in memory, or "" if padding keeps the rows aligned.
 
-    A view of padded rows, or of some columns, is as aligned as the distance of its rows (cuBLAS's leading dimension).
+    Padded rows and column slices are as aligned as the distance between rows (the leading dimension in cuBLAS).
     """
     (height, width), (down, along) = ref.shape[-2:], ref.stride[-2:]
-    if 1 not in (down, along):  # it is copied before it is multiplied
+    if 1 not in (down, along):  # the matrix is copied before the product
         return inner
     name, length, distance = (outer, height, along) if down == 1 != along else (inner, width, down)
     return "" if distance > length and distance % ALIGNED == 0 else name
@@ -173,7 +173,7 @@ def _added(event: OperatorEvent) -> list[KernelCost]:
 
 
 def _grouped(event: OperatorEvent) -> list[KernelCost]:
-    """Products by group, which share out the rows, the columns or, in a weight's gradient, what is summed over."""
+    """Return the cost of a grouped product, whose groups divide the rows, the columns or (weight gradients) the sum."""
     left, right = event.inputs[:2]
     if len(left.shape) == len(right.shape) == 3:
         return _product(event, left, right)
@@ -190,20 +190,20 @@ def _grouped(event: OperatorEvent) -> list[KernelCost]:
 
 
 def _taps(event: OperatorEvent, weight: StorageRef) -> tuple[int, int, int]:
-    """(groups, first dim a group, taps times second dim) of a convolution's weight; transposed, inputs come first."""
+    """Return (groups, first weight dim per group, taps x second dim); the first dim is the input's if transposed."""
     groups = int(event.arguments["groups"])
     first, second = weight.shape[:2]
     return groups, first // groups, second * math.prod(weight.shape[2:])
 
 
 def _pixels(event: OperatorEvent, input: StorageRef, output: StorageRef) -> int:
-    """Positions at which the weight is applied."""
+    """Return the number of positions at which a convolution applies the weight."""
     grid = input if event.arguments["transposed"] else output
     return grid.shape[0] * math.prod(grid.shape[2:])
 
 
 def _window(event: OperatorEvent, weight: StorageRef, output: StorageRef) -> tuple[int, ...]:
-    """Of a plain convolution in two dims; none for others."""
+    """Return the window of a plain two-dimensional convolution, as in `Operation.window`; () for other convolutions."""
     if len(weight.shape) != 4 or event.arguments["transposed"] or event.arguments["groups"] > 1:
         return ()
     stride, padding, dilation = (event.arguments[name][-1] for name in ("stride", "padding", "dilation"))
@@ -224,9 +224,9 @@ def _convolution(event: OperatorEvent) -> list[KernelCost]:
 
 
 def _kind(event: OperatorEvent, weight: StorageRef) -> tuple[OperationKind, bool]:
-    """What limits a convolution, and whether Winograd's algorithm serves it.
+    """Return a convolution's kind and whether Winograd's algorithm applies.
 
-    Channels that are each by themselves multiply too little for each number read to be limited by products.
+    Depthwise convolutions do too few products per number read, so memory limits them.
     """
     if event.arguments["groups"] > 1 and weight.shape[1] == 1:
         return OperationKind.MEMORY, False
@@ -260,9 +260,9 @@ def _convolution_backward(event: OperatorEvent) -> list[KernelCost]:
 
 # --------------------------------------------------------------------------------------------------------- attention
 
-# A causal mask leaves half of the scores, and fused kernels leave out the blocks of the other half.
+# A causal mask keeps half of the scores, and fused kernels skip the blocks of the other half.
 _CAUSAL = 0.5
-# Two products forward; backward five: the scores once more, and the gradients of q, k, v and of the weights.
+# Two products forward, five backward: the scores again, and the gradients of q, k, v and the attention weights.
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
@@ -271,7 +271,7 @@ def _attention_cost(
 ) -> list[KernelCost]:
     *batch, m, width = query.shape
     n = key.shape[-2]
-    # Of the five products in the backward three are over the width of q and k, two over that of v.
+    # Three of the five backward products run over the width of q and k, two over the width of v.
     widths = {2: width + value.shape[-1], 5: 3 * width + 2 * value.shape[-1]}[products]
     share = _CAUSAL if event.arguments.get("is_causal") else 1.0
     count = math.prod(batch)

@@ -1,4 +1,4 @@
-"""Optimizer costs: bytes of state and bytes moved for each element, from one step on fake parameters."""
+"""Optimizer costs: bytes of state and bytes moved for each element, measured on one step with fake parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from shoal.planner.profile.recording import OperatorRecorder
 from shoal.training.fused_step import fused
 from shoal.training.job_optimizer import Parameters
 
-# Of so many parameters a step is traced; the others cost alike.
+# Number of parameters in the traced step; the others cost the same per element.
 _FEW = 6
-# Tensors that one kernel of torch's multi_tensor_apply takes. Of large tensors it takes fewer, 320 chunks of 65536
-# elements; those kernels follow each other without Python, and each takes a hundred times as long as it does to start.
+# Tensors in one kernel of torch's multi_tensor_apply. A kernel takes fewer large tensors (320 chunks of 65536
+# elements), but those kernels start without Python between them and run 100 times longer than a launch takes.
 _TENSORS_A_LAUNCH = 30
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Bytes of state for each trainable element, reads and writes of one, kernels, and whether these are a guess."""
+    """Cost of an optimizer step; `note` is set if the cost is a guess.
+
+    `state_bytes_per_element`: bytes of state for each trainable element. `passes`: reads and writes of each element.
+    """
 
     state_bytes_per_element: float = 8.0
     passes: float = 7.0
@@ -38,13 +41,13 @@ class OptimizerCost:
 def update(
     make: Callable[[Any], Any], model: nn.Module, mode: contextlib.AbstractContextManager[Any], device: str
 ) -> OptimizerCost:
-    """Cost of the second step of `make(parameters)`, an optimizer of torch's kind."""
+    """Return the cost of the second step of the torch-style optimizer `make(parameters)`."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         return OptimizerCost(0.0, 0.0, 0)
     text = ""
     try:
-        for capturable in (False, True):  # the latter where the number of steps cannot be read
+        for capturable in (False, True):  # True for optimizers whose step count is a tensor that cannot be read here
             try:
                 with mode, torch.no_grad():
                     return _measured(make(Parameters(model)), [p for _, p in named], device, capturable)
@@ -60,14 +63,14 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     several = device != "cpu" and any(_chooses(g) for g in optimizer.param_groups)
     for group in optimizer.param_groups:
         if several and _chooses(group):
-            group["foreach"] = True  # as torch chooses where all parameters are on a GPU
+            group["foreach"] = True  # torch's default if all parameters are on a GPU
         if "capturable" in group and capturable:
             group["capturable"] = True
     taken = sorted(parameters, key=lambda p: -p.numel())[:_FEW]
     for parameter in taken:
         parameter.grad = torch.empty_like(parameter)
     trace = OperatorTrace(1)
-    # As the engine steps it in fast mode (training/optimizer_step.py).
+    # The same optimizer step as in the engine's fast mode (training/optimizer_step.py).
     kinds = (nn.Parameter, Tensor, FakeTensor)
     with _capturable_anywhere(), fused(optimizer, kinds) if device == "cpu" else contextlib.nullcontext():
         optimizer.step()
@@ -89,7 +92,7 @@ def _chooses(group: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _capturable_anywhere() -> Iterator[None]:
-    """torch allows `capturable` on accelerators only, which fake tensors of the CPU stand for here."""
+    """Allow `capturable` on the CPU, whose fake tensors stand for an accelerator's here."""
     name = "_get_capturable_supported_devices"
     modules = [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]
     changed = [m for m in modules if hasattr(m, name)]
@@ -108,7 +111,7 @@ def _capturable_anywhere() -> Iterator[None]:
 
 
 def _launches(event: OperatorEvent, num_taken: int, parameters: list[nn.Parameter]) -> float:
-    """Kernels for all parameters, where so many of them were traced."""
+    """Return the kernel launches for all parameters, extrapolated from the traced `num_taken`."""
     if "_foreach_" not in event.name and "_fused_" not in event.name:
         return len(parameters) / num_taken
     return max(1, -(-len(parameters) * len(_first_list(event)) / num_taken // _TENSORS_A_LAUNCH))

@@ -1,21 +1,22 @@
-"""Phases of a backward: operators that lead to nothing but gradients of weights, and so could be put off."""
+"""Phases of a backward: finds the operators that lead only to gradients of weights and so can be postponed."""
 
 from __future__ import annotations
 
 from shoal.planner.profile.events import OperatorTrace
 
-# Between a weight's gradient as it is computed and as it is kept: tied ones are added, autocast's are widened.
+# Operators between a computed weight gradient and `.grad`: sums for tied weights, casts after autocast.
 _HANDS_ON = frozenset(("aten.add", "aten.add_", "aten._to_copy", "aten.clone"))
 
 
 def weight_events(trace: OperatorTrace) -> set[int]:
-    """The places of the events in the backward that lead to gradients of weights alone.
+    """Return the indices of the backward events that lead only to gradients of weights.
 
-    What an operator hands to an earlier region is the gradient of its own region's input, whatever that makes of it.
+    A tensor that an operator passes to an earlier region counts as the gradient of its own region's input, whatever the
+    earlier region computes from it.
     """
     gradients = _gradients(trace)
     found: set[int] = set()
-    uses: dict[int, list[tuple[int, bool]]] = {}  # storage: (region, whether it leads to an input) of who takes it
+    uses: dict[int, list[tuple[int, bool]]] = {}  # by storage: (region, leads to an input) of its readers
     for place in range(len(trace.events) - 1, -1, -1):
         event = trace.events[place]
         if not event.is_backward:
@@ -33,7 +34,7 @@ def weight_events(trace: OperatorTrace) -> set[int]:
 
 
 def _gradients(trace: OperatorTrace) -> set[int]:
-    """Storages of weights' gradients, also before they are added up or cast."""
+    """Return the storages of weights' gradients, also before accumulation or casts."""
     found = {ref.key for ref in trace.gradients.values()}
     for event in reversed(trace.events):
         if not event.is_backward:

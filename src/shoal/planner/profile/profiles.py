@@ -1,4 +1,4 @@
-"""Profiling of a model with a loss and batches: computation, memory traffic and saved activations of a step."""
+"""Profiling of a model with a loss and batches: the computation, memory traffic and saved activations of a step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shoal.planner.profile.tracing import Loss, OperatorTracer, Setting
 from shoal.planner.profile.values import Amount, Exchange, Profile, TensorCut, Weight
 from shoal.plans.plan import PrecisionSection
 
-# Numbers of samples that are traced: two give the line, the third tells whether it is one. One sample is no good, its
-# dim of size 1 being a special case for strides, broadcasts and batch statistics. The others serve losses that take
+# Numbers of samples to trace: two determine the line, the third checks it. One sample is unsuitable, because a dim of
+# size 1 is a special case for strides, broadcasts and batch statistics. The later tuples serve losses that accept
 # only even or larger batches.
 SAMPLES = ((2, 3, 5), (4, 6, 10), (8, 16, 24))
 
-# A model that looks at numbers is run with them, if it is no larger than this.
+# A model that reads tensor values is run with real numbers if it is not larger than this.
 _REAL_BYTES = 1 << 30
 
-# Of all parameters, the share of one class of modules whose place is worth a note.
+# A class of undivided modules gets a note if it has more than this share of all parameters.
 _MUCH = 0.05
 
 Tensors = Callable[[nn.Module], Mapping[str, int] | CutParameters]
@@ -46,12 +46,19 @@ def profile(
     tensor: Tensors | None = None,
     optimizer: Callable[[Any], Any] | None = None,
 ) -> Profile:
-    """The profile of `loss(model, batch(n))`, traced on fake tensors of n samples, without weights or numbers.
+    """Return the profile of `loss(model, batch(n))`, traced on fake tensors without weights or numbers.
 
-    model: a module, or builds one. loss: (model, batch) -> (total, weight). precision: float32 where None.
-    device: the type of device whose kernels and autocast are meant, "cuda" or "cpu". by_grain: dropout as shoal's
-    engine draws it. tensor: which parameters tensor parallelism cuts, {name: dim}; those that shoal does where None.
-    optimizer: parameters -> optimizer. Raises: what the model, the loss or the batch raises.
+    Args:
+        model: A module, or a function that builds one.
+        loss: (model, batch) -> (total, weight).
+        batch: Returns a batch of n samples.
+        precision: Defaults to float32.
+        device: Type of device whose kernels and autocast to trace, "cuda" or "cpu".
+        by_grain: Whether dropout is drawn as shoal's engine does.
+        tensor: Returns the parameters that tensor parallelism cuts, {name: dim}; defaults to shoal's own choice.
+        optimizer: parameters -> optimizer.
+
+    Raises: errors of the model, the loss or the batch.
     """
     setting = Setting(precision or PrecisionSection(), device, by_grain)
     tracer, traces = _traced(model, loss, batch, setting)
@@ -64,7 +71,7 @@ def profile(
 def _division(
     tensor: Tensors, model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
 ) -> tuple[CutParameters, tuple[str, ...]]:
-    """What is cut, and why nothing, where it cannot be told."""
+    """Return the parameters that tensor parallelism cuts, and a note if they could not be determined."""
     try:
         outline, like = shortened(model, trace)
         found = tensor(outline)
@@ -75,7 +82,7 @@ def _division(
 
 
 def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:
-    """A note on modules that are none of the known layers, and hold much that is not cut: experts, above all."""
+    """Return notes on modules of unknown classes with many undivided parameters, typically experts."""
     total = sum(p.numel() for p in model.parameters())
     held: Counter[str] = Counter()
     names = {id(p): name for name, p in model.named_parameters()}
@@ -93,7 +100,7 @@ def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:
 def _traced(
     model: nn.Module | Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any], setting: Setting
 ) -> tuple[OperatorTracer, list[OperatorTrace]]:
-    """Traces without numbers; of a model that looks at them, and is small enough, with them."""
+    """Trace the model without numbers or, if a small model reads tensor values, with numbers."""
     outline = outlined(model)
     ways = [setting, replace(setting, with_batch=True)]
     tries: list[tuple[nn.Module | Callable[[], nn.Module], Setting]] = [(model, way) for way in ways]
@@ -112,19 +119,22 @@ def _traced(
 
 
 def is_small(outline: nn.Module | None) -> bool:
-    """Whether a model may be given values: it has few enough parameters, or nobody knows how many."""
+    """Check whether a model is small enough to run with real numbers; an unknown size counts as small."""
     return outline is None or sum(p.nbytes for p in outline.parameters()) <= _REAL_BYTES
 
 
 def several(tracer: OperatorTracer, batch: Callable[[int], Any]) -> list[OperatorTrace]:
-    """Traces of two or three numbers of samples, operator by operator alike. Raises: what the first of them raises."""
+    """Return two or three traces at different numbers of samples with the same sequence of operators.
+
+    Raises: the first error of the model, the loss or the batch.
+    """
     error: Exception | None = None
     for numbers in SAMPLES:
         try:
             traces = [tracer.trace(batch, samples) for samples in numbers]
         except Exception as caught:
             if error is not None and str(caught) == str(error):
-                break  # it does not come of the number
+                break  # the error does not depend on the number of samples
             error = error or caught
             continue
         alike = [t for t in traces if [e.name for e in t.events] == [e.name for e in traces[-1].events]]
@@ -134,7 +144,7 @@ def several(tracer: OperatorTracer, batch: Callable[[int], Any]) -> list[Operato
 
 
 def sample_bytes(batch: Callable[[int], Any]) -> int:
-    """Bytes that the loader hands over for one sample."""
+    """Return the bytes that the loader delivers for one sample."""
     few, more = (tensors_in(batch(n)) for n in (2, 4))
     return round((sum(t.nbytes for t in more) - sum(t.nbytes for t in few)) / 2)
 
@@ -146,7 +156,7 @@ def assembled(
     found: OptimizerCost,
     num_bytes: int,
 ) -> Profile:
-    """The profile of traces of one model."""
+    """Build the profile from traces of one model."""
     fit = Fit([trace.samples for trace in traces])
     first = traces[0]
     pieces, homes = _pieces(fit, traces, division)
@@ -170,7 +180,7 @@ def assembled(
 def _pieces(
     fit: Fit, traces: Sequence[OperatorTrace], division: CutParameters
 ) -> tuple[dict[int, Piece], dict[int, int]]:
-    """Regions that do something, by number; and in which of them each region's parameters are."""
+    """Return the nonempty regions by number, and for each region the number of the piece with its parameters."""
     first = traces[0]
     late = [weight_events(trace) for trace in traces]
     ran = [kernels(trace, places) for trace, places in zip(traces, late, strict=True)]
@@ -226,7 +236,7 @@ def _name(trace: OperatorTrace, region: int) -> str:
 def _weights(
     model: nn.Module, trace: OperatorTrace, pieces: dict[int, Piece], homes: dict[int, int], division: CutParameters
 ) -> tuple[tuple[str, str], ...]:
-    """Gives each parameter to the first unit that uses it; the pairs (name, another unit that does)."""
+    """Assign each parameter to the first unit that uses it; return pairs (name, another unit that uses it)."""
     last = max(pieces)
     for name, parameter in model.named_parameters():
         home = homes[trace.used[name]] if name in trace.used else _owner(name, pieces, last)
@@ -243,13 +253,13 @@ def _weights(
 
 
 def _owner(name: str, pieces: dict[int, Piece], last: int) -> int:
-    """Where a parameter that nothing uses is."""
+    """Return the piece of a parameter that no operator uses."""
     held = (r for r, piece in pieces.items() if piece.block and name.startswith(f"{piece.block}."))
     return next(held, last)
 
 
 def _heads(trace: OperatorTrace) -> int | None:
-    """The fewest of any attention, fused, or products over samples and heads around a softmax."""
+    """Return the fewest heads of any attention, fused or as batched products around a softmax."""
     fused = [
         e.inputs[0].shape[-3] for e in trace.events if e.name.endswith(".attention") and len(e.inputs[0].shape) > 3
     ]

@@ -21,15 +21,15 @@ from shoal.planner.profile.events import (
     StorageRef,
 )
 
-# Of a fake tensor even its device is one.
-# What reads a tensor and computes nothing; a loop over samples that logs numbers has as many as there are samples.
+# Operators that read a tensor and compute nothing: even the device of a fake tensor is one. A loop that logs a number
+# for each sample has as many as samples.
 _NO_OPERATORS = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default)
-# AccumulateGrad's: it belongs to no call.
+# Sequence numbers from here on are AccumulateGrad's, which belongs to no call.
 _NO_CALL = 2**63
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Context that fills an `OperatorTrace`; `enter` and `leave` say where a block's forward begins and ends."""
+    """Context that fills an `OperatorTrace`; `enter` and `leave` mark the start and end of a block's forward."""
 
     def __init__(self, trace: OperatorTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._region = self._open(None)
         self._owners: dict[int, tuple[str, int]] = {}
         self._numbers: list[int] = []
-        self._alive: dict[int, Any] = {}  # so that no other storage gets a dead one's key
+        self._alive: dict[int, Any] = {}  # keeps storages alive, so that no key is reused
         self._names: dict[Any, str] = {}
 
     # ------------------------------------------------------------------------------------------------------ regions
@@ -51,17 +51,17 @@ class OperatorRecorder(TorchDispatchMode):
         return len(self.trace.regions) - 1
 
     def enter(self, block: str) -> int:
-        """A block's forward begins; its region."""
+        """Start the region of a block's forward and return its number."""
         self._region = self._open(block)
         return self._region
 
     def leave(self) -> None:
-        """Ends a block: the region after it is outside of blocks."""
+        """End a block's region and start a region outside of blocks."""
         self._region = self._open(None)
 
     @contextlib.contextmanager
     def within(self, region: int) -> Iterator[None]:
-        """Context in which a region runs again: a block that is computed a second time."""
+        """Attribute operators to an existing region, for a block that is recomputed."""
         before, self._region = self._region, region
         try:
             yield
@@ -71,7 +71,7 @@ class OperatorRecorder(TorchDispatchMode):
     # -------------------------------------------------------------------------------------------------- attribution
 
     def before(self, name: str) -> Callable[..., None]:
-        """A forward pre-hook for the module of this name."""
+        """Return a forward pre-hook for the module of this name."""
 
         def hook(module: nn.Module, args: Any) -> None:
             self._stack.append((name, module))
@@ -79,9 +79,9 @@ class OperatorRecorder(TorchDispatchMode):
         return hook
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook."""
+        """Remove the module from the stack of running modules, as its forward hook."""
         while self._stack and self._stack.pop()[1] is not module:
-            pass  # what was left by an exception that the model caught
+            pass  # entries of modules whose exception the model caught
 
     def _owner(self, node: int) -> tuple[str, int]:
         found = self._owners.get(node)
@@ -93,7 +93,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context for operators that are not the model's."""
+        """Exclude operators that are not the model's from the trace."""
         self._paused += 1
         try:
             yield
@@ -156,7 +156,7 @@ class OperatorRecorder(TorchDispatchMode):
         return self._names[func]
 
     def note(self, name: str, inputs: list[Tensor], outputs: list[Tensor], region: int) -> None:
-        """An event of our own: a call of a block that was not traced again."""
+        """Record a call of a block that was not traced again as one event."""
         for tensor in (*inputs, *outputs):
             self._alive.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
         refs = list(map(StorageRef.of, inputs)), list(map(StorageRef.of, outputs))
@@ -165,7 +165,7 @@ class OperatorRecorder(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------------------- kept
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The first half of a hook on saved tensors; the other half changes nothing."""
+        """Record a saved tensor's storage and return the tensor, as the pack hook of saved tensors."""
         with torch._C.DisableTorchFunction():
             if not self._paused and not self.in_backward and tensor.layout == torch.strided:
                 self._keep(tensor.untyped_storage())
@@ -182,7 +182,7 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 def _newest_node() -> int:
-    """The number of the autograd node that was made last."""
+    """Return the sequence number of the newest autograd node."""
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers as cuDNN runs them: one operator for all layers and steps, and the cost of each product."""
+"""Recurrent layers as cuDNN runs them: one operator for all layers and steps, with the cost of each product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFINED.define(
     f"lstm_backward(Tensor gradient, Tensor input, Tensor out, Tensor reserve, {_HOW}) -> (Tensor, Tensor[], Tensor[])"
 )
 _ops = torch.ops.shoal_profiling
-# Of each step and layer the backward needs the four gates, the cell, its tanh.
+# For each step and layer, the backward needs the four gates, the cell and its tanh.
 _KEPT_VECTORS = 6
 
 
@@ -61,10 +61,13 @@ class _LSTM(torch.autograd.Function):
 
 
 def lstm(input: Tensor, state: Any, weights: Any, *options: Any) -> Any:
-    """LSTM as `torch.lstm` of padded sequences; options: biases, layers, dropout, training, both ways, batch first."""
+    """Replace `torch.lstm` for padded sequences.
+
+    `options`: biases, layers, dropout, training, bidirectional, batch first.
+    """
     biased, layers, dropout, training, both, batch_first = options
     del biased
-    if dropout and training:  # one kernel with it, which draws and keeps no more than bits
+    if dropout and training:  # dropout is part of the kernel and saves only bits
         dropout = 0.0
     narrow = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if narrow else input.dtype
@@ -76,14 +79,14 @@ def lstm(input: Tensor, state: Any, weights: Any, *options: Any) -> Any:
 
 
 def costs(event: OperatorEvent) -> list[KernelCost]:
-    """A product over all steps a layer and way for what comes in, one a step for what comes of the step before."""
+    """Return the kernel costs: one product per layer and direction for all inputs, and one per step for the state."""
     backward = event.name.endswith("backward")
     found = [cost for matrices in _layers(event) for cost in (_late(*matrices) if backward else _early(*matrices))]
     return found
 
 
 def _layers(event: OperatorEvent) -> Iterator[tuple[StorageRef, StorageRef, int, int]]:
-    """(weight of the input, weight of the state, steps, samples) by layer and way."""
+    """Yield (input weight, state weight, steps, samples) for each layer and direction."""
     input, weights = event.arguments["input"], event.arguments["weights"]
     samples, steps = input.shape[:2] if event.arguments["batch_first"] else (input.shape[1], input.shape[0])
     matrices = [w for w in weights if len(w.shape) == 2]

@@ -1,4 +1,4 @@
-"""Bytes that selective recomputation keeps of a block: results of products, as in `parallel.blocks.recompute`."""
+"""Bytes of a block that selective recomputation saves: results of products, as in `parallel.blocks.recompute`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _KEPT = {f"aten.{name}" for name in KEPT_NAMES} | {"shoal_profiling.attention"}
 
 
 def selected_bytes(trace: OperatorTrace) -> dict[int, float]:
-    """Bytes by the place of the event that makes them, each storage once; not what a block gives out."""
+    """Map each event's index to the result bytes that selective recomputation saves.
+
+    Each storage counts once; the outputs of a block do not count.
+    """
     given_out = _given_out(trace)
     counted: set[int] = set()
     found: dict[int, float] = {}
@@ -27,7 +30,7 @@ def _draws(event: OperatorEvent) -> bool:
 
 
 def _given_out(trace: OperatorTrace) -> list[set[int]]:
-    """By region: the storages that it makes and others take."""
+    """Return, for each region, the storages made there that other regions read."""
     made: dict[int, int] = {}
     found: list[set[int]] = [set() for _ in trace.regions]
     for event in trace.forward:

@@ -1,4 +1,4 @@
-"""Spans of strides: the part of a storage's geometry that is divided, whatever view is taken of it."""
+"""Spans of strides: the divided part of a storage's geometry, independent of the view."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from shoal.planner.profile.events import StorageRef
 
-# Strides [low, high) of the elements from the one to the other end of what is divided.
+# Strides [low, high), in elements, that the divided part of a storage covers.
 Span = tuple[int, int]
 
 
 class Along(NamedTuple):
-    """Divided part of a dim: of its index, the factor from `low` to `high`, as heads in a dim of samples x heads."""
+    """Divided part of a dim: the factor of its index from `low` to `high`, as heads in a dim of samples x heads."""
 
     dim: int
     low: int
@@ -19,17 +19,17 @@ class Along(NamedTuple):
 
 
 def span(ref: StorageRef, along: Along) -> Span:
-    """Its strides in the storage."""
+    """Return the divided part's strides in the storage."""
     return ref.stride[along.dim] * along.low, ref.stride[along.dim] * along.high
 
 
 def along(ref: StorageRef, dim: int) -> Along:
-    """All of a dim."""
+    """Return the whole dim as the divided part."""
     return Along(dim, 1, ref.shape[dim])
 
 
 def covers(ref: StorageRef, found: Span | None) -> Along | None:
-    """The outermost dim that lies along a span."""
+    """Return the outermost dim of the view that lies along a span, or None."""
     if found is None:
         return None
     low, high = found

@@ -34,13 +34,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of a traced step: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
+    """Settings of a traced step: `device` is the type whose kernels run; `by_grain` selects shoal's own dropout."""
 
     precision: PrecisionSection
     device: str = "cuda"
     by_grain: bool = False
-    with_batch: bool = False  # integers of the batch have their values: for models that look at them
-    with_values: bool = False  # all have, and are computed: for models that look at numbers
+    with_batch: bool = False  # integers of the batch keep their values, for models that read them
+    with_values: bool = False  # all tensors have values, for models that read them
 
 
 class OperatorTracer:
@@ -58,7 +58,7 @@ class OperatorTracer:
         self._stand_ins = StandIns(repeated_blocks(self.model))
 
     def _own(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-        """The model as it is traced, in the parameters' dtype."""
+        """Return the model to trace: a copy on fake tensors (or with values), in the parameters' dtype."""
         dtype = _DTYPES[self._setting.precision.parameters]
         if not isinstance(model, nn.Module):
             with self.mode:
@@ -75,7 +75,7 @@ class OperatorTracer:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """What torch warns of and logs here says nothing of a run; no random number of the caller's is drawn."""
+        """Silence torch's warnings and logs, which do not apply to a run, and restore the caller's random generator."""
         log = logging.getLogger("torch._subclasses.fake_tensor")
         level = log.level
         log.setLevel(logging.CRITICAL)
@@ -87,7 +87,7 @@ class OperatorTracer:
             log.setLevel(level)
 
     def trace(self, batch: Callable[[int], Any], samples: int) -> OperatorTrace:
-        """A forward and a backward. Raises: what the batch, the model or the loss raises."""
+        """Trace one forward and backward. Raises: errors of the batch, the model or the loss."""
         trace = OperatorTrace(samples)
         recorder = OperatorRecorder(trace)
         trace.parameters = {p.untyped_storage()._cdata: name for name, p in self._named.items()}
@@ -136,7 +136,7 @@ class OperatorTracer:
         narrow = _DTYPES[self._setting.precision.parameters]
 
         def shown(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):  # such as a batch of a user's class, in which a loss may put tensors
+            if not isinstance(leaf, Tensor):  # a batch of a user's class, for example, to which a loss may add tensors
                 with without_modes():
                     return copy_of(leaf)
             mode, given = self.mode, leaf

@@ -1,1 +1,1 @@
-"""Communication volume and memory of a plan: formulas over integers, read by engine and planner alike."""
+"""Communication volume and memory of a plan: formulas over integers, used by the engine and the planner."""

@@ -1,8 +1,8 @@
-"""Communication volume of all-reduce algorithms, plain and compressed: each rank's partners, messages and bytes.
+"""Communication volume of all_reduce algorithms, plain and compressed: each rank's partners, messages and bytes.
 
-A call of a message-passing algorithm begins with one message of HEADER_BYTES, by which neighbours compare what they
-call. What follows is counted here exactly, also where the ranks' parts are uneven. Integers only: algorithms and codecs
-divide tensors by these rules, the formulas predict by them.
+A call of a message-passing algorithm starts with one message of HEADER_BYTES, by which neighbours compare their calls.
+The messages after it are counted exactly, also for uneven parts. Integers only: algorithms and codecs divide tensors by
+these rules, and the formulas predict with them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from shoal.plans.layout import Layout
 from shoal.plans.plan import Plan
 
 HEADER_BYTES = 64
-# A tree passes pieces of this size on, so that its levels work at the same time.
+# A tree passes on pieces of this size, so that its levels work at the same time.
 SEGMENT_BYTES = 1 << 20
-# Up to here ranks exchange whole vectors: half the messages of halving and doubling.
+# Up to this size ranks exchange whole vectors, with half the messages of halving and doubling.
 DOUBLING_BYTES = 16 << 10
-# What a signed byte holds on either side of zero.
+# Levels of a signed byte on either side of zero.
 INT8_LEVELS = 127
-# Numbers, float64, by which a rank tells the others what the guard has seen.
+# Number of float64 values with which a rank reports the guard's findings.
 NUM_COMPARED = 6
 _FLOAT32 = 4
 _HEADER = tuple(SizedCollective(WORLD, kind, HEADER_BYTES) for kind in ("send", "recv"))
 
 
 def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Iterator[SizedCollective]:
-    """Messages that `rank` sends and receives in an all-reduce of all ranks, header included.
+    """Yield the messages that `rank` sends and receives in an all_reduce of all ranks, header included.
 
-    It receives as much as it sends, but around a ring what the rank before it sends; an empty message is not sent.
-    Raises: KeyError for an algorithm that sends no messages.
+    A rank receives as much as it sends, except in a ring, where it receives what the previous rank sends. Empty
+    messages are not sent. Raises: KeyError for an algorithm that sends no messages.
     """
     if world_size == 1:
         return
@@ -49,7 +49,7 @@ def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: i
 
 
 def data_parallel(gradients: Gradients, layout: Layout, algorithm: str, rank: int) -> Iterator[SizedCollective]:
-    """A step of fast data parallelism of all ranks on `rank`; through shared memory no message is sent at all."""
+    """Yield a step's collectives of fast data parallelism over all ranks; shared memory sends no gradients."""
     if algorithm == "native" or layout.world_size == 1:
         yield from native(gradients, layout)
         return
@@ -63,7 +63,7 @@ def data_parallel(gradients: Gradients, layout: Layout, algorithm: str, rank: in
 
 
 def _ring(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
-    """2 (P - 1) messages, 2 N (P - 1) / P bytes: all parts but the own, then all but the successor's.
+    """Return 2 (P - 1) message lengths, 2 N (P - 1) / P bytes: all parts but one's own, then all but the successor's.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
     """
@@ -86,10 +86,11 @@ class TreePosition:
 
 
 def place_in_tree(rank: int, world_size: int, tree: int) -> TreePosition:
-    """Position of a rank in one of two binary trees: a rank with children in one of them is a leaf in the other.
+    """Return a rank's position in one of two binary trees; an inner rank of one tree is a leaf of the other.
 
-    Positions 1..P in order, the height of one is its number of trailing zeros; the second tree is the first moved on by
-    one rank. Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    The positions are 1..P; the height of a position is its number of trailing zero bits. The second tree is the first,
+    shifted by one rank. Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan,
+    2009.
     """
 
     def parent(position: int) -> int:
@@ -108,13 +109,16 @@ def place_in_tree(rank: int, world_size: int, tree: int) -> TreePosition:
 
 
 def segments(numel: int, itemsize: int) -> list[int]:
-    """Lengths of the pieces in which a tree's half of a vector travels."""
+    """Return the lengths of the pieces in which a tree sends its half of a vector."""
     most = SEGMENT_BYTES // itemsize
     return [min(most, numel - start) for start in range(0, numel, most)]
 
 
 def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
-    """Each half once to the parent and once to each child: at most 2 N bytes a rank, about 2 log2 P messages deep."""
+    """Return the message lengths: each half to the parent and to each child; about 2 log2 P messages deep.
+
+    A rank sends at most 2 N bytes.
+    """
     half = numel // 2
     lengths: list[int] = []
     for tree, size in enumerate((half, numel - half)):
@@ -129,7 +133,7 @@ def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class HalvingStep:
-    """One step of recursive halving: the partner, and the ranges that this rank sends and keeps."""
+    """One step of recursive halving: the partner, the range that this rank sends, and the range that stays."""
 
     partner: int
     given: tuple[int, int]
@@ -138,15 +142,15 @@ class HalvingStep:
 
 @dataclass(frozen=True)
 class Halving:
-    """Steps of one rank in recursive halving and doubling; beyond a power of two the first ranks pair up."""
+    """Steps of one rank in recursive halving and doubling; ranks beyond a power of two pair up first."""
 
-    folds_into: int | None  # the rank that does the work of this one and gives it the result
-    folded: int | None  # the rank whose work this one does
+    folds_into: int | None  # the rank that does this rank's work and sends it the result
+    folded: int | None  # the rank whose work this rank does
     exchanges: tuple[HalvingStep, ...]
 
 
 def halving(numel: int, rank: int, world_size: int) -> Halving:
-    """The exchanges of a rank, farthest partner first; doubling goes the same way back.
+    """Return the exchanges of a rank, farthest partner first; doubling reverses them.
 
     Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.
     """
@@ -172,14 +176,15 @@ def halving(numel: int, rank: int, world_size: int) -> Halving:
 
 
 def doubles(numel: int, itemsize: int) -> bool:
-    """Whether whole vectors are exchanged."""
+    """Check whether ranks exchange whole vectors."""
     return numel * itemsize <= DOUBLING_BYTES
 
 
 def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
-    """2 log2 P messages and 2 N (P - 1) / P bytes for powers of two; log2 P messages of N where N is small.
+    """Return the message lengths of recursive doubling.
 
-    Else the first ranks send N once: to who does their work, or back to whose work they did.
+    For powers of two: 2 log2 P messages and 2 N (P - 1) / P bytes, or log2 P messages of N if N is small. Otherwise the
+    first ranks also send N once, to or from the rank that does their work.
     """
     way = halving(numel, rank, world_size)
     lengths = [numel] if way.folds_into is not None or way.folded is not None else []
@@ -195,13 +200,13 @@ def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -
 
 
 def num_kept(numel: int, density: float) -> int:
-    """Values of a bucket that topk sends: at least one."""
+    """Return the number of values of a bucket that topk sends, at least one."""
     return min(numel, max(1, ceil(numel * density)))
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Tensor of a bucket that PowerSGD factors, as a matrix; `start` is its first index among the bucket's values."""
+    """Tensor in a bucket that PowerSGD factors as a matrix; `start` is its first index among the bucket's values."""
 
     start: int
     rows: int
@@ -209,7 +214,7 @@ class Matrix:
 
 
 def factored(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[list[Matrix], list[tuple[int, int]]]:
-    """The tensors that two factors of this rank make smaller, and the places [start, stop) of the others' values."""
+    """Return the tensors that two factors of this rank make smaller, and the ranges [start, stop) of other values."""
     matrices: list[Matrix] = []
     plain: list[tuple[int, int]] = []
     start = 0
@@ -227,7 +232,7 @@ def factored(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[list[Matrix]
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective: elements of this rank's tensor and bytes an element. `adds`: a sum of floats, not of integers."""
+    """A collective: elements of this rank's tensor and bytes per element. `adds`: whether it sums floats."""
 
     numel: int
     itemsize: int
@@ -236,7 +241,7 @@ class CollectiveCall:
 
 
 def compressed_calls(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> list[CollectiveCall]:
-    """Collectives of the plan's scheme for a bucket of gradients of these shapes."""
+    """Return the collectives of the plan's scheme for a bucket of gradients with these shapes."""
     scheme, options = plan.collectives.compression, plan.compression
     numel = sum(map(prod, shapes))
     if scheme == "bfloat16":
@@ -253,7 +258,7 @@ def compressed_calls(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> list[Coll
 
 
 def _buckets(gradients: Gradients, plan: Plan) -> Iterator[tuple[list[tuple[int, ...]], int, int]]:
-    """Shapes and elements of each bucket's gradients, and elements of what travels with them as it is."""
+    """Yield for each bucket the shapes and elements of its gradients, and the elements that travel uncompressed."""
     for members, length in zip(gradients.groups, gradients.buckets(plan.degrees), strict=True):
         shapes = [gradients.parameters[i].shape for i in members]
         numel = sum(map(prod, shapes))
@@ -261,7 +266,7 @@ def _buckets(gradients: Gradients, plan: Plan) -> Iterator[tuple[list[tuple[int,
 
 
 def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = False) -> Iterator[SizedCollective]:
-    """A step of data parallelism with the plan's compression; `sampled`: with the exact sums that a guard compares."""
+    """Yield a step's collectives of compressed data parallelism; `sampled`: include the guard's exact sums."""
     for bucket in compressed_buckets(gradients, plan, rank, sampled):
         yield from bucket
     if sampled:
@@ -272,7 +277,7 @@ def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = Fals
 def compressed_buckets(
     gradients: Gradients, plan: Plan, rank: int, sampled: bool = False
 ) -> Iterator[list[SizedCollective]]:
-    """Collectives of each bucket in turn, as `compressed` has them."""
+    """Yield the collectives of each bucket, as in `compressed`."""
     wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
     for shapes, numel, rest in _buckets(gradients, plan):
         exact = 1 + (plan.compression.feedback and plan.collectives.compression in FED_BACK) if sampled else 0
@@ -283,7 +288,7 @@ def compressed_buckets(
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """What one rank sends and receives in a call, by an algorithm; through shared memory nothing."""
+    """Messages of one rank in a call, for one algorithm; shared memory sends none."""
 
     name: str
     on_cpu: bool
@@ -291,7 +296,7 @@ class _Algorithm:
     world_size: int
 
     def call(self, call: CollectiveCall) -> Iterator[SizedCollective]:
-        """A collective of a tensor, which may be empty."""
+        """Yield the messages of a collective on a tensor, which may be empty."""
         num_bytes = call.numel * call.itemsize
         if self.name == "native":
             if call.kind == "all_gather" or (call.adds and gathers(num_bytes, self.world_size, self.on_cpu)):
@@ -304,7 +309,7 @@ class _Algorithm:
             yield from messages(self.name, call.numel, call.itemsize, self.rank, self.world_size)
 
     def _gather(self, num_bytes: int) -> Iterator[SizedCollective]:
-        """Around a ring, or a broadcast from each rank."""
+        """Yield the messages of an all_gather: in a ring, or as a broadcast from each rank."""
         yield from _HEADER
         if self.name == "ring":
             for kind in ("send", "recv"):
@@ -314,7 +319,7 @@ class _Algorithm:
             yield from self._pass_on(num_bytes, root)
 
     def broadcast(self, num_bytes: int) -> Iterator[SizedCollective]:
-        """From the first rank."""
+        """Yield the messages of a broadcast from rank 0."""
         if self.name == "native":
             yield SizedCollective(WORLD, "broadcast", num_bytes)
         elif self.name != "shared_memory":
@@ -322,7 +327,7 @@ class _Algorithm:
             yield from self._pass_on(num_bytes, 0)
 
     def _pass_on(self, num_bytes: int, root: int) -> Iterator[SizedCollective]:
-        """Down a binomial tree: who is d = 1, 2, 4, ... or less from the root sends it d on."""
+        """Yield the messages of a binomial tree: for d = 1, 2, 4, ..., ranks within d of the root send d ranks on."""
         place = (self.rank - root) % self.world_size
         distances = [1 << bit for bit in range((self.world_size - 1).bit_length())]
         sends = sum(place < distance and place + distance < self.world_size for distance in distances)
@@ -331,7 +336,7 @@ class _Algorithm:
 
 
 def compression_buffers(gradients: Gradients, plan: Plan) -> int:
-    """Bytes of compression's buffers: buckets, sent and received data, and residuals twice."""
+    """Return the bytes of compression's buffers: buckets, sent and received data, and residuals twice."""
     scheme, ranks = plan.collectives.compression, plan.degrees.divides_grains
     native = plan.collectives.all_reduce == "native"
     total, scratch = 0, 0

@@ -4,8 +4,8 @@ Bytes are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a ran
 an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output) and a
 reduce_scatter (the input). It is the same for every algorithm.
 
-The formulas yield each collective with its size: a run's count is compared with their sum, the planner prices them one
-by one on a network.
+The formulas yield each collective with its size. A run compares its count with their sum, and the planner estimates
+the time of each one on a network.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ from shoal.plans.accounting.partition import (
 )
 from shoal.plans.layout import Layout
 
-# The group of all ranks, and of those that hold the same of the model where they are not all.
+# The group of all ranks, and the group of ranks with the same part of the model if that is a smaller one.
 WORLD, REPLICAS = "world", "replicas"
 # A step's sums are 12 float64 numbers (loss total, weight, samples, microbatches with a gradient, 8 words of digest)
-# and the weighted buffers. In a
-# float32 bucket all but the loss take four numbers each. A rank's row about the next step has 15 numbers; an agreement
-# on an error that nobody has is the word "null" and its length.
+# and the weighted buffers. In a float32 bucket all but the loss take four numbers each. A rank's agreement row for the
+# next step has 15 numbers. An agreement without an error is the word "null" and its length.
 NUM_STEP_SUMS, NUM_LIMBS, NUM_FLAGS, ROW_NUMBERS = 12, 4, 2, 15
-# With gradients or parameters cut over ranks: the order in which a rank has called its units, and its square.
+# With sharded gradients or parameters: the order in which a rank has called its units, and its square.
 NUM_ORDERS = 2
 _NULL_BYTES, _FLOAT64 = 4, 8
 
 
 class SizedCollective(NamedTuple):
-    """A collective, send or recv of one rank in one group: `num_bytes` is the size of one, of which there are `count`.
+    """A collective, send or recv of one rank in one group: `count` calls of `num_bytes` each.
 
-    A group is the name of its axis, or WORLD or REPLICAS.
+    `group`: the name of its axis, or WORLD or REPLICAS.
     """
 
     group: str
@@ -57,7 +56,7 @@ class SizedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Volume:
-    """Messages and bytes of one kind of collective in one group, by one rank, in one step."""
+    """Messages and bytes of one kind of collective in one group, for one rank and one step."""
 
     messages: int
     bytes: int
@@ -68,20 +67,20 @@ class Volumes(dict[tuple[str, str], Volume]):
 
     @classmethod
     def of(cls, *sent: Iterable[SizedCollective]) -> Volumes:
-        """Sums of these collectives."""
+        """Return the sums of these collectives."""
         volumes = cls()
         for one in chain(*sent):
             volumes.add(*one)
         return volumes
 
     def add(self, group: str, kind: str, num_bytes: int, messages: int = 1) -> None:
-        """Counts so many messages of `num_bytes` each."""
+        """Count `messages` messages of `num_bytes` each."""
         before = self.get((group, kind), Volume(0, 0))
         if messages:
             self[group, kind] = Volume(before.messages + messages, before.bytes + messages * num_bytes)
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{group: {kind: {"messages": ..., "bytes": ...}}}, sorted."""
+        """Return {group: {kind: {"messages": ..., "bytes": ...}}}, sorted."""
         document: dict[str, dict[str, dict[str, int]]] = {}
         for (group, kind), volume in sorted(self.items()):
             document.setdefault(group, {})[kind] = {"messages": volume.messages, "bytes": volume.bytes}
@@ -90,7 +89,7 @@ class Volumes(dict[tuple[str, str], Volume]):
 
 @dataclass(frozen=True)
 class Array:
-    """Shape of a parameter, its bytes an element, and whether it lies in memory in one piece."""
+    """Shape of a parameter, its bytes per element, and whether it is contiguous in memory."""
 
     shape: tuple[int, ...]
     itemsize: int = 4
@@ -100,42 +99,42 @@ class Array:
 
     @cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole parameter."""
         return self.numel * self.itemsize
 
     def padded_numel(self, parts: int) -> int:
-        """Elements where dim 0 is rounded up to a multiple of `parts`, as fully_shard cuts it."""
+        """Return the number of elements with dim 0 rounded up to a multiple of `parts`, as fully_shard cuts it."""
         rows = self.shape[0]
         return self.numel if rows % parts == 0 else -(-rows // parts) * parts * prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Trainable parameters, in the model's order, and how their gradients are summed."""
+    """Trainable parameters in the model's order, and the settings of their gradients' sums."""
 
     parameters: tuple[Array, ...]
     reduce_itemsize: int = 4
     on_cpu: bool = True
-    buffer_numel: int = 0  # numbers of the buffers that the forward changes (batch statistics), which travel as sums
-    row_numbers: int = ROW_NUMBERS  # what each rank says of the next step, if anything (0 in a Session)
+    buffer_numel: int = 0  # elements of the buffers that the forward changes (batch statistics), sent as sums
+    row_numbers: int = ROW_NUMBERS  # numbers of each rank's agreement row for the next step (0 in a Session)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(p.numel for p in self.parameters)
 
     def carries_sums(self, layout: Layout) -> bool:
-        """Whether the step's sums and rows travel in the last bucket: of float32, and summed over all ranks."""
+        """Check whether the last bucket carries the step's sums and rows: it is float32 and summed over all ranks."""
         return self.reduce_itemsize == 4 and layout.shares_grains == 1
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """The parameters of each flat buffer, in the order in which they are sent."""
+        """The parameters of each flat buffer, in the order of sending."""
         sizes = [p.numel * self.reduce_itemsize for p in self.parameters]
         return divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
 
@@ -144,7 +143,7 @@ class Gradients:
         return [sum(self.parameters[i].numel for i in group) for group in self.groups]
 
     def buckets(self, layout: Layout) -> list[int]:
-        """Elements of each flat buffer, in the order in which they are sent; the last one carries the sums."""
+        """Return the elements of each flat buffer, in the order of sending; the last one carries the sums."""
         *others, last = self._lengths
         last += NUM_FLAGS + len(self.parameters)
         if self.carries_sums(layout) and layout.world_size > 1:
@@ -154,7 +153,7 @@ class Gradients:
 
     @property
     def num_sums(self) -> int:
-        """Float64 numbers of a step's sums."""
+        """Number of float64 numbers in a step's sums."""
         return NUM_STEP_SUMS + self.buffer_numel
 
 
@@ -162,11 +161,14 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """All-reduces of fast data parallelism's buckets; `native` gathers small ones. See parallel/data/buckets.py."""
+    """Yield the all_reduces of fast data parallelism's buckets (parallel/data/buckets.py).
+
+    `native`: whether small buckets are gathered instead.
+    """
     ranks = layout.divides_grains
     group = WORLD if ranks == layout.world_size else REPLICAS
     *others, last = gradients.buckets(layout)
-    # Of equal blocks most buckets are equal, and the planner prices each size once.
+    # Equal blocks have mostly equal buckets, and the planner prices each size once.
     for length, count in (*Counter(others).items(), (last, 1)) if ranks > 1 else ():
         num_bytes = length * gradients.reduce_itemsize
         if native and gathers(num_bytes, ranks, gradients.on_cpu):
@@ -176,34 +178,34 @@ def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> It
 
 
 def data_parallel(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """A step of fast data parallelism between its agreement and its update, by native collectives."""
+    """Yield a step's native collectives of fast data parallelism, between its agreement and its update."""
     yield from bucket_sums(gradients, layout)
     if layout.world_size > 1 and not gradients.carries_sums(layout):
         yield sums(gradients)
 
 
 def sums(gradients: Gradients, num_used: int = 0) -> SizedCollective:
-    """A step's sums and flags, and of `num_used` parameters whether there was a gradient: float64 over all ranks."""
+    """Return the float64 all_reduce of a step's sums and flags, and of flags for `num_used` parameters' gradients."""
     return SizedCollective(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
 
 
 def norm() -> SizedCollective:
-    """The gradient's norm where ranks hold different parts of it: one number over all ranks."""
+    """Return the all_reduce of the gradient's norm over ranks with different parts: one number over all ranks."""
     return SizedCollective(WORLD, "all_reduce", _FLOAT64)
 
 
 def rows(world_size: int) -> SizedCollective:
-    """All-gather of rows about the next step where the last bucket has none; a run's count ends before it."""
+    """Return the all_gather of agreement rows if the last bucket has none; a run's count ends before it."""
     return SizedCollective(WORLD, "all_gather", world_size * ROW_NUMBERS * _FLOAT64)
 
 
 def exact_data_parallel(
     gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int
 ) -> Iterator[SizedCollective]:
-    """A step of exact mode on `rank`, where rank r computes the grains `held[r]`; see collectives/fixed_tree.py.
+    """Yield a step's collectives of exact mode on `rank`, where rank r computes the grains `held[r]`.
 
-    Two all_reduces (a row of sums for each grain; flags and which parameters were used), an all_to_all of the ranks'
-    tree nodes cut by rank, and an all_gather of the summed cuts.
+    They are two all_reduces (a row of sums for each grain; flags and used parameters), an all_to_all of the ranks' tree
+    nodes cut by rank, and an all_gather of the summed cuts. See collectives/fixed_tree.py.
     """
     world_size = len(held)
     if world_size == 1:
@@ -220,14 +222,14 @@ def exact_data_parallel(
 
 
 def agreement(world_size: int) -> Iterator[SizedCollective]:
-    """An agreement on an error that no rank has: a length, and the JSON text `null`."""
+    """Yield the collectives of an agreement that no rank failed: a length, and the JSON text `null`."""
     if world_size > 1:
         yield SizedCollective(WORLD, "all_gather", world_size * _FLOAT64)
         yield SizedCollective(WORLD, "all_gather", world_size * _NULL_BYTES)
 
 
 def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
-    """Parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
+    """Return, for each index on the shard axis, the parameters whose optimizer state it owns under ZeRO-1."""
     found: list[list[Array]] = [[] for _ in range(degree)]
     for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
         found[owner].append(parameter)
@@ -235,7 +237,7 @@ def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """Collectives of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
+    """Yield ZeRO-1's additional collectives: broadcasts of owned parameters, and an agreement after the update."""
     if layout.shard == 1:
         return
     for mine in filter(None, owned(gradients.parameters, layout.shard)):
@@ -251,10 +253,10 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCol
 
 @dataclass(frozen=True)
 class Sharding:
-    """Division of a model's units (each a call of fully_shard, the root last) over the shard axis.
+    """Division of a model's units (each one fully_shard call, the root last) over the shard axis.
 
-    Units in `kept` (all of them at level `gradients`) are gathered once a microbatch, others again for the backward.
-    `root_early`: elements of the root whose gradients the backward has before the other units' (a head, no embedding).
+    Units in `kept` (all of them at level `gradients`) are gathered once per microbatch, others again for the backward.
+    `root_early`: elements of the root with gradients before the other units' backward (a head, not an embedding).
     """
 
     units: tuple[tuple[Array, ...], ...]
@@ -262,23 +264,23 @@ class Sharding:
     replicas: int = 1
     microbatches: int = 1
     kept: frozenset[int] = frozenset()
-    gather_itemsize: int = 4  # of the compute dtype
-    reduce_itemsize: int = 4  # of the reduce dtype
-    reduce_every: bool = True  # gradients are scattered after each microbatch, not only after the last
-    root_early: int | None = None  # None: all of them
-    resharded: bool = True  # after the backward, so that each microbatch gathers anew
-    uses: tuple[int, ...] = ()  # in how many stages of a rank each unit is used, where that is not one
-    halves: bool = False  # backwards come in two, and each gathers
+    gather_itemsize: int = 4  # bytes of the compute dtype
+    reduce_itemsize: int = 4  # bytes of the reduce dtype
+    reduce_every: bool = True  # scatter gradients after each microbatch, not only after the last
+    root_early: int | None = None  # None: all elements
+    resharded: bool = True  # release parameters after the backward, so that each microbatch gathers again
+    uses: tuple[int, ...] = ()  # number of a rank's stages that use each unit, if not one
+    halves: bool = False  # backwards consist of two halves, and each gathers
     shard_group: str = "shard"
     replica_group: str = "data"
-    rounds: bool = True  # dim 0 of each parameter up to a multiple of the degree; else its elements are divided evenly
+    rounds: bool = True  # round dim 0 of each parameter up to a multiple of the degree; else divide its elements evenly
 
     def padded_numel(self, parameter: Array) -> int:
-        """Elements of a parameter gathered, with what rounding adds."""
+        """Return the elements of a gathered parameter, padding included."""
         return parameter.padded_numel(self.degree) if self.rounds else parameter.numel
 
     def each(self, measured: Callable[[tuple[Array, ...]], int]) -> list[int]:
-        """A number of each unit; equal blocks share their arrays and are measured once."""
+        """Return `measured(unit)` for each unit, with one call for units that share their arrays."""
         known: dict[int, int] = {}
         for unit in self.units:
             if id(unit) not in known:
@@ -287,49 +289,49 @@ class Sharding:
 
     @cached_property
     def gathered_bytes(self) -> list[int]:
-        """Bytes of each unit's parameters, gathered, with what rounding dim 0 of each parameter adds."""
+        """Bytes of each unit's gathered parameters, padding included."""
         return self.each(self.bytes_of)
 
     def bytes_of(self, unit: tuple[Array, ...]) -> int:
-        """Bytes of one unit's parameters, gathered."""
+        """Return the bytes of one unit's gathered parameters."""
         return sum(map(self.padded_numel, unit)) * self.gather_itemsize
 
     @cached_property
     def _trained(self) -> list[int]:
-        """Elements of each unit that are trained, with what rounding adds."""
+        """Trainable elements of each unit, padding included."""
         return self.each(self.trained_of)
 
     def trained_of(self, unit: tuple[Array, ...]) -> int:
-        """Elements of one unit that are trained, with what rounding adds."""
+        """Return the trainable elements of one unit, padding included."""
         return sum(self.padded_numel(p) for p in unit if p.trainable)
 
     @cached_property
     def scattered_bytes(self) -> list[int]:
-        """Bytes of each unit's gradients before they are scattered, with what rounding adds."""
+        """Bytes of each unit's gradients before they are scattered, padding included."""
         return [numel * self.reduce_itemsize for numel in self._trained]
 
     def gather(self, unit: int) -> SizedCollective:
-        """All-gather of a unit's parameters over the shard axis."""
+        """Return the all_gather of a unit's parameters over the shard axis."""
         return SizedCollective(self.shard_group, "all_gather", self.gathered_bytes[unit])
 
     def scatter(self, unit: int) -> SizedCollective:
-        """Reduce-scatter of a unit's gradients over the shard axis."""
+        """Return the reduce_scatter of a unit's gradients over the shard axis."""
         return SizedCollective(self.shard_group, "reduce_scatter", self.scattered_bytes[unit])
 
     def replica_sum(self, unit: int) -> SizedCollective:
-        """All-reduce of a unit's scattered gradients over the replicas."""
+        """Return the all_reduce of a unit's scattered gradients over the replicas."""
         return SizedCollective(self.replica_group, "all_reduce", self.part_of(self._trained[unit]))
 
     def part_of(self, trained: int) -> int:
-        """Bytes of a rank's part of so many elements' gradients."""
+        """Return the bytes of a rank's part of the gradients of `trained` elements."""
         return trained // self.degree * self.reduce_itemsize
 
 
 def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
-    """A step of ZeRO-2 or ZeRO-3 as fully_shard does it, hybrid where there are replicas.
+    """Yield a step's collectives of ZeRO-2 or ZeRO-3 with fully_shard, hybrid if there are replicas.
 
-    A unit's parameters travel in one all_gather, its gradients in one reduce_scatter, and the scattered sum in one
-    all_reduce over the replicas.
+    A unit has one all_gather for its parameters, one reduce_scatter for its gradients, and one all_reduce of the
+    scattered sum over the replicas.
     """
     for number, unit in enumerate(sharding.units):
         if not unit:

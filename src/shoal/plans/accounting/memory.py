@@ -1,7 +1,7 @@
 """Peak memory of a rank in a step, in bytes by category: parameters, gradients, optimizer, activations.
 
-Each category is its own peak; they need not fall on the same moment, so that their sum is an upper bound of them.
-Left out: buffers of the model, temporaries inside an operator, the allocator's fragments, the process itself.
+The categories may peak at different moments, so their sum is an upper bound. Not included: buffers of the model,
+temporaries inside an operator, the allocator's fragments, the process itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shoal.plans.layout import Layout
 
 @dataclass(frozen=True)
 class Footprint:
-    """Peak bytes of one rank; None where nothing is known.
+    """Peak bytes of one rank; None if unknown.
 
-    `gathered` are parameters of other ranks' shards, held while a unit computes, with the buffer they arrive in.
+    `gathered`: parameters of other ranks' shards that a computing unit needs, with the buffer in which they arrive.
     """
 
     parameters: int
@@ -29,19 +29,19 @@ class Footprint:
     activations: int | None
 
     def to_json(self) -> dict[str, int | None]:
-        """By category."""
+        """Return the bytes by category."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """Optimizer state: tensors of the parameter's shape and dtype, and bytes of its scalars, per parameter."""
+    """Optimizer state per parameter: number of tensors with the parameter's shape and dtype, and bytes of scalars."""
 
     tensors: int
     scalar_bytes: int = 0
 
 
-# torch.optim, foreach or not. `step` is a float32 scalar, as are NAdam's mu_product and ASGD's eta and mu.
+# torch.optim, with foreach or without. `step`, NAdam's mu_product and ASGD's eta and mu are float32 scalars.
 _STATES = {
     "Adam": StateShape(2, 4),
     "AdamW": StateShape(2, 4),
@@ -61,7 +61,7 @@ _STATES = {
 def state_shape(
     optimizer: str, amsgrad: bool = False, momentum: bool = False, centered: bool = False
 ) -> StateShape | None:
-    """The state of one of torch.optim's optimizers; None for one that is not known (Adafactor's depends on shapes)."""
+    """Return the state of a torch.optim optimizer, or None if unknown (Adafactor's depends on shapes)."""
     known = _STATES.get(optimizer)
     if known is None:
         return None
@@ -76,19 +76,19 @@ def state_shape(
 
 
 def whole(arrays: Iterable[Array]) -> int:
-    """Bytes of these, whole."""
+    """Return the bytes of these arrays without a division."""
     return sum(a.bytes for a in arrays)
 
 
 def cut(array: Array, place: int, degree: int) -> Array:
-    """The rows of `array` on the rank at `place` where fully_shard cuts dim 0: full ones first, then fewer."""
+    """Return a rank's rows of `array` if fully_shard cuts dim 0 into `degree` parts: full parts first, then fewer."""
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
     return replace(array, shape=(mine, *array.shape[1:]))
 
 
 def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
-    """Bytes of the state for the arrays that a rank updates."""
+    """Return the bytes of the state for the arrays that a rank updates."""
     return sum(shape.tensors * a.bytes + shape.scalar_bytes for a in arrays)
 
 
@@ -96,10 +96,10 @@ def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
 
 
 def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
-    """Fast data parallelism, when the update begins: the buckets, and those that are gathered once more for each rank.
+    """Return the gradient bytes of fast data parallelism at the start of the update.
 
-    Only the `native` all-reduce gathers. A parameter that is not of the buckets' dtype has a gradient besides. One
-    process alone has only gradients.
+    They are the buckets, and a copy for each rank of gathered buckets (`native` only). Parameters of another dtype than
+    the buckets' have an additional gradient. A single process has only gradients.
     """
     narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
     ranks = layout.divides_grains
@@ -115,7 +115,10 @@ def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
 
 
 def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
-    """Exact mode, when the update begins: the tree's vectors and its model of one, and where ranks sum, the sum."""
+    """Return the gradient bytes of exact mode at the start of the update.
+
+    They are the tree's template vector, its other vectors and, for several ranks, the sum.
+    """
     own = held[rank]
     tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
     vectors = 1 + tree + (len(held) > 1 or not own)
@@ -124,7 +127,7 @@ def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, 
 
 
 def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int) -> int:
-    """Bytes of a rank's slot besides the sum, where exact mode sums through shared memory."""
+    """Return the bytes of a rank's slot, without the sum, if exact mode sums through shared memory."""
     most = max(len(pieces(grains, num_grains)) for grains in held)
     return most * gradients.numel * gradients.reduce_itemsize
 
@@ -133,7 +136,7 @@ def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grain
 
 
 def sharded_parameters(sharding: Sharding) -> int:
-    """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
+    """Return the bytes of a rank's shard, equal on every rank because dim 0 of each parameter is padded."""
 
     def own(unit: Sequence[Array]) -> int:
         return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for p in unit)
@@ -142,9 +145,9 @@ def sharded_parameters(sharding: Sharding) -> int:
 
 
 def gathered_parameters(sharding: Sharding) -> int:
-    """The units that stay gathered, and twice the largest of the others: as it arrives, and as it is used.
+    """Return the bytes of units that stay gathered, and twice the largest other unit: as it arrives and as it is used.
 
-    A unit that stays needs its arrival buffer too, until the next one has come; a prefetch holds as much.
+    A unit that stays also needs its arrival buffer until the next unit has arrived. A prefetch takes as much.
     """
     if sharding.degree == 1:
         return 0
@@ -153,7 +156,7 @@ def gathered_parameters(sharding: Sharding) -> int:
 
 def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
     # The root, last of the units, is gathered first and stays throughout forward and backward. In the forward an
-    # arrival buffer is freed when the next has come.
+    # arrival buffer is freed when the next unit has arrived.
     root = len(sizes) - 1
     forward = [root, *range(root)]
     stays, before = 0, 0
@@ -163,7 +166,7 @@ def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
         stays += sizes[unit] if unit in sharding.kept or unit == root else 0
         before = sizes[unit]
     again = [unit for unit in reversed(range(root)) if unit not in sharding.kept]
-    if root not in sharding.kept:  # it was let go between forward and backward, and the last unit is prefetched
+    if root not in sharding.kept:  # the root was released between forward and backward, and the last unit is prefetched
         yield 2 * sizes[root]
         yield stays + max((sizes[unit] for unit in again[:1]), default=0)
     for unit, following in zip(again, [*again[1:], None], strict=False):
@@ -172,34 +175,34 @@ def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
 
 
 def scattered_gradients(sharding: Sharding) -> int:
-    """When a unit's gradients are scattered: its whole gradients, flat, and the shards that have been summed so far.
+    """Return the peak when a unit's gradients are scattered: its flat whole gradients, and all summed shards.
 
-    The root comes last: what it has of gradients already waits. From the second scattered microbatch on every unit's
-    shard is there; where only the last is scattered, the others' whole gradients wait too.
+    The root comes last, so its early gradients wait. From the second scattered microbatch on, all units' shards exist.
+    If only the last microbatch is scattered, the other units' whole gradients wait too.
     """
     every = sharding.microbatches > 1 and sharding.reduce_every
     return scattered_peak(sharding.scattered_bytes, waiting_gradients(sharding), sharding.degree, every=every)
 
 
 def waiting_gradients(sharding: Sharding) -> list[int]:
-    """Bytes of gradients of each unit before any is scattered."""
+    """Return the bytes of each unit's gradients before any is scattered."""
     root = len(sharding.units) - 1
 
     def trained(unit: Sequence[Array]) -> int:
         return sum(p.numel for p in unit if p.trainable)
 
     early = trained(sharding.units[root]) if sharding.root_early is None else sharding.root_early
-    waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
-    if sharding.microbatches > 1 and not sharding.reduce_every:  # and of those before, in the reduce dtype
+    waiting = [0] * root + [early * sharding.gather_itemsize]  # in the backward's dtype
+    if sharding.microbatches > 1 and not sharding.reduce_every:  # earlier microbatches, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
-            waiting[root] = 0  # added in place
+            waiting[root] = 0  # accumulated in place
         whole = [numel * sharding.reduce_itemsize for numel in sharding.each(trained)]
         waiting = list(map(add, whole, waiting))
     return waiting
 
 
 def scattered_peak(flat: Sequence[int], waiting: Sequence[int], degree: int, *, every: bool) -> int:
-    """The peak of units of which so many bytes are scattered and wait; `every`: several microbatches are scattered."""
+    """Return the peak of units with `flat` bytes to scatter and `waiting` bytes; `every`: for several microbatches."""
     shards = [size // degree for size in flat]
     root = len(flat) - 1
     summed = sum(shards) if every else 0

@@ -13,25 +13,25 @@ from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.partition import Heads, num_positions
 from shoal.plans.layout import Layout
 
-# A sum of gradients is in float32 at least; before it the ranks tell in float32 which of them there are.
+# Gradients are summed in at least float32; first the ranks exchange float32 flags of the existing gradients.
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Activation between two stages in each microbatch: bytes of a sample, and of tensors without a samples' dim."""
+    """Activation between two stages in each microbatch: bytes per sample, and bytes of tensors without a sample dim."""
 
     sample_bytes: int
     fixed_bytes: int = 0
     needs_gradient: bool = True
 
     def num_bytes(self, num_samples: int) -> int:
-        """Of a microbatch of so many samples."""
+        """Return the bytes for a microbatch of `num_samples` samples."""
         return self.sample_bytes * num_samples + self.fixed_bytes
 
     @classmethod
     def of(cls, shape: Sequence[int], itemsize: int, num_samples: int, needs_gradient: bool) -> Crossing:
-        """The crossing of a tensor from a batch of so many samples; the first dim is the samples', if any is."""
+        """Return the crossing of a tensor from a batch of `num_samples` samples; a sample dim comes first, if any."""
         whole = prod(shape) * itemsize
         if shape and num_samples and shape[0] == num_samples:
             return cls(whole // num_samples, 0, needs_gradient)
@@ -44,13 +44,13 @@ class Staged:
 
     own: tuple[int, ...]
     cuts: tuple[tuple[Crossing, ...], ...]
-    used: Mapping[int, frozenset[str]] = field(default_factory=dict)  # names of parameters and buffers of each of `own`
-    halves: bool = False  # backwards here come in two
+    used: Mapping[int, frozenset[str]] = field(default_factory=dict)  # parameter and buffer names of own stages
+    halves: bool = False  # backwards consist of two halves
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Partial gradients over an axis: how many flags ranks exchange, and (elements, itemsize) of those on this rank."""
+    """Partial gradients over an axis: number of exchanged flags, and (elements, itemsize) of this rank's gradients."""
 
     axis: str
     num_flags: int
@@ -58,9 +58,9 @@ class Partial:
 
 
 def messages(staged: Staged, samples: Sequence[int]) -> Iterator[SizedCollective]:
-    """A step's messages between stages, where `samples` has the size of each microbatch.
+    """Yield a step's messages between stages; `samples` has the size of each microbatch.
 
-    A tensor goes forward and, where it has one, its gradient comes back; between stages of one rank nothing is sent.
+    A tensor goes forward, and its gradient, if any, comes back. Stages of one rank exchange no messages.
     """
     mine = set(staged.own)
     for cut, crossings in enumerate(staged.cuts):
@@ -75,7 +75,7 @@ def messages(staged: Staged, samples: Sequence[int]) -> Iterator[SizedCollective
 
 
 def completed(partial: Iterable[Partial]) -> Iterator[SizedCollective]:
-    """The sums of partial gradients: for each axis an all_reduce of flags, and one for each gradient."""
+    """Yield the sums of partial gradients: for each axis an all_reduce of flags, and one for each gradient."""
     for one in partial:
         yield SizedCollective(one.axis, "all_reduce", one.num_flags * _FLOAT32)
         for numel, itemsize in one.sizes:
@@ -89,32 +89,32 @@ def completed(partial: Iterable[Partial]) -> Iterator[SizedCollective]:
 class LayerPair:
     """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation."""
 
-    input_bytes: int  # it enters the pair whole on every rank
-    output_bytes: int  # it leaves the pair as a partial sum
-    input_needs_gradient: bool = True  # which is summed in the backward
+    input_bytes: int  # the input is whole on every rank
+    output_bytes: int  # the output is a partial sum
+    input_needs_gradient: bool = True  # the gradient is summed in the backward
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Sequences of `length`, divided over `degree` ranks in parts of one size; see Span in parallel/sequence."""
+    """Sequences of `length`, divided over `degree` ranks in parts of equal size; see Span in parallel/sequence."""
 
     length: int
     degree: int
 
     def padded(self, num_bytes: int) -> int:
-        """Bytes of all ranks' parts of what has `num_bytes` in all."""
+        """Return the bytes of all ranks' parts of a tensor with `num_bytes` in total."""
         return num_bytes // self.length * num_positions(self.length, self.degree) * self.degree
 
 
 def tensor_parallel(
     pairs: Iterable[LayerPair], gathered_bytes: Iterable[int], microbatches: int, positions: Positions | None = None
 ) -> Iterator[SizedCollective]:
-    """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
+    """Yield the collectives of Megatron-style tensor parallelism: for each pair an all_reduce per direction.
 
-    `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
-    and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output. With `positions`
-    ranks have parts of the sequences between the pairs: the input is gathered and the output scattered as it is summed,
-    the other way in the backward.
+    `gathered_bytes`: outputs of column-parallel layers without a row-parallel partner, each with an all_gather in the
+    forward. The caller counts the backward's all_reduce of their input as a LayerPair without output.
+    `positions`: for sequences that are divided between the pairs. The input is gathered and the output is
+    reduce-scattered; the backward does the opposite.
     """
     for pair in pairs:
         if positions is not None:
@@ -134,9 +134,10 @@ def tensor_parallel(
 
 
 def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedCollective:
-    """The ends of blocks that hand each other parts of sequences: gathered behind the last, and back before the first.
+    """Return the gathers at the ends of blocks that pass on parts of sequences: after the last, before the first.
 
-    Before the first the hidden state is whole on every rank, and a part of it is taken without sending anything.
+    The first is in the forward, the second in the backward. Before the first block the hidden state is whole on every
+    rank, so taking a part sends nothing in the forward.
     """
     return SizedCollective("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
 
@@ -144,7 +145,7 @@ def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedC
 def sharded_loss(
     num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4
 ) -> Iterator[SizedCollective]:
-    """The cross entropy of logits that stay cut: the largest of each row, then its sums; nothing in the backward."""
+    """Yield the collectives of the cross entropy of divided logits: row maxima, then row sums; none in the backward."""
     for numbers in (1, 3 if smoothed else 2):
         yield SizedCollective("tensor", "all_reduce", numbers * num_targets * itemsize, microbatches)
 
@@ -165,13 +166,13 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlicedBlock:
-    """Block that computes some positions of sequences of `length`, in numbers of a sample and position."""
+    """Block that computes a part of the positions of sequences of `length`; sizes are per sample and position."""
 
     name: str
     length: int
     width: int
-    opens: bool  # it cuts its hidden state of `width`, whose gradient is put together
-    closes: bool  # it puts its output together
+    opens: bool  # it cuts its hidden state of `width`, and gathers the gradient
+    closes: bool  # it gathers its output
     attentions: tuple[Attention, ...] = ()
     needs_gradient: bool = True
 
@@ -179,9 +180,9 @@ class SlicedBlock:
 def exchanges(
     blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples: Sequence[int]
 ) -> Iterator[SizedCollective]:
-    """A step's exchanges of a context axis in float32: of a rank whose blocks these are, for microbatches' samples.
+    """Yield a step's float32 exchanges of a context axis for one rank's blocks; `samples`: size of each microbatch.
 
-    Each attention is an all_to_all of query, key and value and one of what is found, and as many of their gradients.
+    Each attention has an all_to_all of query, key and value, one of its output, and the same for their gradients.
     """
     degree, place = layout.context, layout.coordinate(rank).context
     for block in blocks:
@@ -197,7 +198,7 @@ def exchanges(
 
 
 def _exchanged(attention: Attention, degree: int, place: int) -> tuple[int, int]:
-    """Numbers for each position of a rank: the larger of what it gives and takes, on the way there and on that back."""
+    """Return the numbers per position of a rank in the two exchanges, each the larger of sent and received."""
     heads = Heads(attention.num_query, attention.num_key, degree)
 
     def width(of: int) -> int:

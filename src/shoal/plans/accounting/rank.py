@@ -40,32 +40,32 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Described:
-    """Description of one rank's step for the formulas: tensors and grains of the rank."""
+    """Description of one rank's step for the formulas: the rank's tensors and grains."""
 
     gradients: Gradients
     frozen: tuple[Array, ...] = ()  # parameters that are not trained
     state: StateShape | None = None
     num_grains: int = 1
-    held: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, on which exact mode's traffic depends
-    activations: int | None = None  # bytes that autograd keeps at its peak, where they are known
-    sharding: Sharding | None = None  # where fully_shard cuts the model
-    within: Sequence[SizedCollective] | None = None  # in forwards and backwards, where a tensor axis divides the model
+    held: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, which determine exact mode's traffic
+    activations: int | None = None  # peak bytes that autograd saves, if known
+    sharding: Sharding | None = None  # if fully_shard cuts the model
+    within: Sequence[SizedCollective] | None = None  # in passes, if a tensor axis divides the model
     staged: Staged | None = None  # the stages of a pipeline
     samples: Sequence[int] = ()  # the size of each microbatch
     sliced: Sequence[SlicedBlock] = ()  # this rank's blocks of a context axis
-    partial: Sequence[Partial] = ()  # the gradients that are summed after the backward
-    num_cut: int = 0  # all trainable parameters with a dim to cut
+    partial: Sequence[Partial] = ()  # gradients that are summed after the backward
+    num_cut: int = 0  # number of trainable parameters with a dim to cut
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
-    """Messages and bytes of a step on `rank`, from its agreement to its update; None for layouts without a formula."""
+    """Return messages and bytes of a step on `rank`, from agreement to update; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
     layout, gradients, sharding = plan.degrees, described.gradients, described.sharding
     if sharding is not None:
         summed = [*fully_sharded(sharding), sums(gradients, described.num_cut + NUM_ORDERS), norm()]
     elif plan.collectives.all_reduce == "hierarchical" and layout.world_size > 1:
-        return None  # it depends on who is on which host
+        return None  # it depends on the assignment of ranks to hosts
     else:
         summed = [*_summed(plan, described, rank), *sharded_optimizer(gradients, layout)]
         summed += [norm()] if layout.shares_grains > 1 else []
@@ -89,7 +89,7 @@ def _summed(plan: Plan, described: Described, rank: int) -> Iterable[SizedCollec
 
 
 def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
-    """Peak bytes on `rank` by category; None for layouts without a formula."""
+    """Return the peak bytes on `rank` by category; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
     layout, gradients = plan.degrees, described.gradients
@@ -102,7 +102,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
         parameters = shared_part(parameters, layout.world_size, rank)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
-        if plan.shares_memory:  # the sum is where the pieces are
+        if plan.shares_memory:  # the sum shares the pieces' memory
             summed -= gradients.numel * gradients.reduce_itemsize
         if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
             summed += shared_pieces(gradients, described.held, described.num_grains)
@@ -133,7 +133,7 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 def _is_known(plan: Plan, described: Described) -> bool:
     layout = plan.layout
-    # What computes again, or in 16 bits, sends other things than what was seen of it.
+    # Recomputation and 16-bit computing send other collectives than were observed.
     plain = plan.memory.recompute == "none" and plan.precision.compute == plan.precision.parameters == "float32"
     if layout.tensor > 1:
         alone = layout.shard == layout.pipeline == layout.context == 1
