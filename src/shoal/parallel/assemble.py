@@ -107,7 +107,7 @@ def _refuse_complex(model: nn.Module, plan: Plan) -> None:
 
 
 def mapped(plan: Plan, mesh: Mesh) -> Mesh:
-    """Return the mesh, with shared-memory groups for the axes that divide model or update if the plan asks for them.
+    """Return the mesh, with shared-memory groups for the axes that divide model or update if the plan sums so.
 
     Collective: all ranks, a new group for each group of such an axis, an all-gather of three numbers, and what
     `SharedGroup.open` needs. Raises: PlanError on a GPU.

@@ -1,7 +1,7 @@
 """Differentiable collectives of a model-parallel axis. The backward of each is another of these collectives.
 
 The scheme follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on every rank of the axis, or
-every rank holds an equal slice.
+every rank has an equal slice.
 """
 
 from __future__ import annotations

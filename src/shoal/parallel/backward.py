@@ -54,7 +54,7 @@ def run_backward(total: Tensor, factor: float = 1.0) -> None:
 
 @dataclass
 class _Group:
-    """Weights with shared joints (nodes where their paths join the inputs' path) and the joints' gradients."""
+    """Weights with shared joints (nodes at which their paths join the inputs' path) and the joints' gradients."""
 
     weights: list[Tensor]
     joints: list[Node]
@@ -71,7 +71,7 @@ class Weights:
 
     @property
     def in_turn(self) -> list[list[Tensor]]:
-        """The groups of weights whose gradients `backward_weight` adds together, in its order."""
+        """The groups of weights for which `backward_weight` adds gradients together, in its order."""
         return [group.weights for group in self.groups] + ([self.weights] if self.roots else [])
 
 
@@ -112,7 +112,7 @@ def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
                     edges.append(GradientEdge(joint, number))
                     gradients.append(gradient)
             if len(group.joints) > 1:
-                # One joint may lie behind another: what it would receive from there is in its stored gradient already.
+                # One joint may be behind another: what it would receive from there is in its stored gradient already.
                 handles.append(joint.register_prehook(_put(kept)))
         try:
             if edges:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
     from shoal.parallel.shard.owners import DividedUpdate, Parts
 
-# Indices of a step's sums: loss total, weight, samples, number of microbatches whose total has a gradient, and the
-# words of the sample digest. Weighted buffers follow (see numerics/batch_statistics.py).
+# Indices of a step's sums: loss total, weight, samples, number of microbatches with a gradient, and the words of the
+# sample digest. Weighted buffers follow (see numerics/batch_statistics.py).
 TOTAL, WEIGHT, SAMPLES, LEARNT, DIGEST = 0, 1, 2, 3, 4
 NUM_SUMS = DIGEST + DIGEST_WORDS
 
@@ -91,9 +91,9 @@ class StepSums:
 class QueuedSums:
     """Sums of a step over all ranks, as in StepSums, that are still on the device and unread.
 
-    `sums`: float64. `failures` [3]: the two flags, and the number of parameters whose gradient exists now but did not
-    in the last step that was read at once, or the reverse. `rows`: float32 [world_size, n], or None if they did not
-    travel with the sums.
+    `sums`: float64. `failures` [3]: the two flags, and the number of parameters for which the presence of a gradient
+    differs from the last step that was read at once. `rows`: float32 [world_size, n], or None if they did not travel
+    with the sums.
     """
 
     sums: Tensor
@@ -126,7 +126,7 @@ def buffer_sums(buffers: Tensor) -> Tensor:
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
-# For each axis: its group, and the parameters whose gradients are summed over the axis.
+# For each axis: its group, and the parameters with gradients to sum over the axis.
 PartialSums = list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]
 
 
@@ -134,7 +134,7 @@ def add_partial(model: ShardedModel) -> PartialSums:
     """Sum the gradients that are partial over axes. Return the axes' groups and the parameters summed over each.
 
     A parameter without a gradient on any rank has none afterwards either. Collective: for each axis, in its group, an
-    all-reduce of flags, then one all-reduce for each such gradient.
+    all-reduce of flags, then one all-reduce per gradient.
     """
     mesh, partial = model.mesh, dict(sorted(model.division.partial.items()))
     added: PartialSums = []
@@ -328,7 +328,7 @@ class Strategy(ABC):
             self.compression.commit()
 
     def updates(self, parameter: Tensor) -> bool:
-        """Check whether this rank updates the parameter and so holds its optimizer state."""
+        """Check whether this rank updates the parameter and so has its optimizer state."""
         return self._owners is None or self._owners.updates(parameter)
 
     def own_part(self, num_bytes: int) -> int:
@@ -340,11 +340,11 @@ class Strategy(ABC):
         return
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Return the gradient memory besides the parameters' own `.grad`; none by default."""
+        """Return the gradient memory outside the parameters' own `.grad`; none by default."""
         return []
 
     def borrowed(self) -> list[Tensor]:
-        """Return memory that holds gradients but counts elsewhere; none by default."""
+        """Return memory that contains gradients but counts elsewhere; none by default."""
         return []
 
     @abstractmethod

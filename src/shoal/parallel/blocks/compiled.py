@@ -257,7 +257,7 @@ def _source(graph: torch.fx.GraphModule) -> Callable[..., Any]:
 
 
 def _fresh(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call in a function: torch silently compiles nothing whose code is in no file.
+    """Wrap the call in a function: torch silently skips code that is in no file.
 
     Each wrapper has its own code object, since torch keeps compiled graphs by code. Otherwise it would try all parts of
     all blocks in turn.

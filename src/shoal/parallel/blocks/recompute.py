@@ -85,7 +85,7 @@ _Kept = tuple[dict[str, Tensor | None], str, Tensor]  # the dict that contains a
 class Recomputed:
     """Forward of a block: `forward`, with activations recomputed in the backward.
 
-    `modules`: those whose buffers it may change. It is an object, so that a copy of the model has its own.
+    `modules`: their buffers may change in the forward. As an object, each copy of the model has its own.
     """
 
     def __init__(self, name: str, modules: list[nn.Module], forward: Callable[..., Any], kind: str) -> None:
@@ -204,7 +204,7 @@ def _run(sequence: nn.Module, start: int, stop: int | None, input: Any) -> Any:
 
 
 class _Moment:
-    """State before a forward besides its arguments: buffers that it changes, and Python's and numpy's generators."""
+    """State before a forward, without its arguments: buffers that it changes, and Python's and numpy's generators."""
 
     def __init__(self, buffers: list[_Kept], generators: Any) -> None:
         self._buffers, self.generators = buffers, generators

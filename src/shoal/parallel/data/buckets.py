@@ -1,4 +1,4 @@
-"""Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
+"""Gradient buckets: flat buffers. Their all-reduce starts while the backward still runs.
 
 The module uses torch's post-accumulate hooks and an asynchronous all-reduce instead of the DDP wrapper. A rank must be
 able to take part without a microbatch, with fewer microbatches than its peers, after an exception, and with parameters
@@ -30,7 +30,7 @@ _NUM_FLAGS = 2
 @dataclass
 class _Bucket:
     flat: Tensor
-    members: list[int]  # indices of the parameters whose gradients are in this bucket
+    members: list[int]  # indices of the parameters with gradients in this bucket
     summed: Tensor | None = None  # their sums over the ranks
     pending: int = 0
     work: Handle | None = None

@@ -100,7 +100,7 @@ class ExactPart(ExactDataParallel):
 
 
 def combine(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T], *, exact: bool) -> T | None:
-    """Sum over all nodes, by the fixed tree if `exact`, else in the order of the grains, whatever their senders."""
+    """Sum over all nodes, by the fixed tree if `exact`, else in the order of the grains. The senders do not matter."""
     if exact:
         return evaluate(values, num_grains, add)
     return reduce(add, (values[node] for node in sorted(values))) if values else None

@@ -253,7 +253,7 @@ class ExactDataParallel(Strategy):
         self._tree.close()
 
 
-# Base of the digits of whole numbers: sums of such digits over up to 4096 ranks are exact in float32.
+# Base of the digits of whole numbers: sums of digits over up to 4096 ranks are exact in float32.
 _BASE = 4096.0
 _NUM_LIMBS = 4
 

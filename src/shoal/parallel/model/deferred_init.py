@@ -1,4 +1,4 @@
-"""Deferred initialization: a model on the meta device, whose initial values are computed on demand.
+"""Deferred initialization: a model on the meta device, with initial values computed on demand.
 
 The user's constructor runs with each new tensor on the meta device, while a tape logs the operations that would have
 created and filled the values. To compute a value, the tape runs the operations on which its storage depends, in order,

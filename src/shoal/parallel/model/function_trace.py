@@ -102,7 +102,8 @@ def on_copies(
 ) -> Iterator[tuple[nn.Module, Any]]:
     """Return a context to run a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
 
-    Integers of the batch have their values in both cases. The run leaves no trace, such as in a cache of a function.
+    Integers of the batch have their values in both cases. The run leaves no trace, for example in a cache of a
+    function.
     """
 
     def real(name: str, tensor: Tensor) -> Tensor:

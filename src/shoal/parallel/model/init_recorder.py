@@ -62,7 +62,7 @@ class InitRecorder(TorchDispatchMode):
         return isinstance(value, Tensor) and value.device == _META and storage_key(value) in self.tape.storages
 
     def fail(self, reason: str) -> NotUnderstoodError:
-        """Invalidate the recording, whatever the constructor does with the returned exception."""
+        """Invalidate the recording, even if the constructor catches the returned exception."""
         self.failure = self.failure or reason
         return NotUnderstoodError(reason)
 
@@ -184,7 +184,7 @@ class InitRecorder(TorchDispatchMode):
         return state
 
     def _scratch_like(self, tensor: Tensor) -> Tensor:
-        # One memory for all: malloc does not return what lies between smaller pieces that are still in use.
+        # One memory for all: malloc does not return memory between smaller pieces that are still in use.
         place = replace(TensorRef.of(tensor), offset=0)
         if self._scratch.nbytes() < place.span_bytes:
             self._scratch = torch.UntypedStorage(0)

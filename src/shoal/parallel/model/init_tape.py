@@ -23,7 +23,7 @@ _LARGE_BYTES = 1 << 20
 
 
 class NotUnderstoodError(Exception):
-    """The constructor did something with an unknown effect on the values."""
+    """Error of a constructor that does something with an unknown effect on the values."""
 
 
 @dataclass(frozen=True, slots=True)

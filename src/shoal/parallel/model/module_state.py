@@ -32,7 +32,10 @@ class UnknownStateError(Exception):
 
 
 class PlaceNumber:
-    """Integer attribute of a module that tells its place. `is_read` becomes True when code uses the number."""
+    """Integer attribute of a module that contains its index among equal modules.
+
+    `is_read` becomes True when code uses the number.
+    """
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -120,7 +120,10 @@ def _put(parameter: Any, gradient: Tensor | None) -> None:
 
 
 def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:
-    """Raise JobError for a parameter whose hooks a plan cannot call. `parts`: parameters cut over the tensor axis."""
+    """Raise JobError for a parameter with hooks that a plan cannot call.
+
+    `parts`: parameters cut over the tensor axis.
+    """
     for name in hooks.by_name:
         if plan.serves:
             how, why = f'server.mode = "{plan.server.mode}"', "the servers have the summed gradients and call no hook"

@@ -66,7 +66,7 @@ class ModelDivision:
     - `sends`: messages over a tensor axis for microbatches of given numbers of samples, if there is a formula.
     - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
     - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
-    - `hooks`: hooks of the undivided model's parameters. `writing`: modules whose forward may write their parameters.
+    - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
 
     parts: dict[str, TensorSlice] = field(default_factory=dict)

@@ -21,7 +21,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
 _HEAD_WIDTHS = ("head_dim", "head_width", "attention_head_size")
-# Largest number of stages of a network (ResNet 4, Swin 4, EfficientNet 7 or 8), each of which has its own blocks.
+# Largest number of stages of a network (ResNet 4, Swin 4, EfficientNet 7 or 8). Each stage has its own blocks.
 _MOST_STAGES = 8
 # Each expert is called on some of the rows, and experts do not follow each other.
 _NOT_IN_SEQUENCE = "experts"
@@ -37,7 +37,7 @@ class Block:
 
 
 def repeated_blocks(model: nn.Module) -> list[Block]:
-    """Return modules of which a list, dict or sequence in the model has at least two, in order, without nested ones."""
+    """Return modules of a class that occurs at least twice in a list, dict or sequence, in order, not nested."""
     return _repeated("", model, _place=None)
 
 
@@ -64,8 +64,8 @@ def is_composite(module: nn.Module) -> bool:
 def parts(model: nn.Module) -> list[Block]:
     """Return the parts of a model without repeated blocks, except for the last.
 
-    The backward needs the last part first, so recomputing it saves nothing. Nor does a part of one layer, whose input
-    is stored in any case.
+    The backward needs the last part first, so recomputing it saves nothing. Recomputing a part of one layer saves
+    nothing either: its input is stored in any case.
     """
     return list(_parts("", model))[:-1]
 
@@ -82,7 +82,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
-    """Yield about as many segments as each has layers (Chen et al., arXiv 1604.06174). Each begins with a layer."""
+    """Yield about sqrt(n) segments of n layers (Chen et al., arXiv 1604.06174). Each begins with a layer."""
     children = list(sequence.children())
     starts = [i for i, child in enumerate(children) if any(True for _ in child.parameters())]
     count = max(math.isqrt(len(starts)), 2)
@@ -94,9 +94,9 @@ def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
 
 
 def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size: int) -> ModelFacts:
-    """Return the facts of a model on any device, also meta, for a job of such grains.
+    """Return the facts of a model on any device, also meta, for a job with the given grains.
 
-    `batch`: a batch of the job, for the length of its sequences; without it only a config may tell the longest.
+    `batch`: a batch of the job, for the length of its sequences; without it only a config may contain the longest.
     """
     blocks = tuple(blocks_of(model))
     heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)

@@ -134,9 +134,8 @@ def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
 class Outputs:
     """Output slicing of a layer that is not torch's own: `dims` of its parameters, the weight first.
 
-    `size`: number of outputs along `feature_dim` of the layer's output, counted from the end. Such a layer has a method
-    `tensor_outputs`, which returns such an object or None, and `keep_outputs(size)`, called after its parameters are
-    cut.
+    `size`: number of outputs along `feature_dim` of the layer's output, counted from the end. The layer has methods
+    `tensor_outputs()`, which returns an Outputs or None, and `keep_outputs(size)`, called after its parameters are cut.
     """
 
     dims: dict[str, int]

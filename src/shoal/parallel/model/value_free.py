@@ -75,7 +75,7 @@ class IntegerEvaluation(TorchDispatchMode):
 class _Unseen(TorchFunctionMode):
     """Context that pauses the evaluation of integers within torch functions that return no integers.
 
-    Otherwise a causal mask of 8,192 positions, computed anew in each layer, would take most of the time of a trace.
+    Otherwise a causal mask of 8,192 positions, computed again in each layer, would take most of a trace's time.
     """
 
     def __init__(self, evaluation: IntegerEvaluation) -> None:
@@ -112,7 +112,7 @@ def _refuse_rows(weight: Tensor, indices: Tensor) -> None:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return a result of `torch.nn.functional.grouped_mm`, whose meta kernel supports only bfloat16 (torch 2.13)."""
+    """Return an empty result of `F.grouped_mm`: its meta kernel supports only bfloat16 (torch 2.13)."""
     if left.ndim == right.ndim == 2:
         assert offs is not None
         return left.new_empty(len(offs), left.shape[0], right.shape[1])

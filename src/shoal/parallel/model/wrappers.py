@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.errors import JobError
 
-# By class names: an import would load packages that nobody uses.
+# By class names: an import would load unused packages.
 _WRAPPERS = {
     "DistributedDataParallel": "sums the gradients",
     "DataParallel": "divides the batches over devices",
@@ -21,9 +21,9 @@ _WRAPPERS = {
     "PipelineEngine": "sums the gradients and steps an optimizer",
     "_FabricModule": "sums the gradients",
 }
-# The call that gives a module such a class.
+# The call that gives a module the class.
 _CALLED = {"FSDPModule": "fully_shard"}
-# Modules and classes whose constructors may wait for all ranks, or end the process if the ranks differ.
+# Modules and classes with constructors that may wait for all ranks, or end the process if the ranks differ.
 _COLLECTIVE = (
     ("torch.nn.parallel", "DistributedDataParallel"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),

@@ -166,8 +166,9 @@ class Pipeline:
     def _guarded(self, act: Callable[[], Any], is_over: Callable[[], bool] = lambda: False) -> Any:
         """Call `act` unless this rank has failed, and store its failure.
 
-        Raises: a failure that the others cannot survive. `is_over`: whether no message between stages is missing any
-        more.
+        Raises: the failure if a peer is lost, or if other ranks wait for this stage.
+
+        `is_over`: whether no message between stages is missing any more.
         """
         if self._error is not None:
             return None

@@ -30,7 +30,7 @@ def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
             continue
         seen.add(call.name)
         if is_cut(trace, call):
-            # A list's first member begins where the list does: one cut, under the outer name.
+            # A list and its first member begin together: one cut, under the outer name.
             found.setdefault(_place(trace, call), call)
     return list(found.values())
 

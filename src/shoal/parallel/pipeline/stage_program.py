@@ -1,4 +1,4 @@
-"""Program of a stage, derived from a trace: how to treat each call before the stage, and which tensors the stage uses.
+"""Program of a stage, derived from a trace: the treatment of each call before the stage, and the stage's tensors.
 
 A trial of the stage without data checks that none of its outputs depends on a stub.
 """

@@ -25,8 +25,8 @@ from shoal.parallel.model.module_state import PlaceNumber, UnknownStateError, pl
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer, Use, written_by
 
-# Packages whose blocks were checked to keep no state besides arguments and attributes. The trace does not examine
-# globals, for example. Blocks of all other packages run.
+# Packages with blocks that are known to keep no state outside their arguments and attributes. The trace does not
+# examine globals, for example. Blocks of all other packages run.
 _PACKAGES = frozenset(("torch", "transformers"))
 
 
@@ -70,7 +70,7 @@ class _Made:
 
 
 class _Whole(torch.autograd.Function):
-    """Creates a tensor that is no leaf, like any result of a block."""
+    """Autograd function that creates a tensor that is no leaf, like any result of a block."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:

@@ -42,7 +42,7 @@ class GatherUnit:
         return self.group.pre_forward(None, args, kwargs)  # type: ignore[no-any-return]
 
     def leave(self, output: Any) -> None:
-        """Release the unit after the forward that returned `output`, whose gradient gathers the unit again."""
+        """Release the unit after the forward that returned `output`. The output's gradient gathers the unit again."""
         self.group.post_forward(None, None, output)
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -169,9 +169,9 @@ class StageUnits:
             scattered.clear()
 
     def turns(self, stage: int, groups: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """Yield before each group of weights whose gradients are computed together, and once at the end.
+        """Yield before each group of weights, for the computation of their gradients, and once at the end.
 
-        A unit is gathered before the first group with a weight of the unit, and scattered after the last such group.
+        A unit is gathered before the first group with a weight of the unit, and scattered after the last.
         """
         units = self.of(stage)
         homes = {id(w): number for number, unit in enumerate(units) for w in unit.weights()}

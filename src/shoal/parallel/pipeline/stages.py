@@ -42,7 +42,7 @@ Stub = Callable[[StageCall, Forward, Any, Any], Any]
 
 
 class Around(Protocol):
-    """Wrapper of a module's forward on the stage that computes it, but not where the module is stubbed."""
+    """Wrapper of a module's forward on the stage that computes it; stubbed modules are not wrapped."""
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Prepare the forward; return its arguments."""
@@ -65,7 +65,7 @@ class Follower(Protocol):
 
 
 class _Left(BaseException):
-    """Leaves the user's function at the next stage's beginning; no `except Exception` of the user catches it."""
+    """Exception that leaves the user's function at the next stage's beginning; no `except Exception` catches it."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Modules:
 
 
 class _StageRun:
-    """Follows one forward through a stage; every watched module's forward passes through `call`."""
+    """One forward through a stage; every watched module's forward passes through `call`."""
 
     def __init__(self, program: StageProgram, stub: Stub, receive: Receive, modules: _Modules) -> None:
         self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
@@ -160,8 +160,8 @@ class _StageRun:
 class Stages:
     """Stages of one model; `firsts` are the modules with which stages after the first begin.
 
-    This rank runs some stages. The model has no data at construction, and later data for those names in `holds` whose
-    stages this rank runs.
+    This rank runs some stages. The model has no data at construction, and later data for the names in `holds` of the
+    stages that this rank runs.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, followers: Mapping[str, Follower]) -> None:
@@ -228,7 +228,8 @@ class Stages:
     def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
         """Replace the forwards of the model's blocks by those that `compiled` returns; return the blocks' names.
 
-        Blocks within which a stage begins are excluded. The replacement applies only where a stage computes the block.
+        Blocks within which a stage begins are excluded. The replacement applies only on the stage that computes the
+        block.
         """
         names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
         forwards = ((name, compiled(name, self.forwards[name])) for name in names)
@@ -255,7 +256,7 @@ class Stages:
             self._handler = before
 
     def is_before(self) -> bool:
-        """Check whether a forward is in modules before its stage, whose outputs are meaningless."""
+        """Check whether a forward is in modules before its stage. Their outputs are meaningless."""
         run = getattr(self._handler, "__self__", None)
         return self._shapes.is_running or (isinstance(run, _StageRun) and not run.begun)
 

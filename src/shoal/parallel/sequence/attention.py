@@ -48,7 +48,7 @@ def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torc
 
 
 def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> Tensor:
-    """Compute scaled_dot_product_attention of slices [B, H, size, d], with a mask for all positions, as such a slice.
+    """Compute scaled_dot_product_attention of slices [B, H, size, d], with a mask for all positions.
 
     Collective: the axis, an all-to-all of query, key and value and one of the result; the same in the backward.
     Raises: JobError for attention that is not within the sequence.

@@ -23,8 +23,8 @@ class BlockPlan(BlockEnds):
     """Division of one block.
 
     `cuts`: the arguments cut along a dim; `kept`: the arguments that stay whole. `dropouts`: by number of dims, the
-    sequence's dim of a dropout's input. `outputs`: the sequence's dim of each inner module's output. None: there is no
-    such dim; -1: it cannot be determined.
+    sequence's dim of a dropout's input. `outputs`: the sequence's dim of each inner module's output. None: there is
+    none; -1: it cannot be determined.
     """
 
     cuts: Mapping[Path, int]
@@ -76,7 +76,7 @@ def decide(
 
 
 def edges_of(trace: ContextTrace) -> dict[str, str]:
-    """Return, for each block whose only input is another block's output, used by nothing else, that other block."""
+    """Map a block to its predecessor, if it takes only the predecessor's output and nothing else uses that output."""
     followers: dict[str, set[str]] = {}
     for name, block in trace.blocks.items():
         for source in block.sources:

@@ -1,4 +1,4 @@
-"""Blocks on some positions of every sequence, for context and sequence parallelism alike."""
+"""Blocks on some positions of every sequence, for both context and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
 
 
 def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
-    """Return the same structure with the tensors in `found` at their paths."""
+    """Return the same structure with the tensors of `found` at their paths."""
     if isinstance(value, Tensor):
         return found.get(path, value)
     if type(value) in (tuple, list):
@@ -132,7 +132,7 @@ class Stream:
 
 
 def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
-    """Return the error for a block whose sequence cannot be divided."""
+    """Return the error for a block with a sequence that cannot be divided."""
     return JobError(given=f"a context axis with the block {block}", conflict=conflict, remedy=remedy)
 
 
@@ -178,7 +178,7 @@ class BlockRole:
         return tensor
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
-        """Return the context of the block's forward, whose hidden state has `ndim` dims."""
+        """Return the context of the block's forward on a hidden state with `ndim` dims."""
         raise NotImplementedError
 
     def begin(self) -> None:

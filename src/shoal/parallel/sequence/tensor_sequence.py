@@ -2,7 +2,7 @@
 
 The method follows Korthikanti et al. (arXiv 2205.05198). A pair begins with an all-gather of positions instead of a
 copy, and ends with a reduce-scatter instead of an all-reduce. Norms, dropout and residual sums compute 1/N of the
-positions. All ranks prove such blocks together.
+positions. All ranks prove the blocks together.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: 
 class SequenceBlock(BlockEnds):
     """Block for sequence parallelism. `wholes`: inner modules that compute all positions on each rank.
 
-    `partial`: parameters whose gradient covers this rank's positions. `parts`: modules that return these positions.
+    `partial`: parameters with a gradient of this rank's positions only. `parts`: modules that return these positions.
     """
 
     pairs: tuple[PairByPositions, ...]
@@ -167,7 +167,7 @@ class SequenceBlock(BlockEnds):
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Blocks by name, lines for people, and the parameters whose gradients become sums over the axis."""
+    """Blocks by name, lines for people, and the parameters with gradients that become sums over the axis."""
 
     blocks: Mapping[str, SequenceBlock]
     notes: tuple[str, ...]
@@ -215,7 +215,7 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
         notes.insert(0, f"{len(blocks)} blocks compute 1/{axis.degree} of the positions between their pairs")
     elif not notes:
         notes.append("no block computes parts of a sequence: the model repeats none that take [batch, positions, ...]")
-    # A block whose only input is another block's output follows that block directly.
+    # A block that alone uses another block's output follows that block directly.
     follows = {name: source for name, source in edges_of(trace).items() if name in blocks and source in blocks}
     linked = {
         name: replace(block, opens=name not in follows, closes=name not in follows.values())
@@ -251,7 +251,7 @@ def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
 
 
 class _Bench:
-    """Tests blocks; a result applies to all blocks of the same structure."""
+    """Prover of blocks. A result applies to all blocks of the same structure."""
 
     def __init__(self, subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
         self._subject, self._plan, self._axis, self._device = subject, plan, axis, device
@@ -327,7 +327,7 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
 
 
 def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
-    """Return two ways to gather: at the columns, and at the modules around them, whose code may read the shape."""
+    """Return two ways to gather: at the columns, and at the modules around them, in case their code reads the shape."""
     found = [p.candidate for p in own.pairs]
     plain = tuple(PairByPositions(c.columns, c.row) for c in found)
     around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
@@ -341,7 +341,7 @@ def _around(columns: tuple[str, ...]) -> str:
 
 
 def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
-    """Return inner modules to compute whole: around cut layers without a pair; or also around uncut layers."""
+    """Return inner modules to compute whole: around cut layers without a pair, or around all layers without a pair."""
     paired = [name for p in own.pairs for name in (*p.candidate.columns, p.candidate.row)]
     cut = [*own.gathered, *own.rows]
     wide = [
@@ -367,7 +367,7 @@ def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, .
 
 
 def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:
-    """Return the modules whose outputs are shorter along the sequence, and nowhere else."""
+    """Return the modules with outputs that are shorter along the sequence, and only there."""
 
     def is_part(whole: torch.Size, own: torch.Size) -> bool:
         return len(whole) == len(own) and [d for d in range(len(own)) if own[d] != whole[d]] == [SEQUENCE]

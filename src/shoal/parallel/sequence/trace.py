@@ -43,7 +43,7 @@ class BlockTrace:
     arguments: Any = None  # [args, kwargs]
     hidden: Path = ()
     results: list[Path] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)  # by call: the block whose output is the hidden state
+    sources: list[str | None] = field(default_factory=list)  # by call: the block that returned the hidden state
     used_elsewhere: bool = False  # whether anything but the next block uses its output
     masks: set[Path] = field(default_factory=set)
     operations: list[str] = field(default_factory=list)

@@ -34,7 +34,7 @@ from shoal.plans.accounting.partition import shared_part
 
 
 def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMemory:
-    """Return collectives of all ranks whose sums of allocated tensors have one place for all ranks.
+    """Return collectives of all ranks. Sums of allocated tensors have one place for all ranks.
 
     Collective: all ranks. Raises: PlanError on a GPU, LaunchError if the ranks are on several hosts.
     """

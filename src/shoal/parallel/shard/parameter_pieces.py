@@ -45,7 +45,7 @@ def is_divisible(parameter: Tensor) -> bool:
 
 @dataclass(eq=False)
 class _Divided:
-    """Parameter of which several ranks step a run of elements; `part` is this rank's run, or None."""
+    """Parameter that several ranks step, each a run of elements; `part` is this rank's run, or None."""
 
     whole: nn.Parameter
     bounds: tuple[int, int]
@@ -256,10 +256,7 @@ def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
 
 
 def _merged(layouts: Sequence[Kinds]) -> Kinds:
-    """Merge the layouts of all ranks in one order.
-
-    Each rank reports the parameters of which it has a part or the whole.
-    """
+    """Merge the layouts of all ranks in one order. Each rank reports the parameters that it has, whole or in part."""
     found: Kinds = {}
     for layout in layouts:
         for i, kinds in layout.items():

@@ -22,7 +22,7 @@ from shoal.errors import JobError
 from shoal.parallel.shard.param_groups import param_groups
 
 _POLL_SECONDS = 0.0005
-# Sums over 1024 ranks of such numbers and of their squares, and products of the sums, are exact in float64.
+# Sums over 1024 ranks of smaller numbers and of their squares, and products of the sums, are exact in float64.
 _NUM_ORDERS = 1 << 13
 
 
@@ -75,7 +75,7 @@ class UnitCalls:
         self._store.set(str(self._rank), f"{self._serial} {self._count} {where}")
 
     def _meet(self, where: str) -> None:
-        """Wait until each peer has made as many calls as this rank. Raises: JobError if a peer no longer can."""
+        """Wait until each peer has made the same number of calls. Raises: JobError if a peer no longer can."""
         waited = [str(rank) for rank in self._peers if rank != self._rank]
         while not self._met and not self._store.check(waited):
             time.sleep(_POLL_SECONDS)

@@ -54,8 +54,9 @@ def shard(
 ) -> list[nn.Module]:
     """Cut the parameters of a model (on the meta device, or real) in place; return the units, each gathered as one.
 
-    Names do not change. `absent`: names of other stages. `writing` receives modules whose hooks may write parameters,
-    and later those whose forward does. Collective: none; each unit's forward and backward are.
+    Names do not change. `absent`: names of other stages. `writing` receives modules with hooks that may write
+    parameters, and later modules with a forward that does. Collective: none here; each unit's forward and backward
+    communicate.
     Raises: PlanError; JobError for what fully_shard does not cut.
     """
     lacking = torch_release.missing()
@@ -123,7 +124,7 @@ def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
     return replace_leaves(output, Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t)
 
 
-# Attributes of every module, none of which is used for a forward's tensors.
+# Attributes of every module: none contains a forward's tensors.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _MOST_ITEMS, _MOST_DEPTH = 256, 4
 
@@ -218,7 +219,7 @@ def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
 
 
 def _give_homes(unit: FSDPModule) -> None:
-    """Let torch find parameters of modules whose attributes of these names are other objects."""
+    """Let torch find parameters of modules with other objects in the attributes of these names."""
     homes: dict[nn.Module, _Home] = {}
     for group in param_groups(unit):
         for parameter in group.fsdp_params:
@@ -274,14 +275,14 @@ def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, inner ones first. The rest is the model's own unit.
+    """Return the modules with parameters that are gathered together, inner ones first.
 
-    These are the blocks that the model repeats, or else modules that are large enough. None shares a parameter with a
-    module outside.
+    The rest is the model's own unit. These are the blocks that the model repeats, or else modules that are large
+    enough. None shares a parameter with a module outside.
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
     found = list(dict.fromkeys(blocks)) or list(_large(model))
-    # It calls only the clusters of which the batch has a class, so calls differ between ranks.
+    # It calls only the clusters with classes in the batch, so calls differ between ranks.
     adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
     clusters = {inner for module in adaptive for inner in module.modules()}
     found = [unit for unit in found if unit not in clusters]

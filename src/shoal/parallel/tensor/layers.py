@@ -255,7 +255,7 @@ class Row:
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
             found = self.sum(product(module, input, weight, None))
             return found if bias is None else found + bias.to(found.dtype)
-        # Round once, after the sum, as in the whole model, where products are computed in float32 anyway (see
+        # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
         # numerics/wide_products.py).
         with torch.autocast("cpu", enabled=False):
             found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)

@@ -66,7 +66,7 @@ class _Show(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """Tensor of all classes along `dim`, of which only the slice `local` is on this rank."""
+    """Tensor of all classes along `dim`. Only the slice `local` is on this rank."""
 
     local: Tensor
     dim_: int

@@ -208,7 +208,7 @@ def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 class _Prover:
-    """Tests candidates; a result applies to all modules of the same structure."""
+    """Prover of candidates. A result applies to all modules of the same structure."""
 
     def __init__(self, model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> None:
         self._model, self._trace, self._values, self._degree = model, trace, values, degree

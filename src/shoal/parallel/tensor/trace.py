@@ -55,7 +55,7 @@ class Output:
     """Uses of the output of one linear module, over all of its calls."""
 
     width: int = 0
-    feeds: set[str] = field(default_factory=set)  # linear modules whose input depends on it
+    feeds: set[str] = field(default_factory=set)  # linear modules with an input that depends on it
     leaks: list[str] = field(default_factory=list)  # operations after which it is no longer a slice
     heads: set[int] = field(default_factory=set)
     groups: set[int] = field(default_factory=set)  # of a view as [groups, members, width]

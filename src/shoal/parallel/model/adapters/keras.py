@@ -120,7 +120,7 @@ def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
 
 
 class _Held:
-    """Variable whose tensor is its layer's tensor of its name: modules may move, replace or divide that tensor."""
+    """Variable that reads its tensor from its layer by name: modules may move, replace or divide that tensor."""
 
     _shoal_home: tuple[dict[str, Any], str]
 
@@ -238,7 +238,7 @@ def _grain_by_grain(call: Any, scope: GrainScope, layer: Any, inputs: Tensor, ma
 
 
 class _Product(_Adapted):
-    """Dense layer or convolution, of which each rank of a tensor axis may compute some of the outputs."""
+    """Dense layer or convolution. Each rank of a tensor axis may compute some of its outputs."""
 
     def tensor_outputs(self: Any) -> Outputs | None:
         """Return how the layer's outputs can be sliced; None if they are not computed separately, as by Keras."""

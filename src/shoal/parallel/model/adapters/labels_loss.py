@@ -76,7 +76,7 @@ def _look(model: nn.Module) -> ModelLook:
 
 
 def _task(name: str) -> str | None:
-    """Return the task of a class whose name does not contain it, such as GPT2LMHeadModel."""
+    """Return the task of a class with a name that does not contain it, such as GPT2LMHeadModel."""
     known = importlib.import_module("transformers.models.auto.modeling_auto")
     if name in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return "ForCausalLM"

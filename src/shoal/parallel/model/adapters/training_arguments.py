@@ -1,4 +1,4 @@
-"""Job from a `transformers.TrainingArguments`, whose arguments move to the job, to a call or plan, or are refused."""
+"""Job from a `transformers.TrainingArguments`. Each argument moves to the job, to a call or plan, or is refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def from_training_arguments(
     Args:
         args: a `transformers.TrainingArguments`.
         devices: number of devices for which the arguments were written. global_batch = per_device_train_batch_size x
-            gradient_accumulation_steps x devices, from then on a fixed number, whatever devices the job runs on.
+            gradient_accumulation_steps x devices, from then on a fixed number on any devices.
         model: function that builds the module, as of a Job.
         train_dataset, eval_dataset: as of a Job; a `datasets.Dataset` too.
         data_collator: list of samples -> batch; by default that of Transformers.
