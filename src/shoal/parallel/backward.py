@@ -30,9 +30,14 @@ def run_engine(
     keep: bool = False,
     accumulate: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Add the gradients of `inputs`, or of all leaves, to their `.grad`; without `accumulate` return them instead.
+    """Run autograd's engine and return the gradients of `inputs`, unless they are added to `.grad`.
 
-    `keep`: do not free the graph.
+    Args:
+        roots: tensors or gradient edges from which the backward starts.
+        gradients: the gradient of each root.
+        inputs: tensors to differentiate by; by default all leaves.
+        keep: do not free the graph.
+        accumulate: add the gradients to `.grad` and return nothing.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     found = engine.run_backward(

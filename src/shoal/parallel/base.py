@@ -62,9 +62,12 @@ class StepSums:
     ) -> None:
         """Set the sums and the values derived from them.
 
-        `rows`: [world_size, n], each rank's row, if the rows travelled with the sums. `compared`: compressed against
-        exact gradients, in a sampled step. `norm`: norm of the summed gradients, as an input of `settled`, if it was
-        read with the sums.
+        Args:
+            sums: float64, with the indices above.
+            flags: number of ranks with each failure.
+            rows: [world_size, n], each rank's row, if the rows travelled with the sums.
+            compared: compressed against exact gradients, in a sampled step.
+            norm: norm of the summed gradients, as an input of `settled`, if it was read with the sums.
         """
         self.sums, self.flags, self.rows, self.compared, self.norm = sums, flags, rows, compared, norm
         total, self.weight, samples, self.learnt = sums[:DIGEST].tolist()
@@ -210,10 +213,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Add a microbatch's gradient and sums. `last`: all other microbatches of this rank are done.
+        """Add a microbatch's gradient and sums.
 
-        `total`: a scalar, multiplied by a factor common to all microbatches unless the strategy `begins_with_factor`.
-        The graph of `total` is freed.
+        Args:
+            microbatch: the microbatch of `total`.
+            total: scalar, multiplied by a factor common to all microbatches unless the strategy `begins_with_factor`.
+                Its graph is freed.
+            sums: float64, the microbatch's terms of the step's sums.
+            last: whether all other microbatches of this rank are done.
         """
 
     @abstractmethod
@@ -223,8 +230,12 @@ class Strategy(ABC):
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Return the sums over all ranks, with every rank's `row` if the rows cost no extra message.
 
-        `row`: the same number of values on every rank, rounded to float32. `num_sums`: length of the sums. Collective:
-        all ranks; in a good step also as `add_partial`.
+        Args:
+            flags: failures of this rank.
+            num_sums: length of the sums.
+            row: the same number of values on every rank, rounded to float32.
+
+        Collective: all ranks; in a good step also as `add_partial`.
         """
         self._mark("exposed_communication")
         found = self._sum(flags, num_sums, row)

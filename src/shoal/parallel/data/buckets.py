@@ -53,8 +53,12 @@ class GradientBuckets:
     ) -> None:
         """Allocate the buffers and register the hooks.
 
-        `collective`: sums over `world_size` ranks and allocates the buffers; None for one rank. `compression`: sums the
-        gradients instead, if given.
+        Args:
+            parameters: parameters in the order of the model.
+            dtype: the reduce dtype.
+            world_size: number of ranks to sum over.
+            collective: sums over the ranks and allocates the buffers; None for one rank.
+            compression: sums the gradients instead, if given.
 
         Collective: if `collective` allocates for all ranks together.
         """

@@ -114,9 +114,15 @@ class ShardedModel:
         divides_state: bool = False,
         hooks: ParameterHooks | None = None,
     ) -> None:
-        """Set the model. `by_rank`: each rank's parts as JSON; without a `division` every rank has everything.
+        """Set the model.
 
-        `hooks`: the hooks taken off the parameters, if there is no division.
+        Args:
+            mesh: mesh of all ranks.
+            model: module with this rank's tensors.
+            division: division of the model; by default every rank has everything.
+            by_rank: each rank's parts as JSON.
+            divides_state: whether ranks divide the optimizer's state.
+            hooks: hooks taken off the parameters, if there is no division.
         """
         self.mesh, self.model = mesh, model
         self.divided = division is not None
@@ -257,8 +263,12 @@ def materialise(
 ) -> None:
     """Give every tensor on the meta device memory and this rank's part of its initial value.
 
-    `parameters` and `buffers` are their devices. Absent tensors stay on the meta device. A parameter with several names
-    stays one parameter. At most one whole value is in memory at a time.
+    Args:
+        model: model with absent tensors, which stay on the meta device. A parameter with several names stays one.
+        whole: returns a whole initial value by name. At most one is in memory at a time.
+        division: this rank's parts.
+        parameters: device of the parameters.
+        buffers: device of the buffers.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     made: dict[int, Tensor] = {}

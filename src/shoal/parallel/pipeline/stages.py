@@ -193,7 +193,16 @@ class Stages:
         device: torch.device | None = None,
         followers: Mapping[str, Follower] | None = None,
     ) -> Stages:
-        """Cut a model by its `function`, the loss. `batch`: for shapes only. `followers`: by module name.
+        """Cut a model into stages.
+
+        Args:
+            model: model without data.
+            function: the loss.
+            batch: a batch, for shapes only.
+            num_stages: number of stages.
+            split: first module of each stage after the first; by default automatic.
+            device: device of the computation; by default the CPU.
+            followers: modules to notify of stubbed calls, by name.
 
         Raises: PlanError if the model cannot be cut so; UserCodeError if it cannot be traced.
         """

@@ -54,10 +54,16 @@ def shard(
 ) -> list[nn.Module]:
     """Cut the parameters of a model (on the meta device, or real) in place; return the units, each gathered as one.
 
-    Names do not change. `absent`: names of other stages. `writing` receives modules with hooks that may write
-    parameters, and later modules with a forward that does. Collective: none here; each unit's forward and backward
-    communicate.
+    Args:
+        model: model to cut; its names do not change.
+        plan: plan with the level, offload and layout.
+        mesh: mesh with the shard axis.
+        precision: dtypes of parameters and reductions.
+        absent: names of other stages' parameters, which are not cut.
+        writing: receives modules with hooks that may write parameters, and later modules with a forward that does.
+
     Raises: PlanError; JobError for what fully_shard does not cut.
+    Collective: none here; each unit's forward and backward communicate.
     """
     lacking = torch_release.missing()
     if lacking:
