@@ -1,4 +1,4 @@
-"""Construction of the strategies of a plan, and of this rank's shard of the model; every plan goes through here."""
+"""Construction of a plan's strategies and of this rank's shard of the model. Every plan passes through this module."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a model: its constructor, the seed's key, the loss, and a small batch.
+    """Source of a model: its constructor, the seed's key, the loss, and a function that returns a small batch.
 
-    `pair` is the loss as the engine computes it: under autocast, and checked.
+    `pair`: the loss as the engine computes it, under autocast and with checks.
     """
 
     make: Callable[[], nn.Module]
@@ -51,13 +51,13 @@ class ModelSource:
     batch: Callable[[], Any]
 
 
-# What was gathered of a large model must really go: kept, 100 MB of it became 900 in pieces. A small one's steps would
-# take 1.3 to 1.8 times as long to save 10 to 100 MB (LeNet, a GPT of 3 M parameters, an MLP of 6 M; 2 CPU ranks).
+# A large model must free gathered parameters: otherwise 100 MB of them became 900 MB in pieces. A small model's steps
+# would take 1.3 to 1.8 times as long to save 10 to 100 MB (LeNet, a GPT of 3 M parameters, an MLP of 6 M; 2 CPU ranks).
 _LARGE_BYTES = 64 << 20
 
 
 def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
-    """Sharded model of this rank, nowhere the whole, and the pipeline that computes it, where the plan has one.
+    """Return this rank's shard of the model, never built whole, and the pipeline that computes it, if the plan has one.
 
     Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
     memory, new groups and all-gathers of a few numbers.
@@ -70,7 +70,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     _refuse_complex(model, plan)
     axes = _Axes(made, plan, mesh, precision, model)
     axes.division.hooks = hooks = ParameterHooks(model)
-    with own_collectives_refused("the model or loss"):  # which some ranks run here, and others do not
+    with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
         if plan.layout.tensor > 1:
             axes.tensor(values.whole)
@@ -92,7 +92,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
 
 
 def _refuse_complex(model: nn.Module, plan: Plan) -> None:
-    """Raises: JobError for a complex parameter where a plan cuts parameters or keeps them on servers."""
+    """Raise JobError for a complex parameter if the plan cuts parameters or stores them on servers."""
     how = 'server.mode = "' + plan.server.mode + '"' if plan.serves else ""
     how = f"shard.level = {plan.shard.level!r}" if plan.shards_model else how
     how = next((f"{axis} = {n}" for axis in ("tensor", "context") if (n := getattr(plan.layout, axis)) > 1), how)
@@ -107,7 +107,7 @@ def _refuse_complex(model: nn.Module, plan: Plan) -> None:
 
 
 def mapped(plan: Plan, mesh: Mesh) -> Mesh:
-    """The mesh; where the plan sums through shared memory, with groups that do for what divides a model or its update.
+    """Return the mesh, with shared-memory groups for the axes that divide model or update if the plan sums so.
 
     Collective: all ranks, a new group for each group of such an axis, an all-gather of three numbers, and what
     `SharedGroup.open` needs. Raises: PlanError on a GPU.
@@ -137,14 +137,17 @@ class _Axes:
     division: ModelDivision = field(default_factory=ModelDivision)
 
     def sequences(self, whole: Whole) -> ContextPlan:
-        """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
+        """Plan how the context axis divides sequences. The proof uses the whole model, before other axes cut it."""
         from shoal.parallel.sequence.context_parallel import plan_context
 
         axis = TensorAxis.of(self.mesh, "context")
         return plan_context(self._trial(whole), axis, self.mesh.device, self.plan.layout.tensor)
 
     def context(self, sequences: ContextPlan) -> None:
-        """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
+        """Make blocks compute a part of each sequence.
+
+        Collective: none here; their forwards and backwards communicate.
+        """
         from shoal.parallel.sequence.context_parallel import apply_context, both
 
         division, axis = self.division, TensorAxis.of(self.mesh, "context")
@@ -154,7 +157,10 @@ class _Axes:
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
-        """Layers cut along their features. Collective: the tensor axis, two broadcasts; with sequences the proofs."""
+        """Cut layers along their features.
+
+        Collective: the tensor axis, two broadcasts; with sequences also the proofs.
+        """
         from shoal.parallel.sequence.tensor_sequence import SequencePlan, plan_sequence
         from shoal.parallel.sequence.tensor_traffic import TensorTraffic
         from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
@@ -177,7 +183,7 @@ class _Axes:
         division.sends = TensorTraffic(plan, known, num_samples(subject.batch) or 1, axis.degree)
 
     def pipeline(self) -> Pipeline:
-        """Stages. Collective: all ranks, new groups."""
+        """Build the pipeline's stages. Collective: all ranks, new groups."""
         from shoal.parallel.pipeline.messages import StageMessages
         from shoal.parallel.pipeline.pipeline import Pipeline
         from shoal.parallel.pipeline.stage_units import StageUnits
@@ -211,8 +217,11 @@ class _Axes:
         return found
 
     def shard(self) -> None:
-        """Parameters cut over the shard axis. Collective: none; the forward and the backward of each unit are."""
-        from shoal.parallel.shard.zero23 import rows, scalars, shard  # half a second of torch
+        """Cut parameters over the shard axis.
+
+        Collective: none here; the forward and backward of each unit communicate.
+        """
+        from shoal.parallel.shard.zero23 import rows, scalars, shard  # this import takes half a second
 
         for axis in ("data", "shard"):
             if self.mesh.layout.degree(axis) > 1:
@@ -230,7 +239,7 @@ class _Axes:
 
 
 def num_samples(batch: Any) -> int:
-    """How many samples a batch has, by the first dim of its first tensor or array; 0 where it has none."""
+    """Return the number of samples in a batch: the first dim of its first tensor or array, 0 if it has none."""
     sized = (leaf for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0))
     return next((leaf.size(0) if isinstance(leaf, Tensor) else len(leaf) for leaf in sized), 0)
 
@@ -238,7 +247,7 @@ def num_samples(batch: Any) -> int:
 def assemble(
     plan: CompletePlan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
 ) -> Strategy:
-    """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
+    """Return the strategy of a plan. Raises: PlanError for what this version does not execute; JobError."""
     mesh = sharded_model.mesh
     _refuse_complex(sharded_model.model, plan)
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
@@ -263,7 +272,7 @@ def assemble(
         from shoal.parallel.shard.one_copy import OneCopyUpdate, open_shared
 
         collective = open_shared(mesh)
-        # A gradient in the dtype of the sums is the sum itself, of which each rank may take a part.
+        # A gradient in the dtype of the sums is the sum itself, so each rank may take a part of it.
         in_pieces = reduce == torch.float32 and not plan.execution.exact
         owner = OneCopyUpdate(sharded_model.model, trained, mesh, collective, mark, in_pieces=in_pieces)
         if plan.execution.exact:
@@ -271,7 +280,7 @@ def assemble(
             return ExactDataParallel(sharded_model, parameters, shared_tree, mark, owner)
         return DataParallel(sharded_model, parameters, reduce, mark, owner, plan=plan, collective=collective)
     owners = None
-    if plan.layout.shard > 1:  # `parameters` may be one of several optimizers'
+    if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
         owners = ShardedOptimizer(parameters, mesh, mark, trained)
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))

@@ -1,6 +1,7 @@
-"""Differentiable collectives of a model-parallel axis; the backward of each is another of them.
+"""Differentiable collectives of a model-parallel axis. The backward of each is another of these collectives.
 
-As in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on every rank of the axis, or cut alike.
+The scheme follows Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on every rank of the axis, or
+every rank has an equal slice.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Change = Callable[[Tensor], Tensor]
 
 
 def is_without_data(tensor: Tensor) -> bool:
-    """Whether a model is only being followed, of which torch before 2.13 knows no collective but the all-reduce."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # which nothing else loads
+    """Check whether the tensor is fake. Before torch 2.13, fake tensors support no collective but the all-reduce."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # loaded only if something else uses fake tensors
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
@@ -36,23 +37,23 @@ class TensorAxis:
 
     @classmethod
     def of(cls, mesh: Mesh, axis: str = "tensor") -> TensorAxis:
-        """The ranks along an axis that a rank of a mesh is on."""
+        """Return the axis that contains this rank of a mesh."""
         return cls(mesh.layout.degree(axis), getattr(mesh.layout.coordinate(mesh.rank), axis), mesh.group(axis))
 
     def __deepcopy__(self, memo: Any) -> TensorAxis:
-        """Itself: a copied layer talks to the same ranks."""
+        """Return the axis itself: a copied layer communicates with the same ranks."""
         return self
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """A new tensor: the sum over the axis, or what `op` says. Collective: the axis, one all-reduce of its bytes."""
+        """Return the sum over the axis, or another `op`, as a new tensor. Collective: the axis, an all-reduce."""
         found = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(found, op, group=self.group)
         return found
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] = ()) -> Tensor:
-        """The ranks' tensors one after the other along `dim`, where rank i has `sizes[i]`, or all have as many.
+        """Return the ranks' tensors concatenated along `dim`. Rank i has `sizes[i]`; by default sizes are equal.
 
-        Collective: the axis, one all-gather of as many bytes as the largest has, for each.
+        Collective: the axis, one all-gather; each rank sends as many bytes as the largest tensor has.
         """
         sizes = sizes or (tensor.shape[dim],) * self.degree
         largest = max(sizes)
@@ -69,13 +70,14 @@ class TensorAxis:
         return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
 
     def own(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """A copy of this rank's slice of a whole, where rank i has `sizes[i]` along `dim`."""
+        """Return a copy of this rank's slice of a whole tensor, in which rank i has `sizes[i]` along `dim`."""
         return tensor.narrow(dim, sum(sizes[: self.place]), sizes[self.place]).clone()
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part, of as many parts along `dim` as ranks, of the sum over the axis; 16 bits sum in float32.
+        """Return this rank's equal part, along `dim`, of the sum over the axis.
 
-        Collective: the axis, one reduce-scatter of its bytes.
+        On a CPU, 16 bits are summed in float32.
+        Collective: the axis, one reduce-scatter of the tensor's bytes.
         """
         wide = tensor.float() if tensor.itemsize < 4 and tensor.device.type == "cpu" else tensor
         parts = [part.contiguous() for part in wide.chunk(self.degree, dim)]
@@ -86,7 +88,7 @@ class TensorAxis:
 
 
 class _Through(torch.autograd.Function):
-    """Forward: what `there` makes of a tensor. Backward: what `back` makes of the gradient, likewise."""
+    """Autograd function that applies `there` in the forward and `back` to the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Change, back: Change) -> Tensor:
@@ -99,7 +101,7 @@ class _Through(torch.autograd.Function):
 
 
 def through(tensor: Tensor, there: Change, back: Change) -> Tensor:
-    """Differentiable `there(tensor)`, whose gradient goes through `back`. Collective: as both of them are."""
+    """Return `there(tensor)`, differentiable, with `back` applied to its gradient. Collective: as both functions."""
     found: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
 
@@ -109,30 +111,33 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    """A whole tensor on its way into slices. Collective in the backward: the axis, an all-reduce of its gradient."""
+    """Return a whole tensor for use in slices. Collective in the backward: the axis, an all-reduce of its gradient."""
     return through(tensor, _same, axis.all_reduce) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def leave(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    """The whole from the ranks' terms. Collective: the axis, an all-reduce."""
+    """Return the sum of the ranks' terms. Collective: the axis, an all-reduce."""
     return through(tensor, axis.all_reduce, _same)
 
 
 def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The whole from the ranks' slices. Collective: the axis, an all-gather."""
+    """Return the whole from the ranks' slices. Collective: the axis, an all-gather."""
     return through(tensor, partial(axis.all_gather, dim=dim, sizes=sizes), partial(axis.own, dim=dim, sizes=sizes))
 
 
 def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
+    """Return this rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
     return through(tensor, partial(axis.own, dim=dim, sizes=sizes), partial(axis.all_gather, dim=dim, sizes=sizes))
 
 
 def join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """Parts on their way into slices, whole. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
+    """Return the whole from equal parts. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
     return through(tensor, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
 
 
 def divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    """This rank's part of the sum of the ranks' terms. Collective: the axis, a reduce-scatter; back an all-gather."""
+    """Return this rank's part of the ranks' sum.
+
+    Collective: the axis, a reduce-scatter; in the backward an all-gather.
+    """
     return through(tensor, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))

@@ -1,11 +1,11 @@
 """Backward passes through the entry point of autograd's engine, whole or split.
 
-torch.autograd.backward and grad are dispatched to an active TorchFunctionMode, which is off while it handles a call;
-recomputation in the backward needs the mode (see numerics/grain_randomness.py) in force.
+torch dispatches torch.autograd.backward and grad to an active TorchFunctionMode, which is off while it handles a call.
+Recomputation in the backward needs the mode (see numerics/grain_randomness.py) in force.
 
-A split backward, of zero-bubble schedules, gives first the gradients of the inputs, later those of the weights. The
-second part begins where the paths of the weights meet that of the inputs, with the gradients kept from the first, so
-that no gradient of an activation is computed twice. After Qi et al., arXiv 2401.10241; torch's own
+A split backward, for zero-bubble schedules, computes the gradients of the inputs first and those of the weights later.
+The second part starts where the weights' paths join the inputs' path, with the gradients stored in the first part. No
+gradient of an activation is computed twice. The method follows Qi et al., arXiv 2401.10241. torch's own split
 (torch.distributed.pipelining) does not run under a TorchFunctionMode.
 """
 
@@ -30,9 +30,14 @@ def run_engine(
     keep: bool = False,
     accumulate: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Adds the gradients of `inputs`, or of all leaves, to their `.grad`; gives them instead where not `accumulate`.
+    """Run autograd's engine and return the gradients of `inputs`, unless they are added to `.grad`.
 
-    `keep`: the graph is not freed.
+    Args:
+        roots: tensors or gradient edges from which the backward starts.
+        gradients: the gradient of each root.
+        inputs: tensors to differentiate by; by default all leaves.
+        keep: do not free the graph.
+        accumulate: add the gradients to `.grad` and return nothing.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     found = engine.run_backward(
@@ -48,13 +53,13 @@ def run_engine(
 
 
 def run_backward(total: Tensor, factor: float = 1.0) -> None:
-    """Backward of a total times a factor, which the gradient begins with: no operation, and no node in the graph."""
+    """Run the backward of a total with `factor` as its initial gradient: no extra operation or graph node."""
     run_engine((total,), (torch.full_like(total, factor),))
 
 
 @dataclass
 class _Group:
-    """Weights, and the nodes on the inputs' path where theirs join it, with the gradients that came there."""
+    """Weights with shared joints (nodes at which their paths join the inputs' path) and the joints' gradients."""
 
     weights: list[Tensor]
     joints: list[Node]
@@ -63,7 +68,7 @@ class _Group:
 
 @dataclass
 class Weights:
-    """Second half of a backward: the gradients of the weights."""
+    """Second part of a split backward: the gradients of the weights."""
 
     groups: list[_Group]
     roots: list[tuple[GradientEdge, Tensor]]  # outputs that depend on weights alone
@@ -71,19 +76,19 @@ class Weights:
 
     @property
     def in_turn(self) -> list[list[Tensor]]:
-        """The weights whose gradients `backward_weight` adds together, in its order."""
+        """The groups of weights for which `backward_weight` adds gradients together, in its order."""
         return [group.weights for group in self.groups] + ([self.weights] if self.roots else [])
 
 
 def backward_input(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Weights]:
-    """The gradients of the inputs, None where nothing depends on one, and what `backward_weight` needs."""
+    """Return the gradients of the inputs, None for an input without dependents, and the state for `backward_weight`."""
     children = _children([edge.node for edge in roots])
     leaves = {get_gradient_edge(weight).node: weight for weight in weights}
     path = _upwards([get_gradient_edge(tensor).node for tensor in inputs], children)
     groups = _groups({node: w for node, w in leaves.items() if node in children}, path, children)
-    # A hook puts what comes to a joint into its group's gradients.
+    # A hook stores what arrives at a joint in the gradients of its group.
     keep = [(joint, partial(group.gradients.__setitem__, joint)) for group in groups for joint in group.joints]
     handles = [joint.register_prehook(hook) for joint, hook in keep]
     on_path = [(edge, gradient) for edge, gradient in zip(roots, gradients, strict=True) if edge.node in path]
@@ -99,9 +104,9 @@ def backward_input(
 
 
 def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
-    """Adds the gradients of the weights to their `.grad`, as a whole backward does, hooks included.
+    """Add the gradients of the weights to their `.grad`, as a whole backward does, hooks included.
 
-    `turns` is asked for its next before those of each `in_turn`, and once more after all.
+    The function advances `turns` before each group of `in_turn`, and once at the end.
     """
     for group in rest.groups:
         next(turns)
@@ -112,7 +117,7 @@ def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
                     edges.append(GradientEdge(joint, number))
                     gradients.append(gradient)
             if len(group.joints) > 1:
-                # One joint may lie behind another: what comes to it from there is in its gradient already.
+                # One joint may be behind another: what it would receive from there is in its stored gradient already.
                 handles.append(joint.register_prehook(_put(kept)))
         try:
             if edges:
@@ -131,7 +136,7 @@ def _put(kept: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:
 
 
 def _children(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Of each node that the roots depend on, those that depend on it directly."""
+    """Return, for each node that the roots depend on, the nodes that depend on it directly."""
     found: dict[Node, list[Node]] = {node: [] for node in roots}
     queue = list(found)
     while queue:
@@ -147,7 +152,7 @@ def _children(roots: Sequence[Node]) -> dict[Node, list[Node]]:
 
 
 def _upwards(starts: Sequence[Node], children: dict[Node, list[Node]], stop: set[Node] | None = None) -> set[Node]:
-    """The starts and all nodes that depend on them; where there is a `stop`, up to its nodes and with them."""
+    """Return the starts and all nodes that depend on them, up to and including the nodes of `stop`."""
     found: set[Node] = set()
     queue = [node for node in starts if node in children]
     while queue:
@@ -161,7 +166,7 @@ def _upwards(starts: Sequence[Node], children: dict[Node, list[Node]], stop: set
 
 
 def _groups(leaves: dict[Node, Tensor], path: set[Node], children: dict[Node, list[Node]]) -> list[_Group]:
-    """The weights by the joints that they share."""
+    """Return the weights grouped by the joints that they share."""
     groups: dict[int, _Group] = {}
     of_joint: dict[Node, int] = {}
     members: dict[int, list[Node]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""Interface of parallelism strategies: backwards of microbatches, and the sums of gradients and losses over ranks.
+"""Interface of parallelism strategies: backward passes of microbatches, and sums of gradients and losses over ranks.
 
-Also over those that share one model: gradients that are partial over an axis, and the norm.
+The module also sums gradients that are partial over a mesh axis, and computes the gradient norm of a divided model.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
     from shoal.parallel.shard.owners import DividedUpdate, Parts
 
-# The sums of a step: loss total, weight, samples, microbatches whose total has a gradient, the digest's words, then
-# weighted buffers (see numerics/batch_statistics.py).
+# Indices of a step's sums: loss total, weight, samples, number of microbatches with a gradient, and the words of the
+# sample digest. Weighted buffers follow (see numerics/batch_statistics.py).
 TOTAL, WEIGHT, SAMPLES, LEARNT, DIGEST = 0, 1, 2, 3, 4
 NUM_SUMS = DIGEST + DIGEST_WORDS
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Failures of this rank in this step; after a sum over ranks, the number of ranks with each."""
+    """Failures of this rank in this step. After a sum over ranks: the number of ranks with each failure."""
 
     errors: int = 0
-    redo: int = 0  # out of memory, or a model that has to be computed another way
+    redo: int = 0  # out of memory, or the model needs another way of computing
 
 
 NO_FAILURES = Flags()
 
 
 class StepSums:
-    """Sums of a step over all ranks, the same on each of them; `sums` float64 as laid out above.
+    """Sums of a step over all ranks, identical on each rank.
 
-    `loss` is the mean over the global batch, NaN where nothing had a weight.
+    `sums`: float64, with the indices above. `loss`: mean over the global batch, NaN if the batch has no weight.
     """
 
     def __init__(
@@ -60,10 +60,14 @@ class StepSums:
         compared: Comparison | None = None,
         norm: float | None = None,
     ) -> None:
-        """`rows`, [world_size, n], of every rank, where they travelled with the sums.
+        """Set the sums and the values derived from them.
 
-        `compared`: compressed with exact gradients, in a sampled step. `norm`: of the summed gradients, as `settled`
-        takes it, where it was read with the sums.
+        Args:
+            sums: float64, with the indices above.
+            flags: number of ranks with each failure.
+            rows: [world_size, n], each rank's row, if the rows travelled with the sums.
+            compared: compressed against exact gradients, in a sampled step.
+            norm: norm of the summed gradients, as an input of `settled`, if it was read with the sums.
         """
         self.sums, self.flags, self.rows, self.compared, self.norm = sums, flags, rows, compared, norm
         total, self.weight, samples, self.learnt = sums[:DIGEST].tolist()
@@ -82,16 +86,17 @@ class StepSums:
 
     @property
     def buffers(self) -> npt.NDArray[np.float64]:
-        """The buffers' values, each times its samples."""
+        """The buffers' values, each multiplied by its number of samples."""
         return self.sums[NUM_SUMS:]
 
 
 @dataclass(frozen=True)
 class QueuedSums:
-    """Sums of a step that lie on the device, and that nobody has read yet, over all ranks as in StepSums.
+    """Sums of a step over all ranks, as in StepSums, that are still on the device and unread.
 
-    `sums` float64; `failures` [3]: the flags, and how many gradients are there of other parameters than in the
-    last step that was read at once; `rows` float32 [world_size, n], or None where they did not travel with the sums.
+    `sums`: float64. `failures` [3]: the two flags, and the number of parameters for which the presence of a gradient
+    differs from the last step that was read at once. `rows`: float32 [world_size, n], or None if they did not travel
+    with the sums.
     """
 
     sums: Tensor
@@ -99,15 +104,15 @@ class QueuedSums:
     rows: Tensor | None
 
     def packed(self, good: Tensor, norm: Tensor) -> Tensor:
-        """One float64 vector for one read: whether the step is good, the norm, failures, sums, and the rows, if any."""
+        """Return one float64 vector for a single read: `good`, `norm`, failures, sums, and any rows."""
         parts = [good.reshape(1), norm.reshape(1), self.failures, self.sums]
         parts += [self.rows.flatten()] if self.rows is not None else []
         return torch.cat([part.double() for part in parts])
 
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-    """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
-    # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
+    """Return one microbatch's terms of the step's sums: float64, on the device, without waiting for the device."""
+    # A read on the host waits for nothing, and one array made of numbers costs a fraction of writes into its elements.
     here = not device_reads.waits(total.device)
     known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, total.requires_grad, *microbatch.words]))
@@ -120,19 +125,19 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
 
 
 def buffer_sums(buffers: Tensor) -> Tensor:
-    """A microbatch's terms where another rank counts its loss and samples: the buffers alone."""
+    """Return a microbatch's terms if another rank counts its loss and samples: the buffers alone."""
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
-# For each axis in turn its group, and the parameters whose gradients are summed over it.
+# For each axis: its group, and the parameters with gradients to sum over the axis.
 PartialSums = list[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]
 
 
 def add_partial(model: ShardedModel) -> PartialSums:
-    """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
+    """Sum the gradients that are partial over axes. Return the axes' groups and the parameters summed over each.
 
-    Gives those that were there. Collective: for each axis, in its group, an all-reduce of flags and one for each such
-    gradient.
+    A parameter without a gradient on any rank has none afterwards either. Collective: for each axis, in its group, an
+    all-reduce of flags, then one all-reduce per gradient.
     """
     mesh, partial = model.mesh, dict(sorted(model.division.partial.items()))
     added: PartialSums = []
@@ -156,9 +161,9 @@ def _add_each(added: PartialSums, model: ShardedModel) -> None:
 
 
 def _add(parameter: nn.Parameter, model: ShardedModel, group: dist.ProcessGroup | None) -> None:
-    """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
+    """Sum a gradient over a group, in float32 at least: 16 bits would lose what autograd accumulated."""
     dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
-    if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
+    if parameter.is_meta:  # another rank computes the parameter's stages: this rank adds zeros
         shape = model.division.cut(tuple(parameter.shape))
         dist.all_reduce(torch.zeros(shape, dtype=dtype, device=model.mesh.device), group=group)
         return
@@ -170,27 +175,28 @@ def _add(parameter: nn.Parameter, model: ShardedModel, group: dist.ProcessGroup 
     own.copy_(wide)
 
 
-# Takes the name of the span that begins.
+# A callable that takes the name of the span that begins.
 Mark = Callable[[str], None]
 
 
 class Strategy(ABC):
-    """Interface of a step: begin, a backward for each microbatch, finish; on every rank, also one without samples.
+    """Interface of a step on every rank, also on a rank without samples: begin, a backward per microbatch, finish.
 
-    After `finish` each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight, or None
-    where no rank's loss depended on it.
+    After `finish`, each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight. It is
+    None if no rank's loss depends on the parameter.
     """
 
-    compression: Compression | None = None  # what compresses the gradients on their way
-    # Whether ranks with different grains meet within each microbatch, and so have to compute as many of them.
+    compression: Compression | None = None  # compresses the gradients before they are sent
+    # Whether ranks with different grains communicate within each microbatch, and so need equal numbers of microbatches.
     syncs_every_microbatch = False
-    # Whether `backward` takes the total itself, and begins its gradient with the factor that `begin` was given.
+    # Whether `backward` takes the unscaled total and starts its gradient with the factor that `begin` received.
     begins_with_factor = False
 
     def __init__(self, model: ShardedModel, mark: Mark, owners: DividedUpdate | None = None) -> None:
-        """`mark` is told when the step waits for communication; `owners` divide the update, where there are any."""
+        """Set the model, the `mark` to call before communication waits, and the `owners` of a divided update."""
         self._model, self._mesh, self._mark, self._owners = model, model.mesh, mark, owners
-        # In the last good step that was read at once: what `add_partial` summed, and what had a gradient before.
+        # From the last good step that was read at once: what `add_partial` summed, and which parameters had a gradient
+        # before.
         self._added: PartialSums = []
         partial = (model.model.get_parameter(name) for name in model.division.partial)
         self._watched = [p for p in partial if p.requires_grad and not p.is_meta]
@@ -198,7 +204,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """Starts a step, perhaps again: no gradients, no sums. Loss totals are multiplied by `factor`.
+        """Start a step, or start it again, without gradients or sums. Loss totals are multiplied by `factor`.
 
         Collective: as `DividedUpdate.begin`.
         """
@@ -207,21 +213,29 @@ class Strategy(ABC):
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch's gradient and sums; `last` says that this rank's others are all done.
+        """Add a microbatch's gradient and sums.
 
-        `total` is a scalar times any factor that is the same for all, or without it where the backward
-        `begins_with_factor`; its graph is freed.
+        Args:
+            microbatch: the microbatch of `total`.
+            total: scalar, multiplied by a factor common to all microbatches unless the strategy `begins_with_factor`.
+                Its graph is freed.
+            sums: float64, the microbatch's terms of the step's sums.
+            last: whether all other microbatches of this rank are done.
         """
 
     @abstractmethod
     def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
-        """Adds what a microbatch contributes to the buffers, after its backward; `backward` was given zeros of it."""
+        """Add a microbatch's terms of the buffers after its backward, which received zeros in their place."""
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The sums over all ranks, with every rank's `row` where that costs nothing.
+        """Return the sums over all ranks, with every rank's `row` if the rows cost no extra message.
 
-        A row holds as many numbers on every rank, rounded to float32. Collective: all ranks; `num_sums` is the length
-        of the sums. Where the step is good, as `add_partial`.
+        Args:
+            flags: failures of this rank.
+            num_sums: length of the sums.
+            row: the same number of values on every rank, rounded to float32.
+
+        Collective: all ranks; in a good step also as `add_partial`.
         """
         self._mark("exposed_communication")
         found = self._sum(flags, num_sums, row)
@@ -232,17 +246,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The sums over the ranks with different grains, of the gradients too, as `finish`."""
+        """Sum gradients and step sums over the ranks with different grains, as `finish`."""
 
     @property
     def queues(self) -> bool:
-        """Whether `queue` is there: the sums need nothing that the host has to know first. The same on all ranks."""
+        """Whether `queue` is available: the sums need no value that the host must read first. The same on all ranks."""
         return False
 
     def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        """As `finish`, without a wait for the device: of the parameters that the last good `finish` gave gradients.
+        """Do the same as `finish`, without a wait, for parameters with a gradient in the last good `finish`.
 
-        Collective: as `finish`, without flags of single gradients.
+        Collective: as `finish`, without the all-reduce of flags.
         """
         self._mark("exposed_communication")
         found = self._queued_sum(flags, num_sums, row)
@@ -250,11 +264,11 @@ class Strategy(ABC):
         return found
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
-        """As `_sum`, where the strategy `queues`."""
+        """Do the same as `_sum`, if the strategy `queues`."""
         raise NotImplementedError(type(self).__name__)
 
     def _num_odd(self) -> int:
-        """How many gradients are there of other `_watched` parameters than usual; of the usual ones there are now."""
+        """Return how many `_watched` gradients are unusually present or missing, and restore the usual state."""
         odd = 0
         for parameter, had in zip(self._watched, self._had, strict=True):
             if had != (parameter.grad is not None):
@@ -263,7 +277,7 @@ class Strategy(ABC):
         return odd
 
     def queued_norm(self, own: Tensor | None) -> Tensor:
-        """As `norm`, float64 [], where the device has it and not rounded; NaN where a rank has to look at its own.
+        """Return `norm` as float64 [] on the device, not rounded; NaN if a rank must compute its part on the host.
 
         `own`: `norm_tensor` of the gradients that this rank `counts`. Collective: all ranks, as `norm`, of two numbers.
         """
@@ -279,26 +293,29 @@ class Strategy(ABC):
         return torch.zeros(length, dtype=torch.float64, device=self._mesh.device)
 
     def own_gradients(self) -> None:
-        """Leaves each rank the gradients that it is to scale and clip; those of `norm`."""
+        """Keep on each rank only the gradients that the rank scales, clips and counts in `norm`."""
         if self._owners is not None:
             self._owners.own_gradients()
 
     def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
-        """By parameter whose update is divided this rank's part of it, which the optimizer is to step in its place.
+        """Return, for each parameter with a divided update, the part that this rank's optimizer steps in its place.
 
-        Called once, when the optimizer is there.
+        The trainer calls it once, after it has built the optimizer.
         """
         return {} if self._owners is None else self._owners.divide(optimizer)
 
     def gradients_settle(self) -> None:
-        """Waits until every gradient that this rank has is scaled and clipped. Collective: as the strategy's owners."""
+        """Wait until every gradient of this rank is scaled and clipped.
+
+        Collective: as the owners' `gradients_settle`.
+        """
         if self._owners is not None:
             self._owners.gradients_settle()
 
     def norm(self, own: float) -> float:
-        """The Euclidean norm of the whole gradient from that over the gradients that each rank `counts`, `rounded`.
+        """Return the Euclidean norm of the whole gradient, `rounded`, from the norm `own` over what each rank `counts`.
 
-        Collective: all ranks, one all-reduce of a number, where the model is divided, or each rank has its own.
+        Collective: all ranks, one all-reduce of a number, if the model is divided or the update has owners.
         """
         if self._owners is not None:
             own = self._owners.norm(own)
@@ -309,48 +326,48 @@ class Strategy(ABC):
         return rounded(own, self._model.dtypes)
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
-        """Calls the optimizer's `step` so that every rank ends with every parameter's new value.
+        """Call the optimizer's `step` so that every rank ends with every parameter's new value.
 
-        `queued`: the ranks do not ask each other whether it has raised. Collective: the ranks that divide the update.
-        Raises: what `step` raises.
+        `queued`: the ranks do not exchange whether `step` raised. Collective: the ranks that divide the update. Raises:
+        what `step` raises.
         """
         if self._owners is None:
             step()
         else:
             self._owners.update(step, queued=queued)
-        if self.compression is not None:  # what it has held back counts from here on
+        if self.compression is not None:  # the withheld part of the gradients changes only now
             self.compression.commit()
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank updates it and so holds the optimizer's state for it."""
+        """Check whether this rank updates the parameter and so has its optimizer state."""
         return self._owners is None or self._owners.updates(parameter)
 
     def own_part(self, num_bytes: int) -> int:
-        """Of so many bytes of parameters those that count on this rank: all but where ranks share one copy."""
+        """Return how many of `num_bytes` parameter bytes count on this rank: all, unless ranks share one copy."""
         return num_bytes if self._owners is None else self._owners.own_part(num_bytes)
 
     def rest(self) -> None:
-        """Puts away what forwards without a backward, as of an evaluation, have left."""
+        """Free what forwards without a backward, for example in an evaluation, have gathered."""
         return
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Gradient memory besides the parameters' own `.grad`; none."""
+        """Return the gradient memory outside the parameters' own `.grad`; none by default."""
         return []
 
     def borrowed(self) -> list[Tensor]:
-        """Memory in which gradients are read, and that counts elsewhere; none."""
+        """Return memory that contains gradients but counts elsewhere; none by default."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Takes the strategy's hooks off the parameters."""
+        """Remove the strategy's hooks from the parameters."""
 
 
 class AccumulatingStrategy(Strategy):
-    """Strategy that accumulates gradients in the backward, whether its own or a pipeline's."""
+    """Strategy that accumulates gradients in the backward, its own or a pipeline's."""
 
     _sums: Tensor | None = None
-    _root = 1.0  # what the gradient of a total begins with
+    _root = 1.0  # the initial gradient of a total
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         self.add(sums)
@@ -360,7 +377,7 @@ class AccumulatingStrategy(Strategy):
             run_backward(total, self._root)
 
     def add(self, sums: Tensor) -> None:
-        """Adds a microbatch's sums, after its forward."""
+        """Add a microbatch's sums, after its forward."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
 
     def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
@@ -369,8 +386,8 @@ class AccumulatingStrategy(Strategy):
 
     @abstractmethod
     def arm(self) -> None:
-        """Says that the backward which comes next is this rank's last of the step."""
+        """Announce that the next backward is this rank's last in the step."""
 
     def _own_sums(self, num_sums: int) -> Tensor:
-        """What was added in this step."""
+        """Return the sums that this rank added in this step."""
         return torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums

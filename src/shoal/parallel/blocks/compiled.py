@@ -1,8 +1,8 @@
 """Compilation of a model's blocks by torch.compile, except for operations by grain.
 
-The blocks are captured as graphs without the GrainScope that is in force. What the scope divides by grains (random
-numbers, batch statistics) is cut out of each graph and called as it is, under the scope, between compiled parts. So a
-mask or a mean is the same whether a block is compiled or not. See docs/decisions/0013-recompute-and-compile.md.
+torch captures the blocks as graphs without the active GrainScope. Operations that the scope divides by grains (random
+numbers, batch statistics) are cut out of each graph. They run unchanged, under the scope, between compiled parts. A
+mask or a mean is therefore the same with and without compilation. See docs/decisions/0013-recompute-and-compile.md.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
 _CUDA_GRAPHS = "triton.cudagraphs"
-# Blocks that differ in a number of their own (the layer's index) are compiled one by one, against one limit.
+# Blocks that differ in a number (such as the layer's index) compile separately, and count against one limit.
 _MOST_GRAPHS = 128
 
 
 def compile_blocks(model: nn.Module, plan: Plan, precision: Precision, pipeline: Pipeline | None = None) -> list[str]:
-    """Makes a model's blocks, or it as a whole where it repeats none, compile at their first forward with gradients.
+    """Compile a model's blocks, or the whole model if it repeats none, at their first forward with gradients.
 
-    Changes `forward` of module instances. Forwards without gradients, as in an evaluation, are never compiled.
-    Gives the names of what is compiled. Raises: PlanError where there is no compiler.
+    The function changes `forward` of module instances. Forwards without gradients, as in an evaluation, are not
+    compiled.
+    Returns: the names of what is compiled. Raises: PlanError if there is no compiler.
     """
     kind = plan.execution.compile
     if kind == "none":
@@ -53,7 +54,7 @@ def compile_blocks(model: nn.Module, plan: Plan, precision: Precision, pipeline:
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
         return pipeline.stages.compile(lambda name, forward: Compiled(name, forward, backend))
     blocks: list[Recomputed] = recomputed(model)
-    for block in blocks:  # the compiled forward is what is called again in the backward
+    for block in blocks:  # the backward calls the compiled forward again
         block.forward = Compiled(block.name, block.forward, backend)
     if blocks:
         return [block.name for block in blocks]
@@ -87,22 +88,22 @@ def _require_compiler(device: torch.device) -> None:
 
 
 def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
-    """Inductor's, for a mode of torch.compile; prepares this process for compiling."""
-    # Loaded only here: they take more than a second.
+    """Return Inductor's options for a mode of torch.compile, and prepare this process for compilation."""
+    # Loaded only here: the imports take more than a second.
     dynamo, inductor = importlib.import_module("torch._dynamo"), importlib.import_module("torch._inductor")
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_GRAPHS)
     dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 4 * _MOST_GRAPHS)
-    # Of torch's own making: to capture a graph it looks at `.grad` of every tensor.
+    # torch causes the warning itself: to capture a graph, it reads `.grad` of every tensor.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     options = dict(inductor.list_mode_options(kind)) if kind != "default" else {}
     if device.type == "cpu":
-        # Else a pool of processes stays behind each rank; one process compiles C++ for all the blocks in seconds.
+        # Otherwise a pool of processes stays with each rank; one process compiles C++ for all the blocks in seconds.
         inductor.config.compile_threads = 1
         if options.pop(_CUDA_GRAPHS, False):
             rest = "" if kind == "reduce-overhead" else "; products are tuned"
             message = f"execution.compile = {kind!r} has no effect on cpu beyond 'default': no CUDA graphs{rest}"
             warnings.warn(message, SettingWarning, stacklevel=3)
-    # What should draw unseen draws from torch's own generators, where Computer notices it.
+    # Draws that the cuts miss come from torch's own generators, where Computer notices them.
     options["fallback_random"] = True
     if exact and hasattr(inductor.config, "deterministic"):
         options["deterministic"] = True
@@ -110,10 +111,10 @@ def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
 
 
 class Compiled:
-    """Forward of a block, compiled where gradients are enabled, for each set of shapes anew.
+    """Forward of a block, compiled if gradients are enabled, once for each set of shapes.
 
-    Where it cannot be captured as one graph it is called as it is, with a warning; in exact mode that is an error,
-    since on another rank it might have been captured.
+    If torch cannot capture the block as one graph, it runs uncompiled, with a warning. In exact mode that is an error,
+    since another rank might have captured it.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], backend: Backend) -> None:
@@ -122,11 +123,11 @@ class Compiled:
         self._given_up = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model compiles its own."""
+        """Return the state without the compiled forward: a copy of the model compiles its own."""
         return {**self.__dict__, "_compiled": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output."""
+        """Return the block's output."""
         if self._given_up or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         if self._compiled is None:
@@ -161,7 +162,10 @@ def _first_lines(error: Exception) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """torch.compile backend for captured graphs. One object for all blocks, so that equal ones share their graphs."""
+    """torch.compile backend for captured graphs.
+
+    One object serves all blocks, so that equal blocks share their graphs.
+    """
 
     options: dict[str, Any]
     exact: bool
@@ -169,14 +173,14 @@ class Backend:
 
     @property
     def dynamic(self) -> bool | None:
-        """Exact: a graph a shape, so that which shapes a rank has seen does not decide which kernels it takes."""
+        """False in exact mode, else None. With a graph per shape, kernels do not depend on the shapes seen before."""
         return False if self.exact else None
 
     def __deepcopy__(self, memo: Any) -> Backend:
         return self
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph as something to call: its parts compiled, or called under the scope."""
+        """Return the graph as a callable: its parts compiled, or called under the scope."""
         nodes = list(graph.graph.nodes)
         own = {node: _needs_scope(node) for node in nodes if node.op.startswith("call_")}
         if not any(own.values()):
@@ -237,7 +241,7 @@ class Backend:
                     raise RuntimeError(f"{hidden[0].target} within a function that is one operation of the graph")
 
 
-# Between a context's beginning and end in a graph nothing can be cut.
+# Begin and end of a context in a graph: no cut is possible in between.
 _STATES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_saved_tensors_hooks_disable"})
 
 
@@ -247,15 +251,16 @@ def _needs_scope(node: torch.fx.Node) -> bool:
 
 
 def _source(graph: torch.fx.GraphModule) -> Callable[..., Any]:
-    """The graph's forward. Reading its code makes torch write it: till then it is a stand-in, which is not captured."""
+    """Return the graph's forward. Reading `code` makes torch write it: until then forward is a placeholder."""
     assert graph.code
     return graph.forward
 
 
 def _fresh(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls it: torch compiles nothing whose code stands in no file, without a word.
+    """Wrap the call in a function: torch silently skips code that is in no file.
 
-    With code of its own, because compiled graphs hang on the code: else all parts of all blocks were tried in turn.
+    Each wrapper has its own code object, since torch keeps compiled graphs by code. Otherwise it would try all parts of
+    all blocks in turn.
     """
 
     def part(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Activation checkpointing: activations within a model's blocks are recomputed in the backward.
 
-Chen et al., arXiv 1604.06174. The graph, and so the order of every sum of gradients, is that without it: where kernels
-are deterministic, as in exact mode, no bit changes. See docs/decisions/0013-recompute-and-compile.md.
+Chen et al., arXiv 1604.06174. The graph, and with it the order of every sum of gradients, does not change. With
+deterministic kernels, as in exact mode, no bit changes. See docs/decisions/0013-recompute-and-compile.md.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shoal.numerics.isolation import ReentrantContext, python_generators_kept
 from shoal.numerics.operators import replace_leaves, roles, storage_key, tensors_in
 from shoal.parallel.model.structure import Block, parts, repeated_blocks
 
-# What layers of transformers call the keys and values that they add to: twice, where they are computed again.
+# Arguments of transformers' layers to which they append keys and values, twice if they are recomputed.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def recompute(model: nn.Module, kind: str) -> list[str]:
-    """Makes the model's blocks compute again in the backward: all of it (full) or what is cheap (selective).
+    """Make the model's blocks recompute activations in the backward: all (full) or the cheap ones (selective).
 
-    Changes `forward` of module instances, and no name of a parameter. Gives the names of the blocks.
+    The function changes `forward` of module instances, and no parameter's name. Returns: the names of the blocks.
     """
     if kind == "none":
         return []
@@ -59,7 +59,7 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
 
 
 def recomputed(model: nn.Module) -> list[Recomputed]:
-    """The forwards that `recompute` has put into a model."""
+    """Return the forwards that `recompute` has installed in a model."""
     found: list[Recomputed] = []
     for module in model.modules():
         forward = module.__dict__.get("forward")
@@ -71,7 +71,7 @@ def recomputed(model: nn.Module) -> list[Recomputed]:
 
 
 def _recomputes_itself(model: nn.Module, block: Block) -> bool:
-    """Whether the block, something around it, or something in it is checkpointed: transformers' way and torch's."""
+    """Check whether the block, or a module around or in it, is checkpointed by transformers or torch already."""
     around = [m for name, m in model.named_modules() if not name or f"{block.name}.".startswith(f"{name}.")]
     return any(
         getattr(m, "gradient_checkpointing", False) is True or type(m).__name__ == "CheckpointWrapper"
@@ -79,13 +79,13 @@ def _recomputes_itself(model: nn.Module, block: Block) -> bool:
     )
 
 
-_Kept = tuple[dict[str, Tensor | None], str, Tensor]  # where a buffer hangs, its key there, and its value
+_Kept = tuple[dict[str, Tensor | None], str, Tensor]  # the dict that contains a buffer, its key, and its value
 
 
 class Recomputed:
-    """Forward of a block: `forward`, whose activations are recomputed in the backward.
+    """Forward of a block: `forward`, with activations recomputed in the backward.
 
-    `modules` are what it may change buffers of. A method of an object, so that a copy of the model has its own.
+    `modules`: their buffers may change in the forward. As an object, each copy of the model has its own.
     """
 
     def __init__(self, name: str, modules: list[nn.Module], forward: Callable[..., Any], kind: str) -> None:
@@ -95,7 +95,7 @@ class Recomputed:
         self._draws = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output."""
+        """Return the block's output."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         kwargs = self._without_cache(kwargs)
@@ -123,7 +123,7 @@ class Recomputed:
         return output
 
     def _buffers(self) -> dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, int]]:
-        """By module and key: where the buffer hangs, what hangs there now, and its version."""
+        """Return, by module and key, the dict with the buffer, its current tensor, and the tensor's version."""
         return {
             (id(module), key): (module._buffers, value, value._version)
             for part in self._modules
@@ -133,9 +133,9 @@ class Recomputed:
         }
 
     def _start(self, buffers: dict[tuple[int, str], Any]) -> list[_Kept]:
-        """Copies of the buffers that the forward changes, as they are before it.
+        """Copy, before the forward, the buffers that the forward changes.
 
-        One that begins to change later is found out after that forward, which the engine then computes again.
+        A buffer that starts to change later is discovered after that forward, which the engine then repeats.
         """
         return [
             (home, key[1], value.detach().clone())
@@ -144,7 +144,7 @@ class Recomputed:
         ]
 
     def _learn(self, buffers: dict[tuple[int, str], Any], generators: tuple[Any, ...]) -> list[_Kept]:
-        """Copies of the buffers that have begun to change, as they are after the forward."""
+        """Copy, after the forward, the buffers that have started to change."""
         changed = {
             key
             for key, (home, value, version) in buffers.items()
@@ -175,7 +175,7 @@ class Recomputed:
 
 
 class _Segments:
-    """The forward of a Sequential of which some children are computed again together."""
+    """Forward of a Sequential in which some children are recomputed together."""
 
     def __init__(self, sequence: nn.Module, blocks: list[Block], kind: str) -> None:
         self._sequence = sequence
@@ -197,25 +197,25 @@ class _Segments:
 
 
 def _run(sequence: nn.Module, start: int, stop: int | None, input: Any) -> Any:
-    """Calls some children of a Sequential one after the other."""
+    """Call some children of a Sequential one after the other."""
     for child in list(sequence.children())[start:stop]:
         input = child(input)
     return input
 
 
 class _Moment:
-    """What a forward started from besides its arguments: buffers that it changes, Python's and numpy's generators."""
+    """State before a forward, without its arguments: buffers that it changes, and Python's and numpy's generators."""
 
     def __init__(self, buffers: list[_Kept], generators: Any) -> None:
         self._buffers, self.generators = buffers, generators
 
     def keep(self, buffers: list[_Kept]) -> None:
-        """Takes more buffers, which a recomputation leaves as they are."""
+        """Add buffers that a recomputation must not change."""
         self._buffers += buffers
 
     @contextlib.contextmanager
     def again(self, kept: SavedResults | None) -> Iterator[None]:
-        """The context of one recomputation, in which things are as they were then; afterwards as before it."""
+        """Return the context of one recomputation: it restores the stored state, and at its end the current state."""
         now = [home[key] for home, key, _ in self._buffers]
         with contextlib.nullcontext() if self.generators is None else python_generators_kept():
             try:
@@ -232,7 +232,7 @@ class _Moment:
 
 
 _aten = torch.ops.aten
-# What takes time to compute. Everything else reads and writes memory, as keeping its result would.
+# Operations that take time to compute. All others read and write memory, as storing their results would.
 KEPT_NAMES = (
     "mm",
     "addmm",
@@ -252,16 +252,16 @@ _KEPT = frozenset(getattr(_aten, name).default for name in KEPT_NAMES if hasattr
 
 @dataclass
 class _Result:
-    """What one call gave; None where it has to be computed again."""
+    """Result of one call; None if it has to be recomputed."""
 
     value: Any
 
 
 class SavedResults(TorchDispatchMode):
-    """Context around the forward of a block, which saves results; `again` is the one around its recomputation.
+    """Context around a block's forward that saves results; `again` is the context around its recomputation.
 
-    torch's create_selective_checkpoint_contexts does the same, but raises where what was kept is changed in place, as
-    by the ReLU(inplace=True) after a convolution, and draws other random numbers where it leaves out one that draws.
+    torch's create_selective_checkpoint_contexts does the same, but raises if a saved result is changed in place, as by
+    a ReLU(inplace=True) after a convolution. It also draws other random numbers if it skips an operation that draws.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class SavedResults(TorchDispatchMode):
                     result.value = replace_leaves(result.value, Tensor, Tensor.clone)
         out = func(*args, **kwargs)
         if func in _KEPT:
-            # Not the tensors themselves, to which autograd ties the graph that made them.
+            # Detached: autograd ties the tensors themselves to the graph that created them.
             result = _Result(None if _draws(func, args, kwargs) else replace_leaves(out, Tensor, Tensor.detach))
             self.results[func].append(result)
             for tensor in tensors_in(result.value):
@@ -293,7 +293,7 @@ class SavedResults(TorchDispatchMode):
         return out
 
     def forget(self, output: Any) -> None:
-        """Drops what the block gives out: whoever has it may change it, and the block itself is done with it."""
+        """Drop the results that the block returns: its caller may change them, and the block no longer needs them."""
         for tensor in tensors_in(output):
             result = self._by_storage.pop(storage_key(tensor), None)
             if result is not None:
@@ -301,7 +301,7 @@ class SavedResults(TorchDispatchMode):
         self._by_storage = {}
 
     def again(self) -> TorchDispatchMode:
-        """Each result serves once; a second recomputation (a graph that is retained) computes everything."""
+        """Return the recomputation's mode. Each result serves once; a second recomputation computes everything."""
         return _RecallResults(self.results)
 
 
@@ -330,7 +330,7 @@ class _RecallResults(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it moves the generator on, which the recomputation has to do as well."""
+    """Check whether the call advances the generator, which the recomputation has to do as well."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)

@@ -1,8 +1,8 @@
-"""Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
+"""Gradient buckets: flat buffers. Their all-reduce starts while the backward still runs.
 
-torch's post-accumulate hooks and an asynchronous all-reduce rather than the DDP wrapper, because a rank must be able to
-take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with parameters
-that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
+The module uses torch's post-accumulate hooks and an asynchronous all-reduce instead of the DDP wrapper. A rank must be
+able to take part without a microbatch, with fewer microbatches than its peers, after an exception, and with parameters
+that its loss did not use: see docs/decisions/0003-gradient-buckets.md.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _NUM_FLAGS = 2
 @dataclass
 class _Bucket:
     flat: Tensor
-    members: list[int]  # the parameters whose gradients lie here
-    summed: Tensor | None = None  # where their sums over the ranks lie
+    members: list[int]  # indices of the parameters with gradients in this bucket
+    summed: Tensor | None = None  # their sums over the ranks
     pending: int = 0
     work: Handle | None = None
 
 
 class GradientBuckets:
-    """The gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
+    """Gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
 
-    The last buffer also carries, after the gradients, this step's flags, which parameters had a gradient, and the
-    caller's extra numbers: one collective more costs as much as all of them where processes outnumber idle cores.
+    After its gradients, the last buffer also carries the step's flags, which parameters had a gradient, and the
+    caller's extra numbers. One more collective would cost as much as all others if processes outnumber idle cores.
     """
 
     def __init__(
@@ -51,39 +51,44 @@ class GradientBuckets:
         collective: Collective | None = None,
         compression: Compression | None = None,
     ) -> None:
-        """`collective` sums over `world_size` ranks, and the buffers lie where it wants them; None for one rank.
+        """Allocate the buffers and register the hooks.
 
-        `compression` sums the gradients instead, where there is one.
+        Args:
+            parameters: parameters in the order of the model.
+            dtype: the reduce dtype.
+            world_size: number of ranks to sum over.
+            collective: sums over the ranks and allocates the buffers; None for one rank.
+            compression: sums the gradients instead, if given.
 
-        Collective: where it allocates for all ranks together.
+        Collective: if `collective` allocates for all ranks together.
         """
         self._parameters = list(parameters)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._dtype, self._world_size, self._collective = dtype, world_size, collective
         self._compression = compression
-        self.compared: Comparison | None = None  # a step's, where it was sampled
+        self.compared: Comparison | None = None  # of this step, if it was sampled
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
         self._num_extras = 0
-        # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
+        # One process in one dtype has nothing to sum: autograd accumulates.
         self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
         if not self._plain:
             self._fill_buckets()
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
-        # Of each parameter, whether it had a gradient in the last step that was finished, here and on the device.
+        # For each parameter, whether it had a gradient in the last finished step; below, the same on the device.
         self._usual: list[bool] = []
-        # Of a plain one, in this step: which parameters have a gradient; and these, which torch would wrap for Python
-        # anew where each is asked for.
+        # Without buckets, in this step: which parameters have a gradient, and the gradients. torch would wrap a
+        # gradient for Python again at each access.
         self._given: list[bool] = []
         self._gradients: list[Tensor | None] = []
         self._usual_there: Tensor | None = None
         self._armed = False
-        self._open = False  # between begin and finish; another strategy may use the same parameters outside of that
+        self._open = False  # between begin and finish; outside, another strategy may use the same parameters
         self._launched = 0
-        # Not before a whole step has shown that each parameter's gradient is complete when its hook first fires:
-        # under reentrant checkpointing a shared parameter's fires more than once.
+        # False until a whole step has shown that each gradient is complete when its hook first fires. Under reentrant
+        # checkpointing the hook of a shared parameter fires more than once.
         self._overlap = False
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._hook, i))
@@ -104,7 +109,7 @@ class GradientBuckets:
                 self._compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
 
     def _lay_out(self, bucket: _Bucket) -> None:
-        """Makes the gradients of its members views of the bucket, one after the other from its beginning."""
+        """Make the gradients of the bucket's members consecutive views of the bucket."""
         own = [self._parameters[i] for i in bucket.members]
         length = sum(map(real_numel, own))
         bucket.summed = bucket.flat
@@ -124,7 +129,7 @@ class GradientBuckets:
         return _NUM_FLAGS + len(self._parameters)
 
     def _reserve(self, num_extras: int) -> None:
-        """Makes room for so many extra numbers at the end of the last buffer. Collective, as the constructor."""
+        """Make room for `num_extras` numbers at the end of the last buffer. Collective: as the constructor."""
         if num_extras == self._num_extras:
             return
         self._num_extras = num_extras
@@ -138,22 +143,22 @@ class GradientBuckets:
         self._lay_out(bucket)
 
     def buffers(self) -> list[Tensor]:
-        """The flat buffers, and what the collective and the compression keep."""
+        """Return the flat buffers, and those of the collective and the compression."""
         kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
         return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """A parameter's gradient after `finish`, as it was added up: in the reduce dtype, where `.grad` is narrower."""
+        """Return a parameter's gradient after `finish` in the reduce dtype, even if `.grad` is narrower."""
         if self._plain or parameter.grad is None:
             return parameter.grad
         return self._sums[self._numbers[id(parameter)]]
 
     def borrowed(self) -> list[Tensor]:
-        """Where sums lie that are in another rank's memory, or in this one's once more."""
+        """Return the sums that are in another rank's memory, or in a second buffer of this rank."""
         return [b.summed for b in self._buckets if b.summed is not None and b.summed is not b.flat]
 
     def begin(self) -> None:
-        """No gradients."""
+        """Clear the gradients and start a step."""
         for parameter in self._parameters:
             parameter.grad = None
         if self._plain:
@@ -166,7 +171,7 @@ class GradientBuckets:
         self._open = True
 
     def arm(self) -> None:
-        """From now on a bucket is sent as soon as all its parameters have fired: this is the last backward."""
+        """Announce the last backward: from now on a bucket is sent when the hooks of all its parameters have fired."""
         if not self._plain:
             self._armed = self._overlap and self._world_size > 1
             self._fired_before = list(self._fired)
@@ -191,15 +196,15 @@ class GradientBuckets:
             self._launch_complete()
 
     def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
-        """A narrow or complex parameter's gradient, added up in the reduce dtype rather than in its own."""
+        """Accumulate the gradient of a narrow or complex parameter in the reduce dtype instead of its own dtype."""
         if parameter.grad is not None:
             gradient = as_real(parameter.grad)
             view.add_(gradient) if self._fired[index] else view.copy_(gradient)
             parameter.grad = None
 
     def _launch_complete(self) -> None:
-        # In the order of the buckets, whatever the order of the hooks: collectives must match across ranks. The last
-        # one waits for the flags.
+        # In the order of the buckets, not of the hooks: collectives must match across ranks. The last bucket waits for
+        # the flags.
         while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
             self._launch()
 
@@ -213,9 +218,9 @@ class GradientBuckets:
         self._launched += 1
 
     def finish(self, flags: Flags, extras: Tensor) -> tuple[Flags, Tensor]:
-        """Sends what is left, waits for all, and gives every used parameter its summed gradient.
+        """Send the remaining buckets, wait for all, and give every used parameter its summed gradient.
 
-        `extras`, float32 on the device, comes back summed over the ranks, on the CPU.
+        `extras`: float32 on the device; returned summed over the ranks, on the CPU.
         """
         self._open = False
         self._complete()
@@ -230,9 +235,10 @@ class GradientBuckets:
         return flags, extras if extras.is_cpu else extras.cpu()
 
     def queue(self, flags: Flags, extras: Tensor) -> tuple[Tensor, Tensor]:
-        """As `finish`, without a wait for the device, of the parameters that had a gradient in the last `finish`.
+        """Do the same as `finish`, without waiting, for the parameters with a gradient in the last `finish`.
 
-        The flags and the number of parameters of which that is not so now, float32 [3]; `extras`; both on the device.
+        Returns: float32 [3] of flags and the number of parameters that differ from the last `finish`, and `extras`;
+        both on the device.
         """
         self._open = False
         device = extras.device
@@ -240,7 +246,7 @@ class GradientBuckets:
         if self._world_size == 1:
             odd = sum(a != b for a, b in zip(self._used(), self._usual, strict=True))
             self._give(self._usual)
-            if not (flags.errors or flags.redo or odd):  # without a copy from the host
+            if not (flags.errors or flags.redo or odd):  # avoids a copy from the host
                 return torch.zeros(3, device=device), extras
             status = torch.tensor([flags.errors, flags.redo, odd], dtype=torch.float32)
             return device_reads.sent(status, device), extras
@@ -256,7 +262,7 @@ class GradientBuckets:
         return self._given if self._plain else [count > 0 for count in self._fired]
 
     def _complete(self) -> None:
-        """Zeros where nothing came, in buffers that were not sent; and whether the next step may send them early."""
+        """Zero unused gradients in buffers not yet sent, and decide whether the next step may send early."""
         if self._plain:
             self._gradients = gradients = [parameter.grad for parameter in self._parameters]
             self._given = [gradient is not None for gradient in gradients]
@@ -271,7 +277,7 @@ class GradientBuckets:
             self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
 
     def _give(self, used: Sequence[bool]) -> None:
-        """Each used parameter its gradient; one that has none, which the step will not be used of, zeros."""
+        """Give each used parameter its gradient. Missing ones become zeros: that step will not be applied."""
         if self._plain:
             for parameter, is_used in zip(self._parameters, used, strict=True):
                 if is_used != (parameter.grad is not None):
@@ -289,7 +295,7 @@ class GradientBuckets:
         return Flags(int(here[0]), int(here[1])), used, status[self._num_status :]
 
     def _summed(self, flags: Flags, used: list[float], extras: Tensor) -> Tensor:
-        """The end of the last buffer: flags, which parameters were used, and `extras`, all summed over the ranks."""
+        """Return the end of the last buffer, summed over the ranks: flags, which parameters were used, and `extras`."""
         self._reserve(extras.numel())
         tail = self._buckets[-1].flat[-self._num_status - extras.numel() :]
         status = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
@@ -305,7 +311,7 @@ class GradientBuckets:
         return summed[-len(tail) :]
 
     def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
-        """Bucket, start and stop of each parameter that no rank used."""
+        """Return bucket, start and stop of each parameter that no rank used."""
         numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         found = []
         for i in (i for i, count in enumerate(used) if not count):
@@ -315,7 +321,7 @@ class GradientBuckets:
         return found
 
     def close(self) -> None:
-        """Takes the hooks off, and closes the collective."""
+        """Remove the hooks and close the collective."""
         for handle in self._handles:
             handle.remove()
         if self._collective is not None:

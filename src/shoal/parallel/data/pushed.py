@@ -1,9 +1,9 @@
 """Parameter server: pushes of workers, and a server's shard of the parameters.
 
-A push is the sum of the gradients of some grains of one step, once for each node: a worker's whole part, or in exact
-mode the nodes of the fixed tree that its grains fill. It is named by (step, part), so that it counts once however often
-and in whatever order it arrives, and by a ticket, which grows each time that the part is given out anew.
-Source of the idea: Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014.
+A push contains gradients of some grains of one step, one sum per node: a worker's whole part, or in exact mode the
+nodes of the fixed tree that its grains fill. Its name (step, part) makes it count once, in any order and after any
+repetition. Its ticket grows each time the part is handed out again. Source of the idea: Li et al., Scaling Distributed
+Machine Learning with the Parameter Server, OSDI 2014.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FastPart(DataParallel):
         super().backward(microbatch, total, sums, last)
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """This worker's sums; nothing is sent here."""
+        """Return this worker's sums without sending them."""
         found = super()._sum(flags, num_sums, row)
         self._row = torch.from_numpy(found.sums).clone()
         return found
@@ -51,11 +51,11 @@ class FastPart(DataParallel):
         return {self._node: self._row}
 
     def gradients(self, parameters: Sequence[Tensor], reduce: torch.dtype) -> dict[Range, Tensor]:
-        """The flat gradient of these parameters in the reduce dtype, zero where there is none, by its node."""
+        """Return the parameters' flat gradient in the reduce dtype, by its node; zeros replace missing gradients."""
         return {self._node: torch.cat([_flat(p, self._buckets.gradient(p), reduce) for p in parameters])}
 
     def used(self, parameters: Sequence[Tensor]) -> list[int]:
-        """The places of those parameters that have a gradient."""
+        """Return the indices of the `parameters` that have a gradient."""
         return [place for place, p in enumerate(parameters) if p.grad is not None]
 
     @property
@@ -73,7 +73,7 @@ class ExactPart(ExactDataParallel):
     """One worker's part of a step in exact mode: the sums over the nodes of the fixed tree that its grains fill."""
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """This worker's sums; nothing is sent here."""
+        """Return this worker's sums without sending them."""
         rows = {node: row.cpu() for node, row in self.sums.items()}
         total = evaluate(rows, self._num_grains, torch.Tensor.add)
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
@@ -85,7 +85,7 @@ class ExactPart(ExactDataParallel):
         return {(grain, grain + 1): row for grain, row in self._rows.items()}
 
     def gradients(self, parameters: Sequence[Tensor], reduce: torch.dtype) -> dict[Range, Tensor]:
-        """The flat gradient of these parameters, by its node of the tree."""
+        """Return the flat gradient of the `parameters` for each node of the tree."""
         places = {id(p): place for place, p in enumerate(self._parameters)}
         sizes = [p.numel() for p in self._parameters]
         wanted = [places[id(p)] for p in parameters]
@@ -94,22 +94,22 @@ class ExactPart(ExactDataParallel):
         }
 
     def used(self, parameters: Sequence[Tensor]) -> list[int]:
-        """The places of those parameters that some grain had a gradient of."""
+        """Return the indices of the `parameters` for which some grain had a gradient."""
         places = {id(p): place for place, p in enumerate(self._parameters)}
         return [place for place, p in enumerate(parameters) if self._used[places[id(p)]]]
 
 
 def combine(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T], *, exact: bool) -> T | None:
-    """The sum over all nodes: by the fixed tree, or else in the order of the grains; whoever sent them, and when."""
+    """Sum over all nodes, by the fixed tree if `exact`, else in the order of the grains. The senders do not matter."""
     if exact:
         return evaluate(values, num_grains, add)
     return reduce(add, (values[node] for node in sorted(values))) if values else None
 
 
 def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[str]]:
-    """The parameters of each server by name, from their sizes in bytes: the largest first, to the one with least.
+    """Assign parameters to servers by size in bytes: the largest first, to the server with the fewest bytes.
 
-    A parameter is never cut, so that any optimizer may be asked for. Each server's are in the order of the model.
+    A parameter is never cut, so any optimizer works. Each server's names are in the order of the model.
     """
     owners = divide([max(1, size) for size in sizes.values()], num_servers)
     return [
@@ -118,7 +118,7 @@ def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[s
 
 
 class Ledger:
-    """Set of the steps that were applied, in whatever order: all below a number, and some above it."""
+    """Set of the applied steps, in any order: all below a number, and some above it."""
 
     def __init__(self, first: int = 0) -> None:
         self._below, self._above = first, set[int]()
@@ -127,7 +127,7 @@ class Ledger:
         return step < self._below or step in self._above
 
     def add(self, step: int) -> None:
-        """Notes a step. Raises: ValueError where it was noted before: it would count twice."""
+        """Add a step. Raises: ValueError if the set has it already, because the step would count twice."""
         if step in self:
             raise ValueError(f"step {step} was applied before")
         self._above.add(step)
@@ -138,9 +138,9 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Push:
-    """Push of a worker: `flats` holds a flat gradient of all the server's parameters for each of `nodes`.
+    """A worker's push: `flats` contains, for each of `nodes`, a flat gradient of all the server's parameters.
 
-    `used`: the places of those parameters that have a gradient at all.
+    `used`: indices of the parameters that have a gradient.
     """
 
     step: int
@@ -152,12 +152,12 @@ class Push:
 
 
 class ServerShard:
-    """State of one server: parameters, and their pushes. A version counts decisions: updates, and steps left out."""
+    """State of one server: parameters and their pushes. `version` counts decisions: updates and skipped steps."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], step: Callable[[Progress], None], num_grains: int, *, exact: bool
     ) -> None:
-        """`step` updates them, given the progress of the step whose gradient their `.grad` are."""
+        """Set the parameters. `step` updates them from `.grad`, given the progress of the gradient's step."""
         self._parameters, self._step = list(parameters), step
         self._num_grains, self._exact = num_grains, exact
         self.version = 0
@@ -168,7 +168,7 @@ class ServerShard:
         self.repeated = 0
 
     def push(self, push: Push) -> bool:
-        """Takes a push aside; False where it was there already, is older than what is there, or was applied."""
+        """Store a push. Return False if it is a duplicate, has an old ticket, or its step was applied."""
         if any(flat.numel() != sum(self._sizes) for flat in push.flats) or len(push.flats) != len(push.nodes):
             raise ValueError(f"a push of {[f.numel() for f in push.flats]} elements, for {sum(self._sizes)}")
         held = self._staged.get(push.step, {}).get(push.part)
@@ -179,9 +179,9 @@ class ServerShard:
         return True
 
     def combine(self, step: int, tickets: Mapping[int, int]) -> list[float | None]:
-        """Adds up a step's parts into the gradients; the Euclidean norm of each, None where it has no gradient.
+        """Sum a step's parts into the gradients. Return each gradient's Euclidean norm, None for a missing gradient.
 
-        `tickets` says of each part which push is meant. Raises: ValueError where it is not there.
+        `tickets`: the expected push of each part. Raises: ValueError if the stored pushes differ.
         """
         staged = self._staged.get(step, {})
         if {part: push.ticket for part, push in staged.items()} != dict(tickets):
@@ -196,9 +196,9 @@ class ServerShard:
         return [None if p.grad is None else global_norm([p.grad]) for p in self._parameters]
 
     def apply(self, step: int, version: int, scale: float | None, progress: Progress) -> bool:
-        """Updates the parameters by what was combined, times `scale`; None leaves the step out.
+        """Update the parameters with the combined gradients times `scale`; None skips the update.
 
-        False where the step was applied before; then nothing happens.
+        Returns: False, without any effect, if the step was applied before.
         """
         if step in self._ledger:
             return False
@@ -217,27 +217,27 @@ class ServerShard:
         return True
 
     def reset(self, version: int) -> None:
-        """Goes on from that version, with the values that the parameters have now."""
+        """Resume from `version` with the parameters' current values."""
         self.version, self._staged, self._ledger, self._snapshot = version, {}, Ledger(version), None
 
     def pull(self) -> tuple[int, Tensor]:
-        """The version and the parameters' bytes, one after the other; a copy that later updates leave alone."""
+        """Return the version and a copy of the parameters' bytes, concatenated, that no later update changes."""
         if self._snapshot is None or self._snapshot[0] != self.version:
             self._snapshot = self.version, pack(self._parameters)
         return self._snapshot
 
     def gradients(self) -> list[Tensor | None]:
-        """Gradients of the last `combine`."""
+        """Return the gradients of the last `combine`."""
         return [p.grad for p in self._parameters]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors' bytes, one after the other: uint8."""
+    """Concatenate the tensors' bytes as uint8."""
     return torch.cat([raw_bytes(t).cpu() for t in tensors])
 
 
 def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies what `pack` made into tensors of the same shapes and dtypes."""
+    """Copy the output of `pack` into tensors of the same shapes and dtypes."""
     parts = packed.split([t.nbytes for t in tensors])
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):

@@ -1,7 +1,7 @@
-"""Data parallelism: every rank holds the whole model and computes its own grains.
+"""Data parallelism: every rank has the whole model and computes its own grains.
 
-Fast: gradients of fused microbatches, summed by the plan's all-reduce while the backward runs. Exact: a gradient a
-grain, summed in the fixed tree; bit-identical on any number of ranks.
+Fast mode: gradients of fused microbatches, summed by the plan's all-reduce while the backward runs. Exact mode: one
+gradient per grain, summed in the fixed tree, bit-identical on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal.plans.plan import Plan
 
 
 class DataParallel(AccumulatingStrategy):
-    """Data parallelism in fast mode. Collective: all ranks, what the algorithm needs to be opened."""
+    """Data parallelism in fast mode. Collective: all ranks, to open the all-reduce algorithm."""
 
     begins_with_factor = True
 
@@ -52,7 +52,7 @@ class DataParallel(AccumulatingStrategy):
         plan: Plan | None = None,
         collective: Collective | None = None,
     ) -> None:
-        """`collective`: what sums, where that is open already; else what the plan asks for is opened."""
+        """Build the gradient buckets. `collective`: an open collective; by default the plan's algorithm is opened."""
         super().__init__(model, mark, owners)
         plan, mesh = plan or Plan(), model.mesh
         if mesh.num_data_ranks > 1 and collective is None:
@@ -81,9 +81,9 @@ class DataParallel(AccumulatingStrategy):
         self._buckets.arm()
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.
+        """Wait for the gradients. Sums and rows travel in the last bucket, or separately if its dtype is too narrow.
 
-        Collective: all ranks; an all-reduce a bucket, which the last one makes longer by some ten numbers a rank.
+        Collective: all ranks; an all-reduce per bucket. The last bucket is longer by about ten numbers per rank.
         """
         sums = self._own_sums(num_sums)
         world_size = self._mesh.world_size
@@ -101,7 +101,7 @@ class DataParallel(AccumulatingStrategy):
         return self._reduce == torch.float32 and self._mesh.num_data_ranks == self._mesh.world_size
 
     def _extras(self, sums: Tensor, row: list[float]) -> Tensor:
-        """What travels with the gradients: the sums, and a table of rows that has this rank's."""
+        """Return what travels with the gradients: the sums, and a table with this rank's row."""
         device = self._mesh.device
         rows = torch.zeros(self._mesh.world_size, len(row))
         rows[self._mesh.rank] = torch.tensor(row)
@@ -125,7 +125,7 @@ class DataParallel(AccumulatingStrategy):
         return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
 
     def _read(self, sums: Tensor, flags: Flags) -> StepSums:
-        """One process's sums, and with them the norm, in one copy where a copy waits for the device."""
+        """Return one process's sums, and the norm in the same copy if a copy waits for the device."""
         if device_reads.waits(sums.device):
             norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
             if norm is not None and norm.device == sums.device:
@@ -144,14 +144,14 @@ class DataParallel(AccumulatingStrategy):
 
 
 def all_sums(sums: Tensor, flags: Flags, device: torch.device) -> StepSums:
-    """A step's sums and flags over all ranks, summed on the device. Collective: as `queued_sums`."""
+    """Return a step's sums and flags over all ranks, summed on the device. Collective: as `queued_sums`."""
     failures = torch.tensor([flags.errors, flags.redo], dtype=torch.float64)
     found = torch.cat(queued_sums(device_reads.sent(sums, device), device_reads.sent(failures, device))).cpu().numpy()
     return StepSums(found[:-2], Flags(int(found[-2]), int(found[-1])))
 
 
 def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
-    """A step's sums, float64, and failures over all ranks, where the device has them.
+    """Return a step's sums (float64) and failures over all ranks, on their device.
 
     Collective: all ranks, one all-reduce of float64 numbers.
     """
@@ -161,9 +161,9 @@ def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ExactDataParallel(Strategy):
-    """Data parallelism in exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
+    """Data parallelism in exact mode: one grain per microbatch, with a flat gradient in the reduce dtype.
 
-    `tree` sums over the grains of all ranks.
+    `tree`: sums over the grains of all ranks.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ExactDataParallel(Strategy):
         if total.requires_grad:  # else the grain has no weight
             run_backward(total)
         grain = microbatch.grains[0].index
-        with torch._C.DisableTorchFunction():  # of the grain's scope: nothing here is the model's
+        with torch._C.DisableTorchFunction():  # the grain's scope covers the model's operations only
             self._tree.add(grain, self._taken())
         self._clear()
         self._rows[grain] = sums
@@ -205,7 +205,7 @@ class ExactDataParallel(Strategy):
             self._rows[microbatch.grains[0].index][NUM_SUMS:].add_(values)
 
     def _taken(self) -> Tensor:
-        """The gradient as one vector, zero where a parameter has none."""
+        """Return the gradient as one vector, with zeros for parameters without a gradient."""
         flat = self._tree.empty()
         into, gradients = [], []
         for i, (parameter, view) in enumerate(zip(self._parameters, views_of(flat, self._parameters), strict=True)):
@@ -221,7 +221,7 @@ class ExactDataParallel(Strategy):
         return flat
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The sums by the tree. Collective: all ranks; two all-reduces of the grains' sums, then the tree's own."""
+        """Sum by the tree. Collective: all ranks; two all-reduces of the grains' sums, then those of the tree."""
         table = torch.zeros(self._num_grains, num_sums + 1, dtype=torch.float64)
         if self._rows:
             own, grains = torch.stack(list(self._rows.values())).cpu(), torch.tensor(list(self._rows))
@@ -229,7 +229,7 @@ class ExactDataParallel(Strategy):
             table[grains, 1 : 1 + own.shape[1]] = own
         status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
         if self._mesh.world_size > 1:
-            # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
+            # Each row has one writer and is zero elsewhere: this sum moves values and changes no bit of them.
             self._tree.move(table)
             self._tree.move(status)
         flags = Flags(int(status[0]), int(status[1]))
@@ -253,16 +253,17 @@ class ExactDataParallel(Strategy):
         self._tree.close()
 
 
-# Whole numbers as digits of this base: sums over up to 4096 ranks of such digits are exact in float32.
+# Base of the digits of whole numbers: sums of digits over up to 4096 ranks are exact in float32.
 _BASE = 4096.0
 _NUM_LIMBS = 4
 
 
 def to_limbs(sums: Tensor) -> Tensor:
-    """A step's sums, float64, as float32 numbers whose sums over ranks mean the sums of the sums.
+    """Convert a step's sums from float64 to float32 numbers that ranks can add up.
 
-    The loss total and the buffers are rounded to float32, in which they were computed. Weight, samples and digest
-    become four digits each, the highest not limited and the lowest with the fraction: exact for whole numbers.
+    The loss total and the buffers are rounded to float32, the dtype in which they were computed. Weight, samples and
+    digest become four digits each: the highest is not limited, the lowest includes the fraction. Whole numbers are
+    exact.
     """
     whole = sums[WEIGHT:NUM_SUMS]
     limbs = []
@@ -274,7 +275,7 @@ def to_limbs(sums: Tensor) -> Tensor:
 
 
 def from_limbs(limbs: Tensor) -> Tensor:
-    """The sums, float64, from what `to_limbs` made of them."""
+    """Convert the output of `to_limbs` back to float64 sums."""
     limbs = limbs.double()
     count = NUM_SUMS - WEIGHT
     digits = limbs[WEIGHT : WEIGHT + _NUM_LIMBS * count].view(_NUM_LIMBS, count)

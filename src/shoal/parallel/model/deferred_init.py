@@ -1,12 +1,12 @@
-"""Deferred initialization: a model on the meta device, whose initial values are computed on demand.
+"""Deferred initialization: a model on the meta device, with initial values computed on demand.
 
-The user's constructor runs with each new tensor on the meta device, while the operations that would have made and
-filled the values are logged. A value is computed by running those of them that its storage depends on, in order, on
-real memory; random ones from the state that the generator had before them. Storages are followed, not tensors: views
-share one, so a write through any view is a write of all.
+The user's constructor runs with each new tensor on the meta device, while a tape logs the operations that would have
+created and filled the values. To compute a value, the tape runs the operations on which its storage depends, in order,
+on real memory. Random operations start from the generator state that they had in the constructor. The tape follows
+storages, not tensors: views share one storage, so a write through any view writes all of them.
 
-The constructor is not to notice: `Tensor.device` says cpu, and where it reads a value it gets the right one. Where it
-does something that is not understood here, the model is constructed plainly and its values are kept.
+The constructor does not notice: `Tensor.device` is cpu, and a value that it reads is the right one. If the constructor
+does something that this module does not understand, the model is constructed normally and its values stay in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNSHAPED = UninitializedParameter, UninitializedBuffer
 
 
 class Values:
-    """Initial values of a model's parameters and buffers, by all names; `note` says why they are in memory, if so."""
+    """Initial values of a model's parameters and buffers, by all names. `note`: why they are in memory, or None."""
 
     def __init__(
         self, tape: Tape, places: dict[str, TensorRef | Tensor], again: Callable[[], Values], note: str | None
@@ -42,16 +42,16 @@ class Values:
         self._again = again
 
     def whole(self, name: str) -> Tensor:
-        """The value on the CPU, owned by the caller, bit for bit that of plain construction.
+        """Return the value on the CPU, owned by the caller, bit for bit that of normal construction.
 
-        Raises: KeyError where the model has no such parameter or buffer.
+        Raises: KeyError if the model has no such parameter or buffer.
         """
         place = self._places[name]
         if isinstance(place, TensorRef):
             try:
                 (value,) = self._tape.replay([place])
             except (NotUnderstoodError, RuntimeError) as error:
-                # Only met when the operation runs. From here on the values are held, and still the right ones.
+                # The problem appears only when the operation runs. From here on the right values are in memory.
                 with generators_kept():
                     plain = self._again()
                 self._places, self.note = plain._places, first_line(error)
@@ -62,10 +62,11 @@ class Values:
 
 
 def deferred(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values]:
-    """The model that `make` constructs under the seed `key`, on the meta device, and its initial values.
+    """Construct a model by `make` under the seed `key`, on the meta device; return the model and its initial values.
 
-    Plain tensor attributes are real. The global generators end as after plain construction. Where `make` cannot be
-    followed it is called a second time, and the values are held (`Values.note`). Raises: what `make` raises.
+    Plain tensor attributes are real. The global generators end in the same state as after normal construction. If
+    `make` cannot be traced, it is called a second time, and the values stay in memory (`Values.note`). Raises: what
+    `make` raises.
     """
     dtype = torch.get_default_dtype()
     recorder = InitRecorder()
@@ -87,7 +88,7 @@ def deferred(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values
 
 @contextlib.contextmanager
 def _elders_frozen() -> Iterator[None]:
-    """A context in which the garbage collector knows of what is made in it alone, unless the process froze objects."""
+    """Return a context in which the garbage collector sees only new objects, unless the process had frozen objects."""
     ours = gc.get_freeze_count() == 0
     if ours:
         gc.freeze()
@@ -107,7 +108,7 @@ def _plainly(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values
 
 
 def _finish(model: nn.Module, recorder: InitRecorder) -> dict[str, TensorRef | Tensor]:
-    """Makes plain tensor attributes real and what is real in the model meta; returns where the values are."""
+    """Make plain tensor attributes real and the model's real tensors meta; return the places of the values."""
     tape = recorder.tape
     if recorder.failure is not None:
         raise NotUnderstoodError(recorder.failure)
@@ -119,8 +120,8 @@ def _finish(model: nn.Module, recorder: InitRecorder) -> dict[str, TensorRef | T
     keys = {ref.key for ref in refs.values()}
     own = {id(t) for t in named.values()}
     others: dict[int, list[Tensor]] = {}
-    # Wherever they are held: in lists, dicts or objects of modules, or outside the model. The modes do not see all of
-    # them: a Parameter is made of a tensor below both.
+    # Wherever the references are: in lists, dicts or objects of modules, or outside the model. The modes do not see all
+    # tensors: a Parameter is made of a tensor below both modes.
     gc.collect()
     for tensor in [o for o in gc.get_objects() if issubclass(type(o), Tensor)]:
         if id(tensor) not in own and recorder.is_tracked(tensor):
@@ -135,14 +136,14 @@ def _finish(model: nn.Module, recorder: InitRecorder) -> dict[str, TensorRef | T
 
 
 def _named(model: object) -> dict[str, Tensor]:
-    """Parameters and buffers by all their names."""
+    """Return parameters and buffers by all their names."""
     if not isinstance(model, nn.Module):
         return {}
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def _to_meta(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Puts the tensors on the meta device, in place, and returns what they held."""
+    """Move the tensors to the meta device, in place; return tensors with their former data."""
     held: dict[int, Tensor] = {}
     for tensor in named.values():
         if id(tensor) not in held and not isinstance(tensor, _UNSHAPED):

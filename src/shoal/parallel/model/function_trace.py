@@ -22,7 +22,7 @@ DROPOUTS = (F.dropout, torch.dropout)
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a torch function: its arguments, the tensors among them, and the tensors that it returned."""
+    """Call of a torch function: its arguments, the tensors among them, and the tensors that it returned."""
 
     func: Any
     args: tuple[Any, ...]
@@ -32,41 +32,41 @@ class FunctionCall:
 
     @property
     def name(self) -> str:
-        """The function's name, as Python has it."""
+        """The function's Python name."""
         return str(getattr(self.func, "__name__", self.func))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument by its place or its name."""
+        """Return an argument by its position or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
 
 def dropout_arguments(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
 ) -> tuple[Tensor, float, bool, bool]:
-    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
+    """Return a dropout call's tensor and probability, whether it drops anything, and whether it works in place."""
     return input, p, (training if train is None else train) and p > 0.0, inplace
 
 
 class FunctionTrace(TorchFunctionMode):
-    """Context that records calls of torch functions; their tensors live as long, so an id is that of one tensor."""
+    """Context that records calls of torch functions. It keeps their tensors alive, so that ids stay unique."""
 
     def __init__(self) -> None:
         super().__init__()
         self._alive: list[Tensor] = []
-        self._sources: dict[int, Any] = {}  # by id of a tensor: what it is made of
+        self._sources: dict[int, Any] = {}  # by id of a tensor: the sources that it was computed from
         self._handles: list[Any] = []
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of a call that has returned."""
+        """Record a call that has returned."""
         raise NotImplementedError
 
     def mark(self, tensor: Tensor, sources: Any) -> None:
-        """Notes what a tensor is made of."""
+        """Record a tensor's sources."""
         self._alive.append(tensor)
         self._sources[id(tensor)] = sources
 
     def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
-        """Calls `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward."""
+        """Call `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward."""
         if before is not None:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(after))
@@ -87,7 +87,7 @@ class FunctionTrace(TorchFunctionMode):
 
 
 def twin(model: nn.Module, shown: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy with `shown(name, tensor)` in the places of parameters and buffers; what is shared stays shared."""
+    """Return a copy with `shown(name, tensor)` in place of parameters and buffers; shared tensors stay shared."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
@@ -100,9 +100,10 @@ def twin(model: nn.Module, shown: Callable[[str, Tensor], Tensor]) -> nn.Module:
 def on_copies(
     model: nn.Module, loss: Callable[..., Any], batch: Any, values: Callable[[str], Tensor] | None
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """A context for a run of a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
+    """Return a context to run a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
 
-    Integers of the batch have their values in either. The run leaves no trace, such as in a cache of a function.
+    Integers of the batch have their values in both cases. The run leaves no trace, for example in a cache of a
+    function.
     """
 
     def real(name: str, tensor: Tensor) -> Tensor:

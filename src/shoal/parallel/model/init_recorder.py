@@ -27,18 +27,18 @@ from shoal.parallel.model.init_tape import NotUnderstoodError, Tape, TensorRef
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
-# In place and without a look at what was there, so that what came before need not be computed.
+# In place and independent of the old contents, which need not be computed.
 _FILLS = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
 _FILLS |= {"geometric_", "bernoulli_"}
-# These are their fill of new memory.
+# For new memory, each of these is a fill.
 _DRAWN = {"rand": "uniform_", "rand_like": "uniform_", "randn": "normal_", "randn_like": "normal_"}
 # Operations that change the geometry of a tensor, and nothing in its storage.
 _RESHAPES = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "detach_"}
-# Whether and where memory is mapped, or what lies outside it, is not in the log.
+# The log does not record whether and where memory is mapped, nor data outside of it.
 _REFUSED_OPERATIONS = {"from_file", "record_stream"}
 _REFUSED_METHODS = {"numpy", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "pin_memory"}
 _REFUSED_METHODS |= {"is_shared", "__array__", "__dlpack__", "__reduce_ex__", "is_pinned"}
-# Their kernels are chosen by device above the level of the log, or they hand values out: they run on the values.
+# These run on values: torch selects their kernels by device above the level of the log, or they return values.
 _ON_VALUES: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch._weight_norm, Tensor.tolist}
 _ON_VALUES |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _ANSWERS = {
@@ -53,22 +53,22 @@ class InitRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.failure: str | None = None
-        # Storages of real tensors in the log: if one is written, the log is no longer true.
+        # Storages of real tensors in the log: a write to one invalidates the log.
         self._held: dict[int, torch.UntypedStorage] = {}
         self._scratch = torch.UntypedStorage(0)
 
     def is_tracked(self, value: object) -> bool:
-        """Whether this is a tensor of the log."""
+        """Check whether the value is a tensor of the log."""
         return isinstance(value, Tensor) and value.device == _META and storage_key(value) in self.tape.storages
 
     def fail(self, reason: str) -> NotUnderstoodError:
-        """Makes the recording void, whatever the constructor does with the exception."""
+        """Invalidate the recording, even if the constructor catches the returned exception."""
         self.failure = self.failure or reason
         return NotUnderstoodError(reason)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        # The constructor is told that everything is on the CPU, this is not.
+        # The constructor sees everything on the CPU; this code must not.
         with torch._C.DisableTorchFunction():
             return self._dispatch(func, args, kwargs)
 
@@ -85,7 +85,7 @@ class InitRecorder(TorchDispatchMode):
         try:
             return self._handle(func, args, kwargs, on_host)
         except Exception as error:
-            # The innermost reason counts: this may be an operation inside another.
+            # The innermost reason counts: this operation may be inside another one.
             raise self.fail(f"{func}: {first_line(error)}") from error
 
     def _handle(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
@@ -167,7 +167,7 @@ class InitRecorder(TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor:
-        """Moves the generator on as the operation does, and returns its state before."""
+        """Advance the generator as the operation does; return its state before."""
         name, own = operation_name(func), kwargs.get("generator")
         generator = torch.default_generator if own is None else own
         if generator.device != _CPU:
@@ -184,7 +184,7 @@ class InitRecorder(TorchDispatchMode):
         return state
 
     def _scratch_like(self, tensor: Tensor) -> Tensor:
-        # One memory for all: malloc does not give back what lies between smaller pieces that are still in use.
+        # One memory for all: malloc does not return memory between smaller pieces that are still in use.
         place = replace(TensorRef.of(tensor), offset=0)
         if self._scratch.nbytes() < place.span_bytes:
             self._scratch = torch.UntypedStorage(0)
@@ -192,7 +192,7 @@ class InitRecorder(TorchDispatchMode):
         return place.on(self._scratch)
 
     def on_values(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with the values of what is deferred."""
+        """Return the arguments with the values of deferred tensors."""
         tracked = {id(t): t for t in tensors_in((args, kwargs)) if self.is_tracked(t)}
         values = dict(zip(tracked, self.tape.replay([TensorRef.of(t) for t in tracked.values()]), strict=True))
         replaced: tuple[Any, Any] = replace_leaves((args, kwargs), Tensor, lambda t: values.get(id(t), t))
@@ -202,7 +202,7 @@ class InitRecorder(TorchDispatchMode):
         if self.is_tracked(tensor):
             return TensorRef.of(tensor)
         if not tensor.untyped_storage().resizable():
-            return tensor.detach().clone()  # numpy or a file may change it, and nothing would tell
+            return tensor.detach().clone()  # numpy or a file may change it unnoticed
         self._held[storage_key(tensor)] = tensor.untyped_storage()
         return tensor.detach()
 
@@ -213,7 +213,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 class CpuDisguise(TorchFunctionMode):
-    """Mode that answers for deferred tensors as on the CPU, and gives their values on demand."""
+    """Mode in which deferred tensors appear to be on the CPU, and provide their values on demand."""
 
     def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class CpuDisguise(TorchFunctionMode):
         try:
             return self._answer(func, args, kwargs)
         except Exception as error:
-            # Also where the constructor goes on after it: plainly it might have gone another way.
+            # Even if the constructor catches the error: normally it might have taken another path.
             raise self._recorder.fail(first_line(error)) from error
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -249,13 +249,13 @@ class CpuDisguise(TorchFunctionMode):
         elif func is Tensor.__deepcopy__ and not isinstance(args[0], nn.Parameter):
             with torch._C.DisableTorchFunction():
                 mark = "shoal.parallel.model.deferred_init", storage_key(args[0])
-            # torch copies a storage once for all tensors on it, but not on the meta device.
+            # torch copies a storage once for all its tensors, but not on the meta device.
             if args[1].setdefault(mark, args[0]) is not args[0]:
                 raise self._recorder.fail("copy.deepcopy: of two tensors that share memory")
         return func(*args, **kwargs)
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A move to the CPU or beside another tensor is none; a copy must not come of it where plainly none would."""
+        """Move a tensor without a copy if, on the CPU, the move would make none."""
         with torch._C.DisableTorchFunction():
             here = args[0].device in {_CPU, _META}
 
@@ -275,5 +275,5 @@ class CpuDisguise(TorchFunctionMode):
 
 
 def first_line(error: Exception) -> str:
-    """First line of an error's message, or its class."""
+    """Return the first line of an error's message, or the error's class."""
     return (text_of(error) or type(error).__name__).splitlines()[0]

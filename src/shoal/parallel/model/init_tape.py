@@ -1,8 +1,8 @@
 """Tape of tensor operations, replayed on demand for the values of the storages that they wrote.
 
-Storages are followed, not tensors: views share one, so a write through any view is a write of all. A value is computed
-by running, in order, those operations that its storage depends on; random ones from the state that the generator had
-before them.
+The tape follows storages, not tensors: views share one storage, so a write through any view writes all of them. To
+compute a value, the tape runs, in order, the operations on which its storage depends. Random operations start from the
+generator state that they had when they were logged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LARGE_BYTES = 1 << 20
 
 
 class NotUnderstoodError(Exception):
-    """The constructor did something whose effect on the values is not known."""
+    """Error of a constructor that does something with an unknown effect on the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Reference to a tensor: the key of its storage, and its geometry therein."""
+    """Reference to a tensor: the key of its storage, and its geometry in the storage."""
 
     key: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class TensorRef:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorRef:
-        """The tensor's place. Raises: NotUnderstoodError where it is not strided memory as it stands."""
+        """Return a tensor's reference. Raises: NotUnderstoodError if the tensor is not plain strided memory."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             raise NotUnderstoodError(f"a tensor that is not plain memory, of shape {tuple(tensor.shape)}")
         return cls(
@@ -46,26 +46,27 @@ class TensorRef:
         )
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of a real storage."""
+        """Return the tensor at this place of a real storage."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
     @property
     def span_bytes(self) -> int:
-        """From the first to the last element."""
+        """Number of bytes from the first to the last element."""
         steps = sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
         return 0 if 0 in self.size else (steps + 1) * self.dtype.itemsize
 
     def same_place(self, tensor: Tensor) -> bool:
-        """Whether the tensor has this geometry in its storage."""
+        """Check whether the tensor has this geometry in its storage."""
         here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return here == (self.dtype, self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedCall:
-    """One logged call: `TensorRef`s stand for the tensors among the arguments, real tensors stay as they are.
+    """One logged call: a `TensorRef` replaces each tracked tensor among the arguments; real tensors stay.
 
-    `writes`: by storage, whether nothing remains of what was there. `generator`: its state before a random operation.
+    `writes`: for each storage, whether the call overwrites all its contents. `generator`: state before a random
+    operation.
     """
 
     number: int
@@ -78,12 +79,12 @@ class LoggedCall:
     generator: Tensor | None
 
     def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
-        """Runs on real storages and adds those that it makes."""
+        """Run the call on real storages and add those that it creates."""
 
         def real(ref: TensorRef) -> Tensor:
             if ref.key not in storages and self.writes.get(ref.key):
                 fresh = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
-                storages[ref.key] = fresh.untyped_storage()  # what was there does not count
+                storages[ref.key] = fresh.untyped_storage()  # the old contents do not matter
             return ref.on(storages[ref.key])
 
         args, kwargs = replace_leaves((self.args, self.kwargs), TensorRef, real)
@@ -105,20 +106,20 @@ class Tape:
     """Log of operations by the storages that they write."""
 
     def __init__(self) -> None:
-        # The meta storages are held, so that none that is made later gets an earlier one's key.
+        # Keeps the meta storages alive, so that no later storage gets an earlier one's key.
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._writers: dict[int, list[LoggedCall]] = {}
         self._count = 0
 
     def add(self, **values: Any) -> None:
-        """Logs an operation; `values` are its fields, less the number."""
+        """Log an operation; `values` are its fields except the number."""
         operation = LoggedCall(number=self._count, **values)
         self._count += 1
         for key in operation.writes:
             self._writers.setdefault(key, []).append(operation)
 
     def needed(self, keys: Iterable[int]) -> list[LoggedCall]:
-        """The operations that the storages' contents depend on, in order."""
+        """Return the operations on which the storages' contents depend, in order."""
         found: dict[int, LoggedCall] = {}
         seen: set[tuple[int, int]] = set()
         wanted = [(key, self._count) for key in keys]
@@ -133,7 +134,7 @@ class Tape:
                 if operation.number not in found:
                     found[operation.number] = operation
                     wanted += [(read, operation.number) for read in operation.reads]
-                    # Of what it only changes, also the part that is not asked for must be there to run it.
+                    # If the operation changes a storage only in part, it also needs the rest of that storage.
                     wanted += [(k, operation.number) for k in operation.writes if not operation.writes[k]]
                 if operation.writes[key]:
                     break
@@ -141,7 +142,7 @@ class Tape:
 
     @one_thread()
     def replay(self, refs: list[TensorRef]) -> list[Tensor]:
-        """The tensors' values now; those that share a storage still do."""
+        """Compute the tensors' current values; tensors that share a storage still share one."""
         operations = self.needed({ref.key for ref in refs})
         last = {key: op.number for op in operations for key in (*op.reads, *op.writes)}
         last |= {ref.key: self._count for ref in refs}
@@ -157,7 +158,7 @@ class Tape:
             return [ref.on(storages[ref.key]) for ref in refs]
 
     def keep(self, keys: set[int]) -> None:
-        """Forgets what the storages of these keys do not depend on."""
+        """Drop the operations on which the storages of these keys do not depend."""
         operations = self.needed(keys)
         self._writers.clear()
         for operation in operations:
@@ -166,10 +167,10 @@ class Tape:
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system.
+    """Return freed memory to the system.
 
-    glibc keeps what lies between smaller pieces in use, and aligned allocations seldom fit there again: without this,
-    truncated normal initial values of 400 MB, drawn one tensor at a time, held 2.7 GB.
+    glibc keeps memory between smaller pieces in use, and aligned allocations seldom fit there again: without this call,
+    truncated normal initial values of 400 MB, drawn one tensor at a time, occupied 2.7 GB.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,6 +1,6 @@
-"""State of modules as a value, as far as Python sees it: where it is equal, code goes the same way on like arguments.
+"""State of modules as a value, as far as Python sees it: with equal states and arguments, code takes the same path.
 
-Looked at is all that a module's attributes lead to, closures too. Globals are not.
+The state covers everything reachable from a module's attributes, including closures, but no globals.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of a module's own numbers, these tell its place among its like, and mostly not what it computes.
+# Attributes with these names usually number equal modules, and rarely affect what a module computes.
 PLACES = re.compile(r"idx|index|layer_id|layer_number")
 _VALUES: set[type] = {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range}
 _VALUES |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 _ITSELF = (type, types.BuiltinFunctionType, types.ModuleType, enum.Enum)
 _HOLDERS = (object, dict, OrderedDict, list, tuple, set, frozenset)
 _MOST_OBJECTS = 20_000
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: what is no such type may have state that Python does not see
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: objects of other types may have state that Python does not see
 
 
 class UnknownStateError(Exception):
-    """Object whose state cannot be told."""
+    """Object with a state that cannot be determined."""
 
 
 class PlaceNumber:
-    """Integer in a module's attribute that tells its place; `is_read` as soon as anything is made of it."""
+    """Integer attribute of a module that contains its index among equal modules.
+
+    `is_read` becomes True when code uses the number.
+    """
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -66,7 +69,7 @@ for _name, _function in _FUNCTIONS.items():
 
 
 def place_numbers(module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
-    """The attributes of a user's modules, in this one, that tell places: (where it is, its name, value)."""
+    """Return the place numbers of a user's modules in this one, as (attributes, name, value)."""
     return [
         (vars(inner), name, value)
         for inner in module.modules()
@@ -77,10 +80,10 @@ def place_numbers(module: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
 
 
 def state_of(value: Any, name: Callable[[Any], str | None], instead: Mapping[int, Any]) -> Hashable:
-    """The state of a module or another object.
+    """Return the state of a module or another object.
 
-    name: of a tensor or a module in the model, if it has one there. instead: by id, what is looked at in an object's
-    place. Raises: UnknownStateError.
+    `name`: returns the name in the model of a tensor or module, or None. `instead`: by id, the object to examine in an
+    object's place. Raises: UnknownStateError.
     """
     return _StateWalk(name, instead).of(value)
 
@@ -88,7 +91,7 @@ def state_of(value: Any, name: Callable[[Any], str | None], instead: Mapping[int
 class _StateWalk:
     def __init__(self, name: Callable[[Any], str | None], instead: Mapping[int, Any]) -> None:
         self._name, self._instead = name, instead
-        self._seen: dict[int, tuple[int, Any]] = {}  # objects too, so that their ids stay theirs
+        self._seen: dict[int, tuple[int, Any]] = {}  # also the objects, so that their ids stay unique
 
     def of(self, value: Any) -> Hashable:
         kind = type(value)
@@ -139,5 +142,5 @@ class _StateWalk:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether Python sees all of the state of a class' objects."""
+    """Check whether Python sees the whole state of a class's objects."""
     return all(c in _HOLDERS or (c.__flags__ & _HEAP_TYPE and not vars(c).get("__slots__")) for c in kind.__mro__)

@@ -1,7 +1,7 @@
-"""Hooks on parameters, which are called once a step with the mean gradient of the global batch.
+"""Hooks on parameters, called once a step with the mean gradient of the global batch.
 
-Autograd would call them with the gradient of each microbatch of each rank. A hook that is not linear (clipping,
-normalisation, noise) then gives other sums, and a parameter that is cut over ranks loses its hooks.
+Autograd would call them with the gradient of each microbatch on each rank. A hook that is not linear (clipping,
+normalisation, noise) would then change the sums, and a parameter cut over ranks loses its hooks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shoal.numerics.isolation import generators_kept
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.plan import Plan
 
-# Hooks by the id that their handles know: a handle removes its hook from this very dict.
+# Hooks by the id in their handles. A handle removes its hook from this very dict.
 _Calls = dict[Any, Any]
 
 
 @dataclass(frozen=True)
 class _Hooks:
-    """Hooks of one parameter: on its gradient, and after that is accumulated."""
+    """Hooks of one parameter: on its gradient, and after its accumulation."""
 
     on_gradient: _Calls
     on_parameter: _Calls
@@ -36,7 +36,7 @@ class _Hooks:
 class ParameterHooks:
     """Hooks that the job's code has registered on parameters of a model before the first step.
 
-    `by_name`: those of each parameter that has some, in the order in which they were taken.
+    `by_name`: the hooks of each parameter that has some, in the order in which `take` removed them.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -45,18 +45,18 @@ class ParameterHooks:
             self.take(model)
 
     def take(self, model: nn.Module) -> None:
-        """Takes the hooks that there are now off the parameters."""
+        """Remove the current hooks from the parameters and store them."""
         for name, parameter in model.named_parameters():
             found = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
             if found.on_gradient:
                 parameter._backward_hooks = None
-            if found.on_parameter:  # torch goes on calling what was there before a None
+            if found.on_parameter:  # after None, torch would still call the old hooks
                 parameter._post_accumulate_grad_hooks = OrderedDict()
             if found.on_gradient or found.on_parameter:
                 self.by_name.setdefault(name, []).append(found)
 
     def give_back(self, model: nn.Module) -> None:
-        """Puts the hooks back, so that autograd calls them again."""
+        """Restore the hooks, so that autograd calls them again."""
         for name, taken in self.by_name.items():
             parameter = model.get_parameter(name)
             for hooks in taken:
@@ -65,10 +65,10 @@ class ParameterHooks:
 
     @torch.no_grad()
     def call(self, parameters: Mapping[str, nn.Parameter], key: int) -> None:
-        """Calls the hooks of parameters that have a gradient, under the seed `key`; their `.grad` is what hooks leave.
+        """Call the hooks of parameters with a gradient, under the seed `key`; the hooks may replace `.grad`.
 
-        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter. Collective: where
-        a parameter is cut over ranks, the gathers of its gradient and value.
+        Raises: UserCodeError for what a hook raises; JobError for a hook that updates its parameter. Collective: for a
+        parameter cut over ranks, the gathers of its gradient and value.
         """
         with generators_kept():
             seed_everything(key)
@@ -86,7 +86,7 @@ class ParameterHooks:
 
 def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
     whole: Any = parameter
-    if hasattr(parameter, "full_tensor"):  # a DTensor, of which a hook sees the whole
+    if hasattr(parameter, "full_tensor"):  # a DTensor; a hook sees the whole
         whole = nn.Parameter(parameter.full_tensor())
         whole.grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
     before, version = whole.detach().clone() if whole is not parameter else None, whole._version
@@ -108,7 +108,7 @@ def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
 
 
 def _put(parameter: Any, gradient: Tensor | None) -> None:
-    """Sets the gradient of a DTensor parameter to this rank's rows of a whole one."""
+    """Set the gradient of a DTensor parameter to this rank's rows of a whole gradient."""
     if gradient is None:
         parameter.grad = None
         return
@@ -120,7 +120,10 @@ def _put(parameter: Any, gradient: Tensor | None) -> None:
 
 
 def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:
-    """Raises: JobError for a parameter whose hooks a plan cannot call; `parts`: those cut over the tensor axis."""
+    """Raise JobError for a parameter with hooks that a plan cannot call.
+
+    `parts`: parameters cut over the tensor axis.
+    """
     for name in hooks.by_name:
         if plan.serves:
             how, why = f'server.mode = "{plan.server.mode}"', "the servers have the summed gradients and call no hook"

@@ -18,19 +18,19 @@ from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
 
-# Tensors under paths, each with the part that it is of a logical one.
+# Tensors by path, each with its slice of the logical tensor.
 TensorSlices = dict[str, tuple[TensorSlice, Tensor]]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor: of a DTensor its local tensor, without a gradient's history."""
+    """Return a tensor's memory on this rank, detached; for a DTensor, its local tensor."""
     to_local = getattr(tensor, "to_local", None)
     own = tensor if to_local is None else to_local()
     return own.detach() if own.requires_grad else own
 
 
 def laid_out(own: Tensor, like: Any) -> Tensor:
-    """This rank's memory of a tensor as the DTensor that `like` is; itself where that is none."""
+    """Return this rank's memory as a DTensor laid out as `like`; the tensor itself if `like` is none."""
     if not hasattr(like, "to_local"):
         return own
     from torch.distributed.tensor import DTensor
@@ -40,7 +40,7 @@ def laid_out(own: Tensor, like: Any) -> Tensor:
 
 
 def cut_of(tensor: Tensor, part: TensorSlice) -> TensorSlice:
-    """The slice of `part` on this rank where `tensor`, which stands for it, is a DTensor that is cut further."""
+    """Return this rank's slice of `part` if `tensor`, which represents `part`, is a DTensor and cut further."""
     if not hasattr(tensor, "to_local"):
         return part
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -50,22 +50,23 @@ def cut_of(tensor: Tensor, part: TensorSlice) -> TensorSlice:
     return part.narrow(0, offset[0], offset[0] + shape[0])
 
 
-# Makes of this rank's output of a module the whole model's; None where nothing can.
+# Converts this rank's output of a module to the whole model's output; None if that is impossible.
 Output = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class ModelDivision:
-    """Division of a model over the axes, one after the other; names are of the undivided model.
+    """Division of a model over the axes, one after the other; names are those of the undivided model.
 
-    `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
-    a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
-    model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
-    whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
-    so many samples send over a tensor axis, if there is a formula. `staged`: the stages of a pipeline, `sliced`: the
-    blocks of a context axis. `cut`: what a rank would have of a parameter of that shape, if it held any. `notes` say
-    how and why, a line each. `hooks`: those of the undivided model's parameters. `writing`: modules whose forward may
-    write their parameters.
+    - `parts`: slices of the tensors that are cut. `absent`: names that only other ranks have.
+    - `partial`: for each parameter, the axes over which its gradient is a partial sum after the backward.
+    - `outputs`: modules with outputs other than in the whole model, and the conversion to the whole model's outputs. It
+      is collective over the ranks that compute the same grains.
+    - `is_elsewhere`: whether a forward is currently in modules that another rank computes.
+    - `sends`: messages over a tensor axis for microbatches of given numbers of samples, if there is a formula.
+    - `staged`: the pipeline's stages. `sliced`: the blocks of a context axis.
+    - `cut`: shape of this rank's part of a parameter with a given shape. `notes`: one line per reason.
+    - `hooks`: hooks of the undivided model's parameters. `writing`: modules with a forward that may write parameters.
     """
 
     parts: dict[str, TensorSlice] = field(default_factory=dict)
@@ -82,13 +83,13 @@ class ModelDivision:
     writing: set[nn.Module] = field(default_factory=set)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
-        """Notes that gradients are also partial over `axis`."""
+        """Record that the gradients of `names` are also partial over `axis`."""
         for name in names:
             self.partial[name] = (*self.partial.get(name, ()), axis)
 
 
 def replaced(name: str) -> JobError:
-    """The error of a parameter in whose place the job's code has put something else."""
+    """Return the error for a parameter that the job's code has replaced."""
     return JobError(
         given=f"a model, loss or callback that puts another tensor in the place of the parameter {name}",
         conflict="the optimizer and the checkpoints have the parameter that model() made; nothing trains another",
@@ -100,7 +101,7 @@ def replaced(name: str) -> JobError:
 class ShardedModel:
     """One rank's shard of a model, with the other ranks' tensors on the meta device.
 
-    `divided`: whether any rank lacks something of the model; `divides_state`: of the optimizer's state.
+    `divided`: whether any rank lacks a part of the model. `divides_state`: the same for the optimizer's state.
     """
 
     def __init__(
@@ -113,9 +114,15 @@ class ShardedModel:
         divides_state: bool = False,
         hooks: ParameterHooks | None = None,
     ) -> None:
-        """Of a model without a division every rank holds everything; else `by_rank` has each rank's parts, as JSON.
+        """Set the model.
 
-        `hooks`: those taken off the parameters, where there is no division that has them.
+        Args:
+            mesh: mesh of all ranks.
+            model: module with this rank's tensors.
+            division: division of the model; by default every rank has everything.
+            by_rank: each rank's parts as JSON.
+            divides_state: whether ranks divide the optimizer's state.
+            hooks: hooks taken off the parameters, if there is no division.
         """
         self.mesh, self.model = mesh, model
         self.divided = division is not None
@@ -127,30 +134,30 @@ class ShardedModel:
 
     @classmethod
     def gathered(cls, mesh: Mesh, model: nn.Module, division: ModelDivision) -> ShardedModel:
-        """Of a divided model that has its memory. Collective: all ranks, a JSON gather."""
+        """Return the sharded model of a division with memory allocated. Collective: all ranks, a JSON gather."""
         own = cls(mesh, model, division)
         parts = {name: part.to_json() for name, (part, _) in own.tensors().items()}
         return cls(mesh, model, division, by_rank=mesh.gather_json(parts))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of each on this rank, once however many names a parameter has."""
+        """Return name and parameter of each parameter on this rank, once even with several names."""
         return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and buffer of each on this rank."""
+        """Return name and buffer of each buffer on this rank."""
         return ((name, b) for name, b in self.model.named_buffers() if not b.is_meta)
 
     def part(self, name: str, tensor: Tensor) -> TensorSlice:
-        """The part of the logical tensor `name` that this rank's `tensor` is."""
+        """Return the slice of the logical tensor `name` that this rank's `tensor` is."""
         return cut_of(tensor, self.division.parts.get(name) or TensorSlice.whole(tensor.shape))
 
     def tensors(self) -> TensorSlices:
-        """Parameters and buffers on this rank, in this rank's own memory."""
+        """Return this rank's parameters and buffers, in this rank's own memory."""
         named = [*self.parameters(), *self.buffers()]
         return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
 
     def state_dict(self) -> TensorSlices:
-        """The model's state dict: what `tensors` has under every name that it has, without what it does not persist."""
+        """Return the model's state dict: entries of `tensors` under all their names, if they are persistent."""
         found = self.model.state_dict(keep_vars=True)
         names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         return {
@@ -160,18 +167,18 @@ class ShardedModel:
         }
 
     def key_names(self) -> dict[str, str]:
-        """Each key of the model's state dict, held by this rank or not, and the name that `tensors` has for it."""
+        """Return the name in `tensors` for each key of the model's state dict, including tensors of other ranks."""
         names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         found = self.model.state_dict(keep_vars=True)
         return {key: names[id(t)] for key, t in found.items() if isinstance(t, Tensor) and id(t) in names}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape of every parameter of the model, on this rank or not."""
+        """Return the logical shape of every parameter of the model, including those of other ranks."""
         parts = self.division.parts
         return {n: parts[n].shape if n in parts else tuple(p.shape) for n, p in self.model.named_parameters()}
 
     def state(self, tensors: Mapping[str, Tensor]) -> TensorSlices:
-        """The optimizer's tensors by path, which begins with the parameter's name.
+        """Return the optimizer's tensors by path, which begins with the parameter's name.
 
         Raises: JobError for state of a divided parameter that is not divided as the parameter is.
         """
@@ -193,7 +200,7 @@ class ShardedModel:
         return found
 
     def room(self, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
-        """Memory for the optimizer's tensors of these parameters, and of its groups, of those that a checkpoint has."""
+        """Allocate memory for a checkpoint's optimizer tensors that belong to the parameters `names` or to groups."""
         parts, absent = {name: self.part(name, p) for name, p in self.parameters()}, self.absent()
         found: TensorSlices = {}
         for path, entry in known.items():
@@ -208,16 +215,16 @@ class ShardedModel:
         return found
 
     def absent(self) -> set[str]:
-        """The names of parameters and buffers that other ranks hold."""
+        """Return the names of parameters and buffers that only other ranks have."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name for name, tensor in named if tensor.is_meta}
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the first of all that holds what it holds of it; True where nothing is divided."""
+        """Check whether this rank is the first of those with the same part of `name`; True if nothing is divided."""
         return self._is_first(name, range(self.mesh.rank))
 
     def counts_buffer(self, name: str) -> bool:
-        """Whether it is the first of those that compute the same grains."""
+        """Check whether this rank is the first with its part of `name` among the ranks that compute the same grains."""
         place = self.mesh.layout.coordinate
         here = place(self.mesh.rank)
         same = [r for r in range(self.mesh.rank) if place(r)[1:3] == (here.data, here.shard)]
@@ -231,7 +238,7 @@ class ShardedModel:
 
 
 def entries(held: TensorSlices) -> dict[str, list[Any]]:
-    """Shard as JSON: dtype, shape of the whole, ranges; by path."""
+    """Return a shard as JSON by path: dtype, shape of the whole, ranges."""
     return {
         path: [str(t.dtype).removeprefix("torch."), list(part.shape), part.to_json()]
         for path, (part, t) in held.items()
@@ -239,7 +246,7 @@ def entries(held: TensorSlices) -> dict[str, list[Any]]:
 
 
 def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
-    """The first rank of each different part of a tensor, from every rank's `entries`."""
+    """Return the first rank of each distinct part of a tensor, from every rank's `entries`."""
     found: list[int] = []
     for rank, own in enumerate(told):
         if path in own and not any(told[other][path][:3] == own[path][:3] for other in found):
@@ -247,17 +254,21 @@ def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
     return found
 
 
-# The whole initial value of a parameter or buffer, by its name.
+# Returns the whole initial value of a parameter or buffer, by name.
 Whole = Callable[[str], Tensor]
 
 
 def materialise(
     model: nn.Module, whole: Whole, division: ModelDivision, parameters: torch.device, buffers: torch.device
 ) -> None:
-    """Gives every tensor on the meta device memory and this rank's part of its initial value.
+    """Give every tensor on the meta device memory and this rank's part of its initial value.
 
-    `parameters` and `buffers` are their devices. What is absent stays on the meta device. A parameter under several
-    names stays one. No more than one whole value is in memory at a time.
+    Args:
+        model: model with absent tensors, which stay on the meta device. A parameter with several names stays one.
+        whole: returns a whole initial value by name. At most one is in memory at a time.
+        division: this rank's parts.
+        parameters: device of the parameters.
+        buffers: device of the buffers.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     made: dict[int, Tensor] = {}
@@ -276,9 +287,9 @@ def materialise(
 
 
 def whole_tensors(model: ShardedModel, held: TensorSlices) -> Iterator[tuple[str, Tensor | None]]:
-    """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.
+    """Yield each path of any rank in order, with the whole tensor on rank 0's CPU and None elsewhere; one at a time.
 
-    Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, where anything is divided.
+    Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, if anything is divided.
     """
     mesh = model.mesh
     if not model.divides_state or mesh.world_size == 1:

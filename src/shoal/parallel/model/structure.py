@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from shoal.plans.legal import ModelFacts
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-# Modules that only hold others, one after the other: a pipeline may cut between what they hold.
+# Modules that only contain others, in sequence: a pipeline may cut between their members.
 _HOLDERS = (nn.Sequential, nn.ModuleList)
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
 _HEAD_WIDTHS = ("head_dim", "head_width", "attention_head_size")
-# A network has up to so many stages (ResNet 4, Swin 4, EfficientNet 7 or 8), each of them with blocks of its own.
+# Largest number of stages of a network (ResNet 4, Swin 4, EfficientNet 7 or 8). Each stage has its own blocks.
 _MOST_STAGES = 8
-# They are called on some of the rows each, and not one after the other.
+# Each expert is called on some of the rows, and experts do not follow each other.
 _NOT_IN_SEQUENCE = "experts"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Module by its name in the model; `children` [start, stop) where it is only some of a Sequential's."""
+    """Module by its name in the model. `children`: range [start, stop) of a Sequential's children, if not all."""
 
     name: str
     module: nn.Module
@@ -37,7 +37,7 @@ class Block:
 
 
 def repeated_blocks(model: nn.Module) -> list[Block]:
-    """The modules that a list, dict or sequence in the model holds at least two of, in order; none within another."""
+    """Return modules of a class that occurs at least twice in a list, dict or sequence, in order, not nested."""
     return _repeated("", model, _place=None)
 
 
@@ -56,16 +56,16 @@ def _repeated(name: str, module: nn.Module, _place: str | None) -> list[Block]:
 
 
 def is_composite(module: nn.Module) -> bool:
-    """Whether a module has parameters and is more than one of torch's own layers."""
+    """Check whether a module has parameters and is more than one of torch's own layers."""
     own = bool(list(module.children())) or not type(module).__module__.startswith("torch.nn.")
     return own and any(True for _ in module.parameters())
 
 
 def parts(model: nn.Module) -> list[Block]:
-    """Parts of a model without repeated blocks, except for the last.
+    """Return the parts of a model without repeated blocks, except for the last.
 
-    What comes last is the first that the backward needs: to compute it again saves nothing. Nor does a part of one
-    layer, whose input is kept in any case.
+    The backward needs the last part first, so recomputing it saves nothing. Recomputing a part of one layer saves
+    nothing either: its input is stored in any case.
     """
     return list(_parts("", model))[:-1]
 
@@ -82,7 +82,7 @@ def _parts(name: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
-    """About as many segments as each has layers (Chen et al., arXiv 1604.06174), every one beginning with a layer."""
+    """Yield about sqrt(n) segments of n layers (Chen et al., arXiv 1604.06174). Each begins with a layer."""
     children = list(sequence.children())
     starts = [i for i, child in enumerate(children) if any(True for _ in child.parameters())]
     count = max(math.isqrt(len(starts)), 2)
@@ -94,9 +94,9 @@ def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
 
 
 def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size: int) -> ModelFacts:
-    """The facts of a model, whatever device it is on (meta will do), for a job of such grains.
+    """Return the facts of a model on any device, also meta, for a job with the given grains.
 
-    `batch` is one of the job's, for the length of its sequences; without it only a config may tell the longest.
+    `batch`: a batch of the job, for the length of its sequences; without it only a config may contain the longest.
     """
     blocks = tuple(blocks_of(model))
     heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)
@@ -114,11 +114,11 @@ def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The qualified names of the layers that a pipeline divides, in the order in which the model holds them.
+    """Return the qualified names of the layers that a pipeline divides, in the model's order.
 
-    The modules of one class of which the model's Sequentials and ModuleLists hold the most, over all of these together
-    (a ResNet holds its blocks in four); not those inside of a module that is repeated itself (experts in a block).
-    Where that class has no modules of its own inside (Linear), or there is none, every layer with parameters counts.
+    These are the modules of the class that is most frequent in the model's Sequentials and ModuleLists, over all of
+    them together (a ResNet has its blocks in four). Modules inside a repeated module, such as experts in a block, do
+    not count. If that class has no submodules (Linear), or there is none, every layer with parameters counts.
     """
     held = [(name, type(module)) for name, module in _outermost(model)]
     kind, count = Counter(kind for _, kind in held).most_common(1)[0] if held else (None, 0)
@@ -131,7 +131,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def members_of(model: nn.Module) -> list[str]:
-    """Members of the model's lists and sequences, before which alone a pipeline cuts it without a split."""
+    """Return the members of the model's lists and sequences: the only automatic cuts of a pipeline."""
     return [
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -141,13 +141,13 @@ def members_of(model: nn.Module) -> list[str]:
 
 
 def cuts_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """The modules that a stage after the first may begin with, in order: the blocks, and what lies beside them."""
+    """Return the modules that a stage after the first may begin with, in order: blocks and their neighbours."""
     ancestors = {name.rsplit(".", n)[0] for name in blocks for n in range(1, name.count(".") + 1)}
     return [name for name, _ in _flat(model, frozenset(ancestors))][1:]
 
 
 def _flat(module: nn.Module, opened: frozenset[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The model's parts in order, with what containers and `opened` modules hold in their places."""
+    """Yield the model's parts in order, with containers and `opened` modules replaced by their members."""
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if isinstance(child, _HOLDERS) or path in opened:
@@ -157,7 +157,7 @@ def _flat(module: nn.Module, opened: frozenset[str], prefix: str = "") -> Iterat
 
 
 def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What containers hold, if it has parameters and is no container; nothing inside of what is held and repeated."""
+    """Return container members with parameters that are no containers, without those inside a repeated member."""
     held = [
         (name, module)
         for name, module in model.named_modules()
@@ -169,7 +169,7 @@ def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
     times = Counter(type(module) for _, module in held)
     outer: list[tuple[str, nn.Module]] = []
     last = ""
-    for name, module in held:  # in the order of named_modules: what a module holds comes right after it
+    for name, module in held:  # in the order of named_modules, in which a module's members follow it directly
         if last and name.startswith(last):
             continue
         outer.append((name, module))
@@ -179,9 +179,9 @@ def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _configured(model: nn.Module, names: Iterable[str]) -> list[int]:
-    """The numbers of these names in the configs of the model, else in the attributes of its modules.
+    """Return the numbers of these names in the model's configs, or else in its modules' attributes.
 
-    Several where layers differ (as Swin's heads do): a degree that is to divide them all divides their gcd.
+    Layers may differ (as Swin's heads do): a degree that divides all the numbers divides their gcd.
     """
     for holders in (_configs(model), model.modules()):
         found = [
@@ -199,13 +199,13 @@ def _configs(model: nn.Module) -> Iterator[Any]:
     config = getattr(model, "config", None)
     if config is not None:
         yield config
-        # Models of several parts (vision and text) keep a config for each.
+        # Models of several parts (vision and text) have a config for each.
         nested = vars(config).values() if hasattr(config, "__dict__") else ()
         yield from (value for value in nested if hasattr(value, "hidden_size"))
 
 
 def _heads_by_width(model: nn.Module) -> int | None:
-    """The heads of attention that states their width: the rows of the first matrix that it applies, over that."""
+    """Return the number of heads of attention with a known head width: the first matrix's rows over the width."""
     for module in model.modules():
         width = next((w for name in _HEAD_WIDTHS if isinstance(w := getattr(module, name, None), int) and w > 0), None)
         rows = next((c.out_features for c in module.children() if isinstance(c, nn.Linear)), None)
@@ -215,7 +215,7 @@ def _heads_by_width(model: nn.Module) -> int | None:
 
 
 def sequence_of(batch: Any, model: nn.Module) -> int | None:
-    """The length of a batch's sequences: the second dim of its first tensor of integers [B, T]; else the config's."""
+    """Return a batch's sequence length: dim 1 of its first integer tensor [B, T], or else the config's maximum."""
     for tensor in _tensors(batch):
         if tensor.ndim == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return int(tensor.shape[1])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Half-open runs of indices along one dim, in the order in which they are held.
+# Half-open runs of indices along one dim, in the order of the local tensor.
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -24,7 +24,7 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> TensorSlice:
-        """Slice of all indices."""
+        """Return the slice of all indices."""
         sizes = tuple(shape)
         return cls(sizes, tuple(((0, size),) for size in sizes))
 
@@ -44,7 +44,7 @@ class TensorSlice:
         return math.prod(self.local_shape)
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorSlice:
-        """The part of this part that holds its own indices [start, stop) along `dim`."""
+        """Return the part of this slice at its own indices [start, stop) along `dim`."""
         found, place = [], 0
         for first, last in self.ranges[dim]:
             size = last - first
@@ -55,12 +55,12 @@ class TensorSlice:
         return TensorSlice(self.shape, (*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
 
     def select(self, dim: int, runs: Runs) -> TensorSlice:
-        """The part that holds, of a dim that is whole here, the indices in `runs`."""
+        """Return the part with the indices in `runs` along a dim that is whole in this slice."""
         assert self.ranges[dim] == ((0, self.shape[dim]),), "a dim is cut once"
         return TensorSlice(self.shape, (*self.ranges[:dim], tuple(runs), *self.ranges[dim + 1 :]))
 
     def take(self, whole: Tensor) -> Tensor:
-        """This part of `whole`, a tensor of `shape`; a view where it is one run a dim."""
+        """Return this slice of `whole`, a tensor of `shape`; a view if each dim has one run."""
         for dim, runs in enumerate(self.ranges):
             if runs == ((0, self.shape[dim]),):
                 continue
@@ -69,13 +69,13 @@ class TensorSlice:
         return whole
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Writes the slice's values, of `local_shape`, into `whole`, a tensor of `shape`."""
+        """Write the slice's values, of `local_shape`, into `whole`, a tensor of `shape`."""
         TensorSlice.whole(self.shape).copy(whole, self, local)
 
     def copy(self, target: Tensor, other: TensorSlice, source: Tensor) -> int:
-        """Copies into `target` (held as this part) what `source` (held as `other`) has of it; how many elements.
+        """Copy the elements in common from `source` (slice `other`) to `target` (this slice); return their number.
 
-        Raises: ValueError where the parts are of tensors of other shapes.
+        Raises: ValueError if the slices are of tensors of different shapes.
         """
         if self.shape != other.shape:
             raise ValueError(f"a part of {self.shape} and one of {other.shape}")
@@ -95,12 +95,12 @@ class TensorSlice:
         return math.prod(map(len, mine))
 
     def to_json(self) -> list[list[list[int]]] | None:
-        """The ranges as JSON; None where it is whole."""
+        """Return the ranges as JSON; None for the whole."""
         return None if self.is_whole else [[list(run) for run in runs] for runs in self.ranges]
 
     @classmethod
     def from_json(cls, shape: Iterable[int], ranges: list[list[list[int]]] | None) -> TensorSlice:
-        """From `to_json`."""
+        """Return the slice of a `to_json` result."""
         if ranges is None:
             return cls.whole(shape)
         return cls(tuple(shape), tuple(tuple((start, stop) for start, stop in runs) for runs in ranges))
@@ -114,7 +114,7 @@ def _indices(runs: Runs) -> _Places:
 
 
 def _are_runs(places: list[_Places]) -> bool:
-    """Whether each dim's places follow each other, so that they are a view."""
+    """Check whether each dim's indices are consecutive, so that they form a view."""
     return all(int(p[-1]) - int(p[0]) == len(p) - 1 for p in places)
 
 
@@ -132,10 +132,10 @@ def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Output slicing of a layer that is none of torch's: `dims` of its parameters, the weight first.
+    """Output slicing of a layer that is not torch's own: `dims` of its parameters, the weight first.
 
-    The outputs are `size`, along `feature_dim` of what it gives, counted from the end. Such a layer has a method
-    `tensor_outputs`, which returns one of these or None, and `keep_outputs(size)`, told once its parameters are slices.
+    `size`: number of outputs along `feature_dim` of the layer's output, counted from the end. The layer has methods
+    `tensor_outputs()`, which returns an Outputs or None, and `keep_outputs(size)`, called after its parameters are cut.
     """
 
     dims: dict[str, int]

@@ -16,12 +16,13 @@ from torch.overrides import TorchFunctionMode
 from shoal.errors import text_of
 from shoal.parallel.model.function_trace import DROPOUTS
 
-# In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
-# wrong place differs in the first digits.
+# In float64 both results agree to about 1e-13, and if the user's code goes through float32 to about 1e-6. A wrong cut
+# changes the first digits.
 TOLERANCE = 1e-4
-# A gradient that is zero but for rounding (of a bias before a softmax) is compared on the scale of the largest.
+# A gradient that is zero but for rounding (of a bias before a softmax) is compared on the scale of the largest
+# gradient.
 _FLOOR = 1e-2
-# Initial values are often zeros and ones, behind which an error would hide.
+# Initial values are often zeros and ones, which would hide an error.
 _NOISE = 0.05
 SEED = 20205198
 
@@ -30,7 +31,7 @@ Values = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class ModelTrial:
-    """Whole model, on the meta device too, with its loss, a small batch for it, and the initial values by name."""
+    """Whole model (possibly on the meta device) with its loss, a small batch, and the initial values by name."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Any]
@@ -45,9 +46,9 @@ def materialised(
     generator: torch.Generator,
     given: Mapping[int, nn.Parameter] | None = None,
 ) -> nn.Module:
-    """A copy of one module of the model in float64, with the model's values and some noise, or random ones.
+    """Return a copy of one module of the model in float64, with the model's values and some noise, or random values.
 
-    `given`: other parameters in the places of its own, by their ids.
+    `given`: other parameters to use instead of the module's own, by the ids of the module's own.
     """
     module = model.get_submodule(owner)
     named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -72,14 +73,14 @@ def materialised(
 
 
 def _invented(buffer: Tensor, generator: torch.Generator) -> Tensor:
-    """Values for a buffer: random ones, or of integers zeros, which are right for an index and a count."""
+    """Return values for a buffer: random ones; for integers zeros, which are valid as index and count."""
     if buffer.is_floating_point():
         return torch.randn(buffer.shape, dtype=torch.float64, generator=generator)
     return torch.full(buffer.shape, buffer.dtype == torch.bool, dtype=buffer.dtype)
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Context without dropout; `inside_attention`: also of the weights of fused attention."""
+    """Context without dropout. `inside_attention`: also without dropout of fused attention's weights."""
 
     def __init__(self, *, inside_attention: bool = False) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class WithoutDropout(TorchFunctionMode):
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a sum of the outputs with random weights, by the leaves' names; zeros where a leaf has no part in it."""
+    """Return the gradients, by the leaves' names, of a random weighted sum of the outputs; zeros for unused leaves."""
     generator = torch.Generator().manual_seed(SEED)
     total: Any = 0.0
     for output in outputs:
@@ -107,12 +108,12 @@ def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[s
 
 
 def floor_of(found: Iterable[Tensor]) -> float:
-    """The size below which a gradient is compared as if it were as large."""
+    """Return the norm below which gradients are compared on this scale."""
     return _FLOOR * max(float(gradient.norm()) for gradient in found)
 
 
 def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
-    """Whether they agree but for rounding; what is smaller than `floor` is compared on that scale."""
+    """Check whether two tensors agree but for rounding. Values smaller than `floor` are compared on that scale."""
     if found.shape != wanted.shape:
         return False
     if not found.is_floating_point():
@@ -122,5 +123,5 @@ def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
 
 
 def first_line(error: Exception, length: int = 200) -> str:
-    """The first line of an error's words."""
+    """Return the first line of an error's text."""
     return next(iter(text_of(error).strip().splitlines()), "")[:length]

@@ -1,4 +1,4 @@
-"""Value-free execution: floating-point tensors have shapes alone, and integers that follow from shapes are computed."""
+"""Value-free execution: floating-point tensors have only shapes; integers that follow from shapes have values."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.errors import JobError
 from shoal.numerics.operators import is_random, roles, storage_key, tensors_in
 
-# The largest result that is computed: a mask of 16,384 positions by as many.
+# Largest result with values: a mask of 16,384 by 16,384 positions.
 _MOST_BYTES = 1 << 28
 
 
 class IntegerEvaluation(TorchDispatchMode):
-    """Context over a FakeTensorMode that computes operators on integers and booleans which are no fake tensors.
+    """Context over a FakeTensorMode that computes operators on integers and booleans that are not fake tensors.
 
-    Masks and positions are made of them, and code looks at these: `mask.all()`, `lengths.max().item()`. What follows
-    depends on shapes or the batch, not on the model's values. Fake stay: random, large and floating-point results, and
-    what is made of fake tensors. An integer tensor that such a one is written into counts as fake from there on.
+    Masks and positions are such tensors, and code reads them: `mask.all()`, `lengths.max().item()`. The results depend
+    on shapes or the batch, not on the model's values. Random, large and floating-point results stay fake, and so do
+    results of fake tensors. An integer tensor counts as fake after a write from a fake tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = False
         self._unseen = _Unseen(self)
-        self._spoilt: dict[int, Any] = {}  # storages, kept alive so that no other gets their key
+        self._spoilt: dict[int, Any] = {}  # storages, kept alive so that no other storage gets their key
 
     def __enter__(self) -> IntegerEvaluation:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class IntegerEvaluation(TorchDispatchMode):
         if func is torch.ops.aten.embedding.default and self._has_values(args[1]):
             _refuse_rows(*args[:2])
         if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
-            return func(*args, **kwargs)  # the most there are, without a walk through arguments
+            return func(*args, **kwargs)  # the most frequent case, without a walk through arguments
         if self.paused or not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
             return self._fake(func, args, kwargs)
         try:
@@ -73,9 +73,9 @@ class IntegerEvaluation(TorchDispatchMode):
 
 
 class _Unseen(TorchFunctionMode):
-    """Context in which an evaluation of integers is paused within functions of torch that give no integers out.
+    """Context that pauses the evaluation of integers within torch functions that return no integers.
 
-    A causal mask of 8,192 positions, made anew in each layer, is most of the time of a trace.
+    Otherwise a causal mask of 8,192 positions, computed again in each layer, would take most of a trace's time.
     """
 
     def __init__(self, evaluation: IntegerEvaluation) -> None:
@@ -97,7 +97,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _refuse_rows(weight: Tensor, indices: Tensor) -> None:
-    """Raises: JobError where a table has no such rows, which a run would find out in its first step."""
+    """Raise JobError if a table lacks the rows, which a run would discover only in its first step."""
     with unset_fake_temporarily():
         low, high = (int(end) for end in indices.aminmax()) if indices.numel() else (0, 0)
     rows = weight.shape[0]
@@ -112,7 +112,7 @@ def _refuse_rows(weight: Tensor, indices: Tensor) -> None:
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Result of `torch.nn.functional.grouped_mm`, whose meta kernel takes bfloat16 alone (torch 2.13)."""
+    """Return an empty result of `F.grouped_mm`: its meta kernel supports only bfloat16 (torch 2.13)."""
     if left.ndim == right.ndim == 2:
         assert offs is not None
         return left.new_empty(len(offs), left.shape[0], right.shape[1])
@@ -125,23 +125,23 @@ _SHAPES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default:
 
 @contextlib.contextmanager
 def value_free() -> Iterator[FakeTensorMode]:
-    """A context whose operators run on shapes alone, but for integers; its FakeTensorMode."""
+    """Return a context with operators on shapes alone, except for integers; its value is the FakeTensorMode."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, IntegerEvaluation():
         yield mode
 
 
 def without_values(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """A fake tensor of the CPU with a tensor's shape and strides; of a floating-point `dtype` if it has one."""
+    """Return a fake CPU tensor of the same shape and strides, in `dtype` if the tensor is floating-point."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
         return tensor
-    with unset_fake_temporarily():  # else each is made in 0.3 ms, for an element that is a fake tensor itself
+    with unset_fake_temporarily():  # otherwise each takes 0.3 ms, for an element that is a fake tensor itself
         made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
         return FakeTensor(mode, made, torch.device("cpu"))
 
 
 def without_reals(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A tensor of a batch on the CPU: a copy of integers, a fake tensor of others."""
+    """Return a batch's tensor on the CPU: a copy of integers, a fake tensor of others."""
     if _is_real(tensor):
         return without_values(tensor, mode)
     with unset_fake_temporarily():

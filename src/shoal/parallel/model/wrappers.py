@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.errors import JobError
 
-# By the names of their classes: importing them to ask would load what nobody uses.
+# By class names: an import would load unused packages.
 _WRAPPERS = {
     "DistributedDataParallel": "sums the gradients",
     "DataParallel": "divides the batches over devices",
@@ -21,9 +21,9 @@ _WRAPPERS = {
     "PipelineEngine": "sums the gradients and steps an optimizer",
     "_FabricModule": "sums the gradients",
 }
-# What a user has called to get such a class.
+# The call that gives a module the class.
 _CALLED = {"FSDPModule": "fully_shard"}
-# Modules and classes of which a constructor may wait for all ranks, or end the process where these differ.
+# Modules and classes with constructors that may wait for all ranks, or end the process if the ranks differ.
 _COLLECTIVE = (
     ("torch.nn.parallel", "DistributedDataParallel"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
@@ -32,7 +32,7 @@ _COLLECTIVE = (
 
 
 def refuse_wrapped(model: nn.Module, place: str = "model()") -> None:
-    """Raises: JobError where a module of the model is a wrapper, or normalises over a process group."""
+    """Raise JobError if a module of the model is a wrapper, or normalises over a process group."""
     for name, module in model.named_modules():
         kinds = {base.__name__ for base in type(module).__mro__}
         where = f" as {name}" if name else ""
@@ -62,7 +62,7 @@ def _wrapped(given: str, wrapper: str) -> JobError:
 
 @contextlib.contextmanager
 def unwrapped() -> Iterator[None]:
-    """A context in which such a wrapper's constructor raises a JobError instead of meeting other ranks."""
+    """Return a context in which a wrapper's constructor raises a JobError instead of communicating with other ranks."""
     with contextlib.ExitStack() as stack:
         for module, name in _COLLECTIVE:
             kind = getattr(sys.modules.get(module), name, None)

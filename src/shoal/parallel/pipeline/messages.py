@@ -15,7 +15,7 @@ from shoal.parallel.pipeline.stage_trace import Blank
 
 
 class StageMessages:
-    """Messages of this rank, at `place` of P `ranks` which hold the stages in turn: stage s is on ranks[s % P]."""
+    """Messages of the rank at index `place` in `ranks`. With P ranks, stage s is on ranks[s % P]."""
 
     def __init__(self, ranks: Sequence[int], place: int, groups: dict[str, dist.ProcessGroup | None]) -> None:
         self._ranks, self.place, self._groups = list(ranks), place, groups
@@ -25,10 +25,10 @@ class StageMessages:
 
     @classmethod
     def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> StageMessages:
-        """The messages of this rank's stages, where `every` lists the ranks of each pipeline of the run.
+        """Return the messages of this rank's stages. `every`: the ranks of each pipeline of the run.
 
-        A group for each direction: over NCCL messages between two ranks in one group wait for each other, also where
-        one goes there and another comes back. Collective: all ranks, four new groups a pipeline.
+        Each direction has its own group: over NCCL, messages between two ranks of one group wait for each other, even
+        in opposite directions. Collective: all ranks, four new groups per pipeline.
         """
         mine = next((ranks for ranks in every if rank in ranks), (rank,))
         several = [ranks for ranks in every if len(ranks) > 1]
@@ -37,11 +37,11 @@ class StageMessages:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Process groups of the messages."""
+        """The process groups of the messages."""
         return [group for group in self._groups.values() if group is not None]
 
     def send(self, way: str, stage: int, microbatch: int, values: Sequence[Tensor]) -> None:
-        """Sends values on their `way` ("forward" or "backward") to a stage."""
+        """Send `values` to a stage in the direction `way` ("forward" or "backward")."""
         to = stage % self.num_ranks
         if to == self.place:
             self._here[way, stage, microbatch] = [value.detach() for value in values]
@@ -52,10 +52,13 @@ class StageMessages:
         for value in values:
             whole = value.detach().contiguous()
             work = dist.isend(whole, self._ranks[to], group=group)
-            self._pending.append((work, whole))  # the tensor lives until it is sent
+            self._pending.append((work, whole))  # keeps the tensor alive until it is sent
 
     def receive(self, way: str, stage: int, microbatch: int, blanks: Sequence[Blank]) -> list[Tensor]:
-        """The values that a stage's neighbour on the way sent to it: like the blanks. Waits for them."""
+        """Wait for the values that the neighbour in direction `way` sent to `stage`.
+
+        `blanks`: their shapes and dtypes.
+        """
         source = (stage - 1 if way == "forward" else stage + 1) % self.num_ranks
         if source == self.place:
             return self._here.pop((way, stage, microbatch))
@@ -70,13 +73,13 @@ class StageMessages:
         return self._groups[way if straight else f"{way} around"]
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum over the pipeline's ranks. Collective: the ranks of the pipeline, one all-reduce."""
+        """Return the sum over the pipeline's ranks. Collective: the ranks of the pipeline, one all-reduce."""
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self._groups["forward"])
         return values
 
     def finish(self) -> None:
-        """Waits until all that was sent has been."""
+        """Wait until all messages are sent."""
         while self._pending:
             self._pending.popleft()[0].wait()
         self._here.clear()

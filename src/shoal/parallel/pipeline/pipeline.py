@@ -1,7 +1,7 @@
 """Pipeline execution: this rank's stages, run for a step's microbatches in the order of a schedule.
 
-A failure on one rank leaves the others in step: the rest of the schedule runs with values without meaning, and the
-failure is raised at its end.
+A failure on one rank keeps the other ranks in step: the rest of the schedule runs with meaningless values, and the rank
+raises the failure at the end.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from shoal.parallel.pipeline.stages import Function, Passed, Stages
 from shoal.plans.accounting.model_parallel import Crossing, Staged
 from shoal.plans.schedule import Action, ActionKind, Actions, actions
 
-# A new context for a microbatch's forward on a stage, which is entered again for the backward; by its number.
+# Returns, for a microbatch's number, a new context of its forward on a stage, which the backward enters again.
 Scope = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Treatment of the microbatches of one run.
+    """Functions that process the microbatches of one run.
 
-    `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
-    result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.
-    `before_backward` and `backwarded` are called around each backward that gives the weights their gradients, with
-    (microbatch, whether it is this rank's last). `around` is a context of each action of the schedule, its messages
-    included.
+    - `begins(microbatch)`: called before each forward of a stage.
+    - `forwarded(microbatch, result)`: called after the forward, within its scope. On the last stage `result` is that of
+      the function, and the call returns the tensor with a gradient; on other stages `result` is None.
+    - `before_backward` and `backwarded`: called around each backward that computes weight gradients, with (microbatch,
+      whether it is this rank's last).
+    - `around`: context of each action of the schedule, including its messages.
     """
 
     function: Function
@@ -53,7 +54,7 @@ class Work:
 
 @dataclass
 class _ForwardState:
-    """State that a forward leaves for its backward."""
+    """State of a forward that its backward needs."""
 
     received: list[Tensor] = field(default_factory=list)
     needs_grad: list[bool] = field(default_factory=list)
@@ -68,9 +69,9 @@ class _ForwardState:
 class Pipeline:
     """Pipeline of one rank.
 
-    `units`: parameters of its stages that are cut over the shard axis. `alone`: no other rank computes in these stages
-    with this one, so that a failure here leaves the others in step; else it is raised at once, unless this rank has
-    sent and received all that it had to.
+    `units`: this rank's stage parameters that are cut over the shard axis. `alone`: no other rank computes these stages
+    with this one, so a failure here leaves the others in step. Otherwise a failure is raised at once, unless this rank
+    has already sent and received all its messages.
     """
 
     stages: Stages
@@ -90,7 +91,7 @@ class Pipeline:
         return self.messages.num_ranks * self.stages_per_rank
 
     def cut(self, units: StageUnits) -> Pipeline:
-        """This pipeline, where the parameters of its stages are cut."""
+        """Return this pipeline with the parameters of its stages cut."""
         return replace(self, alone=False, units=units)
 
     @property
@@ -104,7 +105,7 @@ class Pipeline:
         return {stage: self.stages.holds[stage] for stage in self.own_stages}
 
     def staged(self, num_samples: int) -> Staged:
-        """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
+        """Return the stages for the planner's formulas. `num_samples`: size of the batch that was traced."""
         cuts = tuple(
             tuple(Crossing.of(s.blank.shape, s.blank.dtype.itemsize, num_samples, s.needs_grad) for s in slots)
             for slots in self.stages.cuts
@@ -115,12 +116,12 @@ class Pipeline:
 
     @property
     def held(self) -> set[str]:
-        """Parameters and buffers of all stages of this rank."""
+        """The parameters and buffers of all stages of this rank."""
         return set().union(*self.used.values())
 
     @property
     def shared(self) -> set[str]:
-        """The parameters and buffers that more than one rank's stages use: of a gradient each has a part."""
+        """The parameters and buffers that stages of several ranks use: each rank has a part of the gradient."""
         ranks: dict[str, set[int]] = {}
         for stage, names in enumerate(self.stages.holds):
             for name in names:
@@ -128,9 +129,9 @@ class Pipeline:
         return {name for name, holders in ranks.items() if len(holders) > 1}
 
     def run(self, work: Work) -> None:
-        """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
+        """Run forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
 
-        Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
+        Raises: a failure of this rank, after its messages for the others. Collective: the pipeline's ranks.
         """
         lists = actions(self.schedule, self.messages.num_ranks, self.stages_per_rank, len(work.batches))
         failure = self._run(work, lists[self.messages.place])
@@ -139,7 +140,10 @@ class Pipeline:
         self.units.end()
 
     def _run(self, work: Work, own: Actions) -> Exception | None:
-        """What failed here while this rank did its part for the others. Raises: where it could not do that part."""
+        """Run this rank's actions; return a failure after which the rank still served the others.
+
+        Raises: other failures.
+        """
         self._error = None
         kept: dict[tuple[int, int], _ForwardState] = {}
         self.units.begin(own)
@@ -160,9 +164,11 @@ class Pipeline:
         return failure
 
     def _guarded(self, act: Callable[[], Any], is_over: Callable[[], bool] = lambda: False) -> Any:
-        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost, or wait for it.
+        """Call `act` unless this rank has failed, and store its failure.
 
-        `is_over`: whether no message between stages is missing any more, whatever comes of it.
+        Raises: the failure if a peer is lost, or if other ranks wait for this stage.
+
+        `is_over`: whether no message between stages is missing any more.
         """
         if self._error is not None:
             return None
@@ -199,7 +205,7 @@ class Pipeline:
             self._note(work, stage, m, kept, passed)
             return passed.values
 
-        # An evaluation ends with the last stage: what it received, all the others have sent.
+        # An evaluation ends with the last stage: all messages of the others precede what this stage received.
         values = self._guarded(act, lambda: ends and received and stage == self._num_stages - 1)
         if values is None:
             if stage > 0 and not received:
@@ -223,7 +229,7 @@ class Pipeline:
             return self.stages.blanks(stage, work.function, work.batches[m])
 
     def _nothing(self, work: Work, stage: int, m: int, kept: _ForwardState) -> list[Tensor]:
-        """NaN for what a stage that failed would have sent; the shapes, for the backward."""
+        """Return NaN for a failed stage's outputs, and record the shapes for the backward."""
         function, batch = work.function, work.batches[m]
         kept.needs_grad = self.stages.slots(stage, function, batch)
         if stage > 0:
@@ -289,9 +295,9 @@ class Pipeline:
     # --------------------------------------------------------------------------------------------- evaluation
 
     def evaluate(self, function: Function, batch: Any) -> tuple[float, float]:
-        """The pair of numbers that a function gives, on every rank of the pipeline; without gradients.
+        """Return the pair of numbers that a function computes, on every rank of the pipeline, without gradients.
 
-        Raises: what failed here; PeerError where it was another rank. Collective: the pipeline's ranks.
+        Raises: a failure of this rank; PeerError for one of another rank. Collective: the pipeline's ranks.
         """
         told = torch.zeros(3, dtype=torch.float64)
 

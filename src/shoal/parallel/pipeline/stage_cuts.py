@@ -1,4 +1,4 @@
-"""Cuts of a model into stages: by the names of a plan, or where its largest stage is smallest."""
+"""Cuts of a model into stages: by a plan's names, or so that the largest stage is as small as possible."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.plans.legal import IN_ORDER, other_number
 
 
 def is_cut(trace: StageTrace, call: ModuleCall) -> bool:
-    """Whether all that crosses into this call are its own arguments."""
+    """Check whether the call's own arguments are all that crosses into it."""
     crossing = {key for key, (birth, last) in trace.lives.items() if birth < call.enter < last}
     return bool(call.slots) and call.keeps_graph and crossing <= call.argument_ids
 
 
 def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
-    """The first calls of the members of ModuleLists and Sequentials, in order, before which the model can be cut."""
+    """Return the first calls of members of ModuleLists and Sequentials before which the model can be cut, in order."""
     members = set(members_of(model))
     found: dict[int, ModuleCall] = {}
     seen: set[str] = set()
@@ -30,13 +30,13 @@ def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
             continue
         seen.add(call.name)
         if is_cut(trace, call):
-            # A list's first member begins where the list itself does: one cut, by the outer name.
+            # A list and its first member begin together: one cut, under the outer name.
             found.setdefault(_place(trace, call), call)
     return list(found.values())
 
 
 def _place(trace: StageTrace, call: ModuleCall) -> int:
-    """The time before which no work is done that is not before the call: that of calls around it that just began."""
+    """Return the time of the outermost enclosing call that begins at this call, with no work in between."""
     place = call.enter
     for around in trace.around(call.parent):
         if around.enter != place - 1:
@@ -46,7 +46,7 @@ def _place(trace: StageTrace, call: ModuleCall) -> int:
 
 
 def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
-    """The first module of each stage after the first. Raises: PlanError with what can be cut."""
+    """Return the first module of each stage after the first. Raises: PlanError that lists the possible cuts."""
     if split:
         return _given(model, trace, split, num_stages)
     if num_stages == 1:
@@ -65,10 +65,10 @@ def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages
 
 
 def balanced(costs: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
-    """The cuts, as places in 1..len(costs)-2, that make the dearest stage cheapest; `costs` are cumulative, from 0.
+    """Return the cuts, as indices in 1..len(costs)-2, that minimise the largest stage's cost.
 
-    A cost is a pair compared by its first number and, where those are the same, by its second. Exact, by dynamic
-    programming: O(num_stages * n^2) for n places.
+    `costs`: cumulative, from 0; pairs compared by the first number, then the second. The result is exact, by dynamic
+    programming in O(num_stages * n^2) for n cuts.
     """
     last = len(costs) - 1
 
@@ -125,13 +125,13 @@ def _places(model: nn.Module, trace: StageTrace) -> str:
 
 
 def without(trace: StageTrace, refused: Sequence[str]) -> StageTrace:
-    """The trace for a choice that may not cut before some modules."""
+    """Return the trace with some modules excluded from the possible cuts."""
     calls = [replace(call, slots=()) if call.name in refused else call for call in trace.calls]
     return replace(trace, calls=calls)
 
 
 def leak(error: LeakError, model: nn.Module, trace: StageTrace) -> PlanError:
-    """The error for people."""
+    """Return the error for the user."""
     return PlanError(
         given=f"a pipeline stage that begins at {error.begins!r}",
         conflict=error.how,

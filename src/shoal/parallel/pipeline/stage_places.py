@@ -1,4 +1,4 @@
-"""Places where a model can be cut into stages, for a plan, before any rank is started."""
+"""Modules before which a model can be cut into stages, for a plan, before any rank starts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shoal.parallel.pipeline.stages import Function, Stages
 
 
 def places(model: nn.Module, function: Function, batch: Any) -> tuple[str, ...]:
-    """The modules before which a model can be cut into stages, in the order in which they are called.
+    """Return the modules before which a model can be cut into stages, in the order of their calls.
 
-    By the engine's own rule. `function`: the loss. `batch`: tells shapes only, nothing is computed; the model may be
-    without data. Leaves the forwards of its modules as they go through a pipeline.
-    Raises: UserCodeError where the function does not run without data, and no pipeline does.
+    The rule is the engine's own. `function`: the loss. `batch`: for shapes only. Nothing is computed, so the model may
+    be without data. The modules' forwards remain wrapped, as in a pipeline.
+    Raises: UserCodeError if the function does not run without data, and thus in no pipeline.
     """
     stages, found = Stages(model, torch.device("cpu"), {}), []
     trace = shared_trace(stages, model, function, batch)
     for call in candidates(model, trace):
-        # An argument that is used once more after the call may get there past the cut: only trying tells.
+        # An argument with a use after the call may bypass the cut: only a trial shows whether it does.
         used = max((trace.lives[key][1] for key in call.argument_ids & trace.lives.keys()), default=0)
         with contextlib.suppress(LeakError):
             if used > call.exit:
@@ -37,7 +37,7 @@ def places(model: nn.Module, function: Function, batch: Any) -> tuple[str, ...]:
 
 
 def shared_trace(stages: Stages, model: nn.Module, function: Function, batch: Any) -> StageTrace:
-    """The trace, for which of equal blocks one is run where it is known that they are equal, and else all."""
+    """Return the trace. It runs one of several equal blocks if they are known to be equal, else all."""
     forwards = {id(model.get_submodule(name).forward): forward for name, forward in stages.forwards.items()}
     with contextlib.suppress(ShoalError):
         return stages.traced(function, batch, functools.partial(RepeatTracer, model, forwards))

@@ -1,6 +1,6 @@
-"""Program of a stage, read off a trace: the treatment of each call before it, and the tensors that it holds.
+"""Program of a stage, derived from a trace: the treatment of each call before the stage, and the stage's tensors.
 
-A trial of the stage without data sees that nothing that it gives comes from a stub.
+A trial of the stage without data checks that none of its outputs depends on a stub.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, Outline, Sl
 
 
 class Do(StrEnum):
-    """Treatment of a call before the stage: its code runs, or is stubbed, or the stage begins there."""
+    """Treatment of a call before the stage: run its code, replace it by a stub, or begin the stage."""
 
     RUN = "run"
     STUB = "stub"
@@ -32,7 +32,7 @@ class Do(StrEnum):
 
 @dataclass(frozen=True)
 class StageCall:
-    """A call before a stage; `outline` is that of its output in the trace."""
+    """Call before a stage; `outline` is that of its output in the trace."""
 
     name: str
     do: Do
@@ -41,7 +41,10 @@ class StageCall:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage's calls until it begins, in order; `slots` cross into it, `ends_before` is where the next begins."""
+    """A stage's calls until it begins, in order.
+
+    `slots`: the values that cross into the stage. `ends_before`: the module with which the next stage begins.
+    """
 
     stage: int
     steps: tuple[StageCall, ...]
@@ -51,7 +54,7 @@ class StageProgram:
 
 
 def programs(trace: StageTrace, firsts: Sequence[str]) -> list[StageProgram]:
-    """A program a stage. Raises: PlanError where a stage cannot do without what it would stub."""
+    """Return a program per stage. Raises: PlanError if a stage needs a value that it would stub."""
     begins: list[ModuleCall] = []
     for name in firsts:
         call = trace.first(name)
@@ -102,7 +105,7 @@ def _is_stubbed(call: ModuleCall, begin: ModuleCall) -> bool:
 
 
 def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) -> list[set[str]]:
-    """The parameters and buffers that each stage uses, all of `names` in one of them at least.
+    """Return the parameters and buffers that each stage uses; each of `names` is in at least one stage.
 
     Raises: PlanError for a buffer that one stage writes and another reads.
     """
@@ -122,13 +125,13 @@ def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) ->
                 conflict=f"{name!r} is written on one stage and used on another",
                 remedy="cut the model elsewhere by pipeline.split, so that one stage has both",
             )
-    for name in set(names).difference(*held):  # used by no code: kept where its module is
+    for name in set(names).difference(*held):  # unused names go to the stage of their module
         held[_stage_of_module(trace, name, begins)].add(name)
     return held
 
 
 def _stages_of(trace: StageTrace, time: int, call: int | None, begins: Sequence[ModuleCall]) -> list[int]:
-    """The stages that run the code of `call` at `time`: the one that it is in, and those after that do not stub it."""
+    """Return the stages that run the code of `call` at `time`: its own stage and later stages that do not stub it."""
     own = sum(begin.enter <= time for begin in begins)
     around = list(trace.around(call))
     after = [
@@ -163,7 +166,7 @@ class Followed(Protocol):
     begun: bool
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Call of a module's forward, as the stage does it."""
+        """Call a module's forward, as the stage does."""
 
 
 class StubWatch(FunctionTrace):
@@ -176,11 +179,11 @@ class StubWatch(FunctionTrace):
         self._used = self._spoilt = ""
 
     def follow(self, run: Followed) -> None:
-        """Sets the forward that is tried."""
+        """Set the forward to test."""
         self._run = run
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Does a module's call as the forward does it."""
+        """Call a module as the tested forward does."""
         self._inside.append(name)
         try:
             return self._run.call(name, forward, args, kwargs)
@@ -188,7 +191,7 @@ class StubWatch(FunctionTrace):
             self._inside.pop()
 
     def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Stand-in of the module's output, marked as coming from a stub."""
+        """Return a substitute for the module's output, marked as a stub's."""
         arguments = tree_leaves((args, kwargs))
         assert step.outline is not None
         with torch._C.DisableTorchFunction():
@@ -200,7 +203,7 @@ class StubWatch(FunctionTrace):
         return output
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of what is computed from what stubs gave."""
+        """Mark values that are computed from a stub's output."""
         origin = next((self._sources[id(t)] for t in call.given if id(t) in self._sources), None)
         changed = [*call.made, *written_by(call)]
         if origin is None or not changed:
@@ -214,7 +217,7 @@ class StubWatch(FunctionTrace):
             self._used = f", by {call.name} in " + (repr(where) if where else "the loss")
 
     def judge(self, begins: str, result: list[Any]) -> None:
-        """Raises: LeakError where something of the result comes from a stub."""
+        """Raise LeakError if a part of the result depends on a stub."""
         origin = next((self._sources[id(leaf)] for leaf in result if id(leaf) in self._sources), None)
         if origin is not None:
             how = f"what {origin!r} gives on a stage before is used after the cut{self._used or ' as it is'}"

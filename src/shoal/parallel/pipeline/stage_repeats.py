@@ -1,8 +1,8 @@
-"""Trace for stages in which one of equal calls of blocks is run, and what was noted of it stands for the others.
+"""Trace for stages that runs one of several equal calls of blocks and copies its records for the others.
 
-Calls are equal where the block's state is, that of its arguments, and which of these depend on earlier stages. A call
-is run all the same where that is not all that could make a difference: where it takes other tensors than its own and
-its arguments, writes into these, changes any state, or makes something of its place among its like.
+Calls are equal if the states of block and arguments are equal, and the same arguments depend on earlier stages. A call
+runs nevertheless if something else could make a difference: if it takes tensors other than its own and its arguments,
+writes into these, changes any state, or uses its index among its siblings.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shoal.parallel.model.module_state import PlaceNumber, UnknownStateError, pl
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer, Use, written_by
 
-# Packages whose blocks were seen to keep nothing beside their arguments and attributes: no globals, for example, which
-# nothing here looks at. Blocks of all others are run.
+# Packages with blocks that are known to keep no state outside their arguments and attributes. The trace does not
+# examine globals, for example. Blocks of all other packages run.
 _PACKAGES = frozenset(("torch", "transformers"))
 
 
@@ -35,25 +35,25 @@ def _is_known(block: nn.Module) -> bool:
 
 
 class EscapeError(Exception):
-    """A value that a block did not return was used elsewhere, and so what equal ones leave is not known."""
+    """A value that a block did not return was used elsewhere, so the values of equal blocks are not known."""
 
 
 @dataclass
 class _Running:
-    """Call that is run: the ids of tensors that it may take, those that it made; `alone` if it took no others."""
+    """Call in progress: the ids of tensors that it may take and has made; `alone` if it took no others."""
 
     own: set[int]
     made: set[int] = field(default_factory=set)
     alone: bool = True
 
     def take(self, tensor: Tensor) -> None:
-        """Notes a tensor that is taken."""
+        """Record a tensor that the call takes."""
         self.alone &= id(tensor) in self.own or id(tensor) in self.made
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Tensor of an output; `whole`: id, shape, stride, dtype and device of the one that it is or is a `view` of."""
+    """Tensor of an output. `whole`: id, shape, stride, dtype and device of the tensor or, for a `view`, of its base."""
 
     id: int
     needs_grad: bool
@@ -61,7 +61,7 @@ class _Made:
     view: tuple[torch.Size, tuple[int, ...], int] | None
 
     def again(self) -> dict[int, Tensor]:
-        """New tensors like it and its whole, by the old ones' ids."""
+        """Return new tensors like this one and its base, by the old tensors' ids."""
         key, shape, stride, dtype, device = self.whole
         with torch._C.DisableTorchFunction():
             root = torch.empty((), device=device).requires_grad_(self.needs_grad)
@@ -70,19 +70,19 @@ class _Made:
 
 
 class _Whole(torch.autograd.Function):
-    """A tensor that is no leaf, as what a block computes is none."""
+    """Autograd function that creates a tensor that is no leaf, like any result of a block."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=root.device)
 
 
-_Output = _Made | int | tuple[Any]  # a new tensor, the argument of that number, or another object
+_Output = _Made | int | tuple[Any]  # a new tensor, the argument of that index, or another object
 
 
 @dataclass(frozen=True)
 class _Amounts:
-    """Of all that came before: time, calls, FLOPs and bytes of parameters."""
+    """Totals before a point of the trace: time, calls, FLOPs and bytes of parameters."""
 
     end: int
     calls: int
@@ -92,7 +92,7 @@ class _Amounts:
 
 @dataclass(frozen=True)
 class _Record:
-    """All that a call of a block brought into the trace, as it stands there."""
+    """All that a call of a block added to the trace, with the trace's own ids and times."""
 
     block: str
     arguments: tuple[int, ...]  # ids of tensors
@@ -107,7 +107,7 @@ class _Record:
 
 
 class RepeatTracer(StageTracer):
-    """Tracer of a model of equal blocks. `unwrapped`: the forwards of its modules, by the ids of what is around them.
+    """Tracer of a model with equal blocks. `unwrapped`: the modules' own forwards, by the ids of their wrappers.
 
     Raises: EscapeError at the end of the run.
     """
@@ -120,15 +120,15 @@ class RepeatTracer(StageTracer):
         self._all_names = self._names | {id(module): name for name, module in model.named_modules()}
         self._records: dict[Hashable, _Record | None] = {}
         self._running: _Running | None = None
-        self._inner: set[int] = set()  # what blocks made and did not return
+        self._inner: set[int] = set()  # tensors that blocks made and did not return
         self._escaped = False
         self._places: list[PlaceNumber] = []
         self._usual: Collection[str] = ()  # attributes of every tensor in the run
-        self._fresh = itertools.count(-1, -1)  # as ids of what is not there
+        self._fresh = itertools.count(-1, -1)  # ids for tensors that do not exist
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The context of the traced run."""
+        """Return the context of the traced run."""
         homes = [place for block in self._blocks.values() for place in place_numbers(block)]
         self._places = [PlaceNumber(value) for _, _, value in homes]
         for (home, key, _), number in zip(homes, self._places, strict=True):
@@ -145,7 +145,7 @@ class RepeatTracer(StageTracer):
             raise EscapeError
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of the tensors that a block takes."""
+        """Record the tensors that a block takes."""
         for tensor in call.given:
             self._take(tensor)
         if self._running is not None:
@@ -160,7 +160,7 @@ class RepeatTracer(StageTracer):
             self._running.take(tensor)
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Notes a call of a module, and does it unless an equal one is known."""
+        """Record a call of a module, and run it unless an equal call is known."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = tensors_in(leaves)
         for tensor in tensors:
@@ -188,7 +188,7 @@ class RepeatTracer(StageTracer):
 
     @contextlib.contextmanager
     def _alone(self, name: str, tensors: list[Tensor]) -> Iterator[_Running]:
-        """A context that sees whether a call takes only what is its own."""
+        """Return a context that checks whether a call takes only its own tensors."""
         own = {key for key, full in self._names.items() if full.startswith(f"{name}.")}
         self._running = running = _Running(own | set(map(id, tensors)))
         for number in self._places:
@@ -202,7 +202,7 @@ class RepeatTracer(StageTracer):
     # ------------------------------------------------------------------------------------------------------- equality
 
     def _state(self, name: str, tensors: list[Tensor], others: list[Any]) -> Hashable | None:
-        """Equal for calls of blocks that do the same; None where that cannot be told."""
+        """Return a state that is equal for calls that do the same; None if that cannot be determined."""
         if any(id(tensor) in self._names for tensor in tensors):
             return None
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
@@ -223,7 +223,7 @@ class RepeatTracer(StageTracer):
         return None if name is None else self._renamed(name, block, "")
 
     def _renamed(self, name: str, block: str, other: str) -> str:
-        """The name in another block of what is in this one."""
+        """Return the name with the block's prefix replaced by the other block's."""
         return other + name.removeprefix(block) if name == block or name.startswith(f"{block}.") else name
 
     def _argument(self, tensor: Tensor, seen: dict[int, int], place: int) -> Hashable:
@@ -240,7 +240,7 @@ class RepeatTracer(StageTracer):
     def _record(
         self, name: str, tensors: list[Tensor], output: Any, before: tuple[_Amounts, int, set[int]], running: _Running
     ) -> _Record | None:
-        """All that a call has brought; None where what it returned cannot be made again."""
+        """Return all that a call has added to the trace; None if its output cannot be reproduced."""
         trace, arguments = self.trace, tuple(map(id, tensors))
         amounts, uses, born = before
         leaves, spec = tree_flatten(output)
@@ -283,7 +283,7 @@ class RepeatTracer(StageTracer):
     # -------------------------------------------------------------------------------------------------------- repeats
 
     def _repeated(self, record: _Record, name: str, arguments: list[Tensor]) -> Any:
-        """What an equal call would return, noted as if it had been done."""
+        """Return an equal call's output, and record the call as if it had run."""
         made: dict[int, Tensor] = {}
         for output in record.outputs:
             made |= output.again() if isinstance(output, _Made) else {}
@@ -301,7 +301,7 @@ class RepeatTracer(StageTracer):
         return tree_unflatten(leaves, record.spec)
 
     def _noted(self, record: _Record, name: str, ids: dict[int, int]) -> ModuleCall:
-        """Brings into the trace what a record has of another block, and gives the call of this one."""
+        """Copy a record of another block into the trace; return the call of this block."""
         trace, now, before, after = self.trace, self._amounts(), record.before, record.after
         later, further = now.end - before.end, now.calls - before.calls
         for key, (birth, last) in record.lives.items():
@@ -338,7 +338,7 @@ class RepeatTracer(StageTracer):
 
 
 def _made(leaf: Tensor, running: _Running) -> _Made | None:
-    """Description of a tensor that a call has made; None where it is of a kind that cannot be made again."""
+    """Return the description of a tensor that a call has made; None if its kind cannot be reproduced."""
     with torch._C.DisableTorchFunction():
         whole = leaf._base if leaf._is_view() else leaf
         if not isinstance(leaf, FakeTensor) or not isinstance(whole, FakeTensor) or not leaf.is_floating_point():

@@ -21,7 +21,7 @@ Forward = Callable[..., Any]
 
 
 class StageShapes:
-    """Output shapes of modules, from a run without data, once for each kind of arguments."""
+    """Output shapes of modules, from one run without data for each kind of arguments."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._modules = dict(model.named_modules())
@@ -30,7 +30,7 @@ class StageShapes:
         self.is_running = False
 
     def output(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> tuple[Any, int]:
-        """(what stands for the output, how many random numbers the call would have drawn of a GrainScope)."""
+        """Return (a stub for the output, number of random draws of a GrainScope that the call would have made)."""
         leaves, spec = tree_flatten((args, kwargs))
         key = self._key(name, leaves, spec)
         outline = self._known.get(key)

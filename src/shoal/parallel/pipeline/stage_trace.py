@@ -1,7 +1,7 @@
 """Trace of a model for its division into stages: the order of module calls, and the dependences of values.
 
-The user's own function runs once on tensors without data. A value is *tainted* where a stage that does not hold the
-modules before it cannot compute it: the output of a module with parameters, and all that is computed from that.
+The user's own function runs once on tensors without data. A value is *tainted* if a stage without the earlier modules
+cannot compute it: the output of a module with parameters, and everything computed from that output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 
 Forward = Callable[..., Any]
 
-# Reading one of these from a parameter needs it on its device, though not its values.
+# To read one of these, a parameter must be on its device, but needs no values.
 _PLACES = {Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.get_device}  # type: ignore[attr-defined]
 
 
@@ -39,11 +39,11 @@ class Blank:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Blank:
-        """Blank of a tensor."""
+        """Return the blank of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
 
     def filled(self, dense: bool = False) -> Tensor:
-        """A tensor of NaN, or zeros where the dtype has none; one number in memory unless it is to be written into."""
+        """Return a tensor of NaN, or of zeros for integers; only one number in memory unless `dense`."""
         is_float = self.dtype.is_floating_point or self.dtype.is_complex
         one = torch.full((), float("nan") if is_float else 0, dtype=self.dtype, device=self.device)
         one.requires_grad_(self.requires_grad and torch.is_grad_enabled())
@@ -51,7 +51,7 @@ class Blank:
         return whole.clone() if dense else whole
 
     def empty(self) -> Tensor:
-        """A tensor to receive into."""
+        """Return a tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -64,14 +64,14 @@ class Outline:
 
     @classmethod
     def of(cls, output: Any, arguments: list[Any]) -> Outline:
-        """Outline of an output, where the call had these leaves of arguments."""
+        """Return the outline of a call's output, given the leaves of its arguments."""
         places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         leaves, spec = tree_flatten(output)
         described = (places.get(id(leaf), Blank.of(leaf)) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
         return cls(tuple(described), spec)
 
     def filled(self, arguments: list[Any], dense: bool) -> Any:
-        """An output for these leaves of arguments, without meaning."""
+        """Return a meaningless output of this structure for the given leaves of arguments."""
         made = []
         for leaf in self.leaves:
             if isinstance(leaf, Blank):
@@ -101,13 +101,13 @@ class ModuleCall:
     exit: int = -1
     slots: tuple[Slot, ...] = ()
     argument_ids: frozenset[int] = frozenset()
-    flops: int = 0  # of all before it
-    parameter_bytes: int = 0  # of all that were used before it
+    flops: int = 0  # total of all calls before this one
+    parameter_bytes: int = 0  # total of the parameters used before this call
     tainted: bool = False
     uses_parameters: bool = False
-    writes_into: str = ""  # a value from outside that a stage would have to know of
+    writes_into: str = ""  # a value from outside that a stage would have to know
     dense: bool = False  # its output is written into
-    keeps_graph: bool = True  # whether autograd records here what it records elsewhere
+    keeps_graph: bool = True  # whether autograd records as in the rest of the trace
     outline: Outline | None = None
 
 
@@ -133,11 +133,11 @@ class StageTrace:
     parameter_bytes: int = 0
 
     def first(self, name: str) -> ModuleCall | None:
-        """The first call of a module."""
+        """Return the first call of a module, or None."""
         return next((call for call in self.calls if call.name == name), None)
 
     def around(self, call: int | None) -> Iterator[ModuleCall]:
-        """A call and those around it, from the inside."""
+        """Yield a call and its enclosing calls, from the inside."""
         while call is not None:
             yield self.calls[call]
             call = self.calls[call].parent
@@ -160,11 +160,11 @@ class StageTracer(FunctionTrace):
 
     @property
     def total_flops(self) -> int:
-        """The FLOPs up to now."""
+        """Number of FLOPs until now."""
         return self._flops.get_total_flops() + self._repeated_flops
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Notes a call of a module and does it."""
+        """Record a call of a module and run it."""
         trace = self.trace
         trace.end += 1
         parent = self._open[-1].number if self._open else None
@@ -215,7 +215,7 @@ class StageTracer(FunctionTrace):
             self.trace.lives[id(value)] = self.trace.lives[id(value)][0], self.trace.end
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of the parameters that are used, and of what depends on a stage before."""
+        """Record which parameters are used, and which values depend on an earlier stage."""
         written = written_by(call)
         if not call.made and not written and call.func not in _PLACES:
             return
@@ -244,7 +244,7 @@ class StageTracer(FunctionTrace):
             self.trace.parameter_bytes += self._sizes[name]
 
     def _written(self, tensor: Tensor) -> None:
-        """Taints what is written into; noted for each call into which it was given from outside."""
+        """Taint a tensor that is written into, and record it in each call that received it from outside."""
         for value in (tensor, tensor._base):
             if value is None or id(value) in self._tainted or id(value) in self._names:
                 continue
@@ -255,15 +255,15 @@ class StageTracer(FunctionTrace):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The context of the traced run."""
-        with sdpa_kernel(SDPBackend.MATH), self._flops, self:  # flash attention on a CPU counts as nothing
+        """Return the context of the traced run."""
+        with sdpa_kernel(SDPBackend.MATH), self._flops, self:  # flash attention on a CPU counts no FLOPs
             yield
         self.trace.end += 1
         self.trace.flops = self.total_flops
 
 
 def written_by(call: FunctionCall) -> list[Tensor]:
-    """The tensors that a torch function writes into."""
+    """Return the tensors that a torch function writes into."""
     name, args, kwargs = getattr(call.func, "__name__", ""), call.args, call.kwargs
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
@@ -273,9 +273,9 @@ def written_by(call: FunctionCall) -> list[Tensor]:
 
 @contextlib.contextmanager
 def without_data(module: nn.Module, device: torch.device) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
-    """A context in which a module's tensors have no data and shapes on `device`; gives the mode, and them by name.
+    """Return a context in which a module's tensors are fake, on `device`; it yields the mode, and the tensors by name.
 
-    Fake and not meta tensors: only those follow autocast as real ones on their device do.
+    The tensors are fake instead of meta: only fake tensors follow autocast as real tensors on their device do.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
@@ -304,7 +304,7 @@ def without_data(module: nn.Module, device: torch.device) -> Iterator[tuple[Fake
 
 
 def fake_of(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
-    """A value whose tensors have no data, on `device`; one tensor for the same tensor."""
+    """Return a value with its tensors replaced by fake ones on `device`; a repeated tensor stays the same tensor."""
     seen: dict[int, Tensor] = {}
 
     def one(leaf: Tensor) -> Tensor:

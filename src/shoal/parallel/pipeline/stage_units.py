@@ -1,8 +1,8 @@
-"""FSDP units of pipeline stages: parameters cut over the shard axis, gathered where a stage computes them.
+"""FSDP units of pipeline stages: parameters cut over the shard axis, gathered when a stage computes them.
 
-torch's fully_shard cuts the parameters and moves them; when is decided here. Its own hooks take a model for one that
-runs as a whole: a stage stubs modules, is left in the midst of the model, and has several microbatches between their
-forward and their backward, whose gradients come in two halves under zero bubble.
+torch's fully_shard cuts and moves the parameters; this module decides when. torch's own hooks assume a model that runs
+as a whole. A stage stubs modules and leaves the model in the middle. Several microbatches are between forward and
+backward at a time, and under zero bubble their gradients come in two halves.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torch.utils._pytree import tree_leaves
 from shoal.parallel.shard.param_groups import param_groups, release_gathered
 from shoal.plans.schedule import Action, ActionKind, Actions
 
-# A backward that gives weights their gradients.
+# Backwards that compute gradients of weights.
 _WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 @dataclass
 class GatherUnit:
-    """Parameters that are gathered as one, and the stages of this rank that use them; `name`: their module."""
+    """Parameters that are gathered together, and the stages of this rank that use them; `name`: their module."""
 
     name: str
     group: Any  # torch's FSDPParamGroup
     stages: frozenset[int]
 
     def weights(self) -> list[Tensor]:
-        """Its parameters as autograd knows them, gathered or not; none before a first forward."""
+        """Return the parameters that autograd uses, gathered or not; none before a first forward."""
         return [p._unsharded_param for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gathers it for a forward, with the arguments to go on with. Collective: the shard axis, an all-gather."""
+        """Gather the unit for a forward; return the forward's arguments. Collective: the shard axis, an all-gather."""
         return self.group.pre_forward(None, args, kwargs)  # type: ignore[no-any-return]
 
     def leave(self, output: Any) -> None:
-        """Lets go of it after the forward that gave `output`, whose gradient brings it back."""
+        """Release the unit after the forward that returned `output`. The output's gradient gathers the unit again."""
         self.group.post_forward(None, None, output)
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -53,7 +53,7 @@ class GatherUnit:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """A forward that is computed again in a backward: gathered for it where it is not."""
+        """Return the context of a forward that a backward recomputes: the unit is gathered meanwhile."""
         lacking = not self.group.is_unsharded
         if lacking:
             self.gather()
@@ -64,13 +64,13 @@ class GatherUnit:
                 self.group._to_sharded()
 
     def gather(self) -> None:
-        """Gathers it for a backward. Collective: the shard axis, an all-gather where it is not there."""
+        """Gather the unit for a backward. Collective: the shard axis, an all-gather if it is not gathered yet."""
         self.group._training_state = TrainingState.PRE_BACKWARD
         self.group.unshard(False)
         self.group.wait_for_unshard()
 
     def end(self) -> None:
-        """After a stage's backward: scatters what autograd did not come to the end of."""
+        """Scatter, after a stage's backward, the gradients for which autograd did not call the hook."""
         if self.weights() and self.group._training_state != TrainingState.POST_BACKWARD:
             self.group.post_backward()
         self.group._training_state = TrainingState.IDLE
@@ -80,15 +80,15 @@ class GatherUnit:
 class StageUnits:
     """Units of one rank's stages; `used[s]` names the parameters of its stage s.
 
-    keep: what is gathered once in a step stays (level "gradients"), else each forward and backward gathers anew, and
-    under zero bubble both halves of a backward. late: gradients are scattered with the last microbatch only.
+    `keep`: parameters stay gathered within a step (level "gradients"). Otherwise each forward and backward gathers
+    again, under zero bubble both halves of a backward. `late`: only the last microbatch scatters gradients.
     """
 
     def __init__(self, model: nn.Module, used: Mapping[int, set[str]], *, keep: bool, late: bool) -> None:
         self._model, self._keep, self._late = model, keep, late
         names = {id(p): name for name, p in model.named_parameters()}
         self.inner: dict[str, GatherUnit] = {}
-        self.own: GatherUnit | None = None  # what is in no unit, gathered for a stage as a whole
+        self.own: GatherUnit | None = None  # parameters in no other unit, gathered for a stage as a whole
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
@@ -105,38 +105,38 @@ class StageUnits:
 
     @property
     def units(self) -> list[GatherUnit]:
-        """All of them."""
+        """All units of this rank."""
         return [*self.inner.values(), *([self.own] if self.own is not None else [])]
 
     def of(self, stage: int) -> list[GatherUnit]:
-        """Units that a stage uses."""
+        """Return the units that a stage uses."""
         return [unit for unit in self.units if stage in unit.stages]
 
     def weights(self) -> list[Tensor]:
-        """The parameters as autograd knows them, gathered or not; after a first forward."""
+        """Return the parameters that autograd uses, gathered or not; call after a first forward."""
         plain = [p for p in self._model.parameters() if not hasattr(p, "to_local") and not p.is_meta]
         return [p for p in (*plain, *(p for unit in self.units for p in unit.weights())) if p.requires_grad]
 
     # ------------------------------------------------------------------------------------------------ one step
 
     def begin(self, own: Actions) -> None:
-        """Before a rank's actions of one step: notes which is each unit's last backward."""
+        """Prepare a rank's actions of one step: record each unit's last backward."""
         if self.units:
             root: Any = self._model
-            root._get_fsdp_state()._lazy_init()  # after memory was given to what is cut, and before any unit by itself
+            root._get_fsdp_state()._lazy_init()  # after the cut parameters have memory, and before any unit by itself
         self._lasts = {}
         for action in own:
             if action.kind in _WEIGHTS:
                 self._lasts |= {id(unit): action for unit in self.of(action.stage)}
 
     def end(self) -> None:
-        """After them: nothing stays gathered, since an update comes next. An evaluation's stays, as long as wanted."""
+        """Free all gathered parameters before the update. After an evaluation they may stay gathered."""
         for unit in self.units:
             unit.group.reshard()
 
     @contextlib.contextmanager
     def forward(self, stage: int) -> Iterator[Callable[[Any], None]]:
-        """The context of a stage's forward; what it gives is called with the forward's output."""
+        """Return the context of a stage's forward; it yields a function to call with the forward's output."""
         own = self.own if self.own is not None and stage in self.own.stages else None
         if own is not None:
             own.enter((), {})
@@ -147,9 +147,10 @@ class StageUnits:
 
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """The context of an action, without effect on a forward.
+        """Return the context of an action, without effect on a forward.
 
-        Collective: the shard axis, an all-gather a unit that is not there and a reduce-scatter a unit that is due.
+        Collective: the shard axis, an all-gather per unit that is not gathered and a reduce-scatter per unit that is
+        due.
         """
         found = self.of(action.stage) if action.kind is not ActionKind.FORWARD else []
         for unit in found:
@@ -168,9 +169,9 @@ class StageUnits:
             scattered.clear()
 
     def turns(self, stage: int, groups: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-        """For weights whose gradients come group by group: asked for the next before each of them, and once more.
+        """Yield before each group of weights, for the computation of their gradients, and once at the end.
 
-        A unit is gathered before the first group that has a weight of it, and scattered after the last.
+        A unit is gathered before the first group with a weight of the unit, and scattered after the last.
         """
         units = self.of(stage)
         homes = {id(w): number for number, unit in enumerate(units) for w in unit.weights()}

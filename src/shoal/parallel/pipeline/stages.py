@@ -1,10 +1,10 @@
 """Pipeline stages of an unmodified module: each stage runs the user's own function.
 
-Modules before the stage are stubbed: they give tensors of the right shape, of NaN and without memory. When the first
-module of the stage is called, those of its arguments that depend on stubs are replaced by what the stage before sent;
-when the first module of the next stage is called, its arguments are what this stage sends, and the function is left.
-What depends on the batch alone is computed by each stage. A value that crosses a cut in any other way is refused when
-the stages are built, and would be NaN.
+Modules before the stage are stubbed: they return tensors of the right shape, filled with NaN and without memory. At the
+call of the stage's first module, values from the previous stage replace the arguments that depend on stubs. At the call
+of the next stage's first module, its arguments are what this stage sends, and the function is left. Each stage computes
+what depends on the batch alone. A value that crosses a cut in any other way would be NaN; building the stages refuses
+it.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from shoal.runs.user_frames import raised_in_derivative
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
-# Gives the tensors that stand for those of the stage before, which are like the given ones.
+# Returns the previous stage's tensors, given stubs of equal shape and dtype.
 Receive = Callable[[list[Blank]], list[Tensor]]
-# (the call's step, forward, args, kwargs) -> what stands for the output.
+# (the call's step, forward, args, kwargs) -> a substitute for the output.
 Stub = Callable[[StageCall, Forward, Any, Any], Any]
 
 
 class Around(Protocol):
-    """Wrapper of the forward of a module where a stage computes it, and not where it is stubbed."""
+    """Wrapper of a module's forward on the stage that computes it; stubbed modules are not wrapped."""
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before it: the arguments to go on with."""
+        """Prepare the forward; return its arguments."""
 
     def leave(self, output: Any) -> None:
-        """After it, also where the stage ends within the module: the output, or what is sent on."""
+        """End the forward, also if the stage ends within the module. `output`: the output, or the values to send."""
 
     def again(self) -> AbstractContextManager[None]:
-        """Around the same forward where a backward computes it again."""
+        """Return a context for the same forward when a backward recomputes it."""
 
 
 class Follower(Protocol):
-    """Module that needs to know of its stubbed calls."""
+    """Module that must be notified of its stubbed calls."""
 
     def begin(self) -> None:
-        """A forward through a stage begins."""
+        """Begin a forward through a stage."""
 
     def stubbed(self, args: Any, kwargs: Any) -> None:
-        """Its own is stubbed; tensors among the arguments may be stubs."""
+        """Record a stubbed call of the module; tensors among the arguments may be stubs."""
 
 
 class _Left(BaseException):
-    """Leaves the user's function where the next stage begins; no `except Exception` of the user's keeps it."""
+    """Exception that leaves the user's function at the next stage's beginning; no `except Exception` catches it."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class _Modules:
-    """What is to be done at modules, by their names."""
+    """Special treatment of modules, by name."""
 
     followers: Mapping[str, Follower]
     around: Mapping[str, Around]
@@ -91,7 +91,7 @@ class _Modules:
 
 
 class _StageRun:
-    """Follows one forward through a stage; `call` is what every watched module's forward goes through."""
+    """One forward through a stage; every watched module's forward passes through `call`."""
 
     def __init__(self, program: StageProgram, stub: Stub, receive: Receive, modules: _Modules) -> None:
         self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
@@ -99,7 +99,7 @@ class _StageRun:
         self.begun = program.stage == 0
         self.received: list[Tensor] = []
         self._stands_for: dict[int, Tensor] = {}
-        self._stubs: list[Any] = []  # an id is a tensor's only as long as it lives
+        self._stubs: list[Any] = []  # an id is unique only while its tensor lives
         for follower in modules.followers.values():
             follower.begin()
 
@@ -158,9 +158,10 @@ class _StageRun:
 
 
 class Stages:
-    """Stages of one model; `num_stages` of them, begun by `firsts`, of which this rank runs some.
+    """Stages of one model; `firsts` are the modules with which stages after the first begin.
 
-    The model has no data while this is built, and afterwards data for what `holds` says of the stages that are run.
+    This rank runs some stages. The model has no data at construction, and later data for the names in `holds` of the
+    stages that this rank runs.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, followers: Mapping[str, Follower]) -> None:
@@ -171,12 +172,12 @@ class Stages:
         self._sizes = {n: t.numel() * t.itemsize for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.firsts: list[str] = []
         self.holds: list[set[str]] = []
-        self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
-        self.around: dict[str, Around] = {}  # by the modules' names
+        self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the traced batch
+        self.around: dict[str, Around] = {}  # by module name
         self._compiled: dict[str, Forward] = {}
-        self.forwards: dict[str, Forward] = {}  # as they were, by the modules' names
+        self.forwards: dict[str, Forward] = {}  # the modules' own forwards, by module name
         self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
-        for name, module in model.named_modules():  # every forward goes through this, and its name stays what it is
+        for name, module in model.named_modules():  # every forward passes through `_call`; forward keeps its name
             self.forwards[name] = module.forward
             module.forward = functools.partial(self._call, name, module.forward)
 
@@ -192,9 +193,18 @@ class Stages:
         device: torch.device | None = None,
         followers: Mapping[str, Follower] | None = None,
     ) -> Stages:
-        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only; `followers` by module.
+        """Cut a model into stages.
 
-        Raises: PlanError where it cannot be cut so; UserCodeError where it cannot be traced.
+        Args:
+            model: model without data.
+            function: the loss.
+            batch: a batch, for shapes only.
+            num_stages: number of stages.
+            split: first module of each stage after the first; by default automatic.
+            device: device of the computation; by default the CPU.
+            followers: modules to notify of stubbed calls, by name.
+
+        Raises: PlanError if the model cannot be cut so; UserCodeError if it cannot be traced.
         """
         stages = cls(model, device or torch.device("cpu"), followers or {})
         trace = stages.traced(function, batch)
@@ -225,9 +235,10 @@ class Stages:
         return self._handler(name, forward, args, kwargs)
 
     def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
-        """Puts what `compiled` makes of their forwards in the place of those of the model's blocks; their names.
+        """Replace the forwards of the model's blocks by those that `compiled` returns; return the blocks' names.
 
-        Not of a block within which a stage begins, and only where a stage computes it.
+        Blocks within which a stage begins are excluded. The replacement applies only on the stage that computes the
+        block.
         """
         names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
         forwards = ((name, compiled(name, self.forwards[name])) for name in names)
@@ -254,12 +265,12 @@ class Stages:
             self._handler = before
 
     def is_before(self) -> bool:
-        """Whether a forward is in the modules before its stage, whose outputs mean nothing."""
+        """Check whether a forward is in modules before its stage. Their outputs are meaningless."""
         run = getattr(self._handler, "__self__", None)
         return self._shapes.is_running or (isinstance(run, _StageRun) and not run.begun)
 
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
-        """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
+        """Run one stage's part of `function(model, batch)`; a stage after the first begins with a call of `receive`."""
         program = self._program(function, batch)[stage]
         run = _StageRun(program, self._stub, receive, _Modules(self._followers, self.around, self._compiled))
         try:
@@ -272,7 +283,7 @@ class Stages:
         return Passed(run.received, [], result)
 
     def blanks(self, stage: int, function: Function, batch: Any) -> list[Blank]:
-        """Blanks of the values that a stage would receive, found without computing them."""
+        """Return blanks of the values that a stage would receive, without computing the values."""
 
         def stop(blanks: list[Blank]) -> list[Tensor]:
             found.extend(blanks)
@@ -283,12 +294,12 @@ class Stages:
         return found
 
     def slots(self, stage: int, function: Function, batch: Any) -> list[bool]:
-        """Of each value that a stage receives, whether it has a gradient."""
+        """Return, for each value that a stage receives, whether it has a gradient."""
         return [slot.needs_grad for slot in self._program(function, batch)[stage].slots]
 
     @contextlib.contextmanager
     def recomputing(self, stage: int, function: Function, batch: Any, received: list[Tensor]) -> Iterator[None]:
-        """The context of a backward: where it computes a forward again, the stage begins with what it received."""
+        """Return the context of a backward: a forward that it recomputes starts from the stage's received values."""
         program = self._program(function, batch)[stage]
         stubs = {step.name for step in program.steps if step.do in (Do.STUB, Do.DENSE)}
 
@@ -327,12 +338,12 @@ class Stages:
 
     @contextlib.contextmanager
     def _without_data(self, function: Function) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
-        users = {"loss": getattr(function, "function", function)}  # of a LossPair its own
+        users = {"loss": getattr(function, "function", function)}  # a LossPair's own function
         with NoTrace(self._model, users), without_modes(), without_data(self._model, self._device) as found:
             yield found
 
     def traced(self, function: Function, batch: Any, kind: Callable[..., StageTracer] = StageTracer) -> StageTrace:
-        """Trace of the function's calls in time. Raises: UserCodeError where it does not run without data."""
+        """Return the trace of the function's calls in time. Raises: UserCodeError if it does not run without data."""
         try:
             with self._without_data(function) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}
@@ -360,7 +371,7 @@ class Stages:
         return tracer.trace
 
     def check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
-        """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
+        """Run each stage without data and check that no output depends on a stub. Raises: LeakError."""
         for program in made[1:]:
             with self._without_data(function) as (mode, named):
                 watch = StubWatch(named)

@@ -1,7 +1,8 @@
 """DeepSpeed-Ulysses attention: an all-to-all from some positions of all heads to all positions of some heads, and back.
 
-As in DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Each rank attends from all positions for its heads, so that
-causal attention is as much work on each. Positions are cut into pieces of one size; the last ones may stand for none.
+The method follows DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Each rank attends from all positions for its
+heads, so causal attention is equal work on each rank. Positions are cut into equal pieces; the last ones may be
+padding.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 
 def _all_to_all(flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    """`given[i]` numbers to rank i, `taken[i]` from it. Collective: the axis, one all-to-all."""
+    """Send `given[i]` numbers to rank i and receive `taken[i]` from it. Collective: the axis, one all-to-all."""
     found = flat.new_empty(sum(taken))
     if is_without_data(flat):
         return found
-    width = flat.element_size()  # bytes, because Gloo does not know every dtype
+    width = flat.element_size()  # bytes, because Gloo does not support every dtype
     sizes = [n * width for n in taken], [n * width for n in given]
     dist.all_to_all_single(found.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
     return found
 
 
 def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]], axis: TensorAxis) -> Any:
-    """To rank i the tensors `pieces[i]`; from it tensors of `shapes[i]`. Collective: the axis, one all-to-all."""
+    """Send the tensors `pieces[i]` to rank i, receive `shapes[i]` from it. Collective: the axis, one all-to-all."""
     flat = torch.cat([tensor.reshape(-1) for to in pieces for tensor in to])
     given = [sum(tensor.numel() for tensor in to) for to in pieces]
     taken = [sum(shape.numel() for shape in of) for of in shapes]
@@ -47,10 +48,10 @@ def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torc
 
 
 def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> Tensor:
-    """scaled_dot_product_attention of slices [B, H, size, d], a mask for all positions; gives [B, H, size, d].
+    """Compute scaled_dot_product_attention of slices [B, H, size, d], with a mask for all positions.
 
-    Collective: the axis, an all-to-all of query, key and value and one of what is found; as much in the backward.
-    Raises: JobError for what is not attention within the sequence.
+    Collective: the axis, an all-to-all of query, key and value and one of the result; the same in the backward.
+    Raises: JobError for attention that is not within the sequence.
     """
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     query, key, value = (_narrowed(given.pop(name)) for name in _NAMES[:3])
@@ -72,7 +73,7 @@ def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> 
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
-    """As autocast would have it, before it is sent."""
+    """Convert to autocast's dtype before sending."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.dtype == torch.float32:
         return tensor.to(torch.get_autocast_dtype(kind))
@@ -98,7 +99,7 @@ def _to_positions(span: Span, axis: TensorAxis, heads: Heads, found: Tensor) -> 
 
 
 def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: int) -> Tensor | None:
-    """This rank's heads of a mask for all positions, [.., H or 1, T or 1, T or 1]."""
+    """Return this rank's heads of a mask for all positions, [.., H or 1, T or 1, T or 1]."""
     if mask is None:
         return None
     if any(size not in (1, span.length) for size in mask.shape[-2:]):
@@ -124,7 +125,7 @@ def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def dropout_refusal(block: str, p: float) -> ShoalError:
-    """The error for attention with dropout."""
+    """Return the error for attention with dropout."""
     return refusal(
         block,
         f"its attention drops weights (p = {p}), and each rank would have to draw its heads' part of one mask",
@@ -134,7 +135,7 @@ def dropout_refusal(block: str, p: float) -> ShoalError:
 
 
 def refuse_degree(num_heads: int, degree: int, block: str) -> None:
-    """Raises: PlanError where there are fewer heads than ranks."""
+    """Raise PlanError if there are fewer heads than ranks."""
     if degree > num_heads:
         raise PlanError(
             given=f"context = {degree} with {num_heads} attention heads in {block}",
@@ -144,9 +145,9 @@ def refuse_degree(num_heads: int, degree: int, block: str) -> None:
 
 
 class Sliced(PartDropout):
-    """Context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
+    """Context in which tensors are slices of sequences: attention covers all positions, dropout uses the whole mask.
 
-    `dropouts` has for tensors of so many dims which of them is the sequence's, if any.
+    `dropouts`: by number of dims, the sequence's dim of a tensor, or None.
     """
 
     def __init__(self, span: Span, axis: TensorAxis, block: str, dropouts: Mapping[int, int | None]) -> None:
@@ -160,7 +161,7 @@ class Sliced(PartDropout):
 
 
 def _dropped_dim(span: Span, block: str, dropouts: Mapping[int, int | None], input: Tensor) -> int | None:
-    """The sequence's dim of what is dropped from."""
+    """Return the sequence's dim of a dropout's input."""
     dim = dropouts.get(input.ndim, -1)
     if dim is not None and (dim < 0 or input.shape[dim] != span.size):
         what = f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch"

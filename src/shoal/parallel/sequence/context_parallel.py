@@ -1,8 +1,8 @@
 """Context parallelism: sequences divided over the ranks of the context axis, within a model's repeated blocks.
 
-Each rank computes the blocks with some of the positions, as the user's own modules with their names and hooks; what is
-before and after them is computed whole on every rank. A block is proven equal to the whole one, on all ranks together,
-in float64 on random numbers. See docs/decisions/0014-context-parallel.md.
+Each rank computes the blocks for some of the positions, as the user's own modules with their names and hooks. Code
+before and after the blocks runs whole on every rank. All ranks together prove that a divided block equals the whole
+block, in float64 on random numbers. See docs/decisions/0014-context-parallel.md.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BlockWrapper(BlockRole):
     plan: BlockPlan
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
-        """Attention, and dropout as the plan says."""
+        """Return the context that divides attention, and dropout according to the plan."""
         return Sliced(span, self.stream.axis, self.name, self.plan.dropouts)
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
-        """A slice of what is as long as the sequence. Collective in the backward: the axis."""
+        """Return the argument, sliced if it is as long as the sequence. Collective in the backward: the axis."""
         dim = self.plan.cuts.get(path)
         if dim is not None and tensor.ndim > dim and tensor.shape[dim] == 1 != span.length:
             dim = None  # the same for all positions
@@ -78,7 +78,7 @@ class Prover:
         self._model, self._values, self._axis, self._device = model, values, axis, device
 
     def prove(self, plan: ContextPlan, traces: Mapping[str, BlockTrace]) -> None:
-        """Tries one block of each kind. Collective: the axis. Raises: JobError naming the block."""
+        """Test one block of each kind. Collective: the axis. Raises: JobError that names the block."""
         seen = set()
         for name, block in plan.blocks.items():
             trace = traces[name]
@@ -113,14 +113,14 @@ def _refused(name: str, trace: BlockTrace, what: str) -> ShoalError:
     return refusal(name, f"{what}: {_WHY}", remedy)
 
 
-# What makes the tensor of the whole model of the one that a module gives here; None where nothing can.
+# Converts a module's tensor on this rank to the whole model's tensor; None if that is impossible.
 Whole = Callable[[Tensor], Tensor] | None
 
 
 def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
-    """How a model's sequences are divided, and on `device` the proof that they may be.
+    """Plan the division of a model's sequences, and prove on `device` that it is valid.
 
-    `num_cuts` is into how many parts another axis is going to divide the heads. Collective: the axis.
+    `num_cuts`: number of parts into which another axis divides the heads. Collective: the axis.
     Raises: PlanError, JobError for a model that cannot be divided so.
     """
     model = subject.model
@@ -130,7 +130,7 @@ def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, nu
     plan = decide(traces, owned, axis.degree, num_cuts)
     Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
     length = next(iter(traces[0].blocks.values())).length
-    if len(traces) > 1:  # runs with lengths that differ by one, to show what one more token is
+    if len(traces) > 1:  # runs with lengths that differ by one, to show the effect of one more token
         length += length_of(subject.batch) - shortened_to(subject.batch, axis.degree)
     opens = {name for name, block in plan.blocks.items() if block.opens}
     closes = {name for name, block in plan.blocks.items() if block.closes}
@@ -138,7 +138,7 @@ def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, nu
 
 
 def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict[str, Whole]:
-    """Divides the blocks of `model` in place; for each module that gives slices what makes the whole of one."""
+    """Divide the blocks of `model` in place; return conversions to the whole for modules that return slices."""
     outputs: dict[str, Whole] = {}
     stream = Stream(axis)
     for name, block in plan.blocks.items():
@@ -154,7 +154,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
 
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
-    """Inverses of two divisions of the same modules."""
+    """Combine the inverses of two divisions of the same modules."""
     return {**first, **then, **{name: _composed(first[name], then[name]) for name in first.keys() & then.keys()}}
 
 

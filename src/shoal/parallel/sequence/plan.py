@@ -1,4 +1,7 @@
-"""Context-parallel plan: the arguments of each block to cut, from traces; what cannot be divided is refused here."""
+"""Context-parallel plan: the arguments of each block to cut, from traces.
+
+Models that cannot be divided are refused here.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
 class BlockPlan(BlockEnds):
     """Division of one block.
 
-    `cuts`: the arguments cut along a dim; `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim,
-    of what has so many dims and is dropped from, and of what a module inside gives. None: there is none; -1: it cannot
-    be told.
+    `cuts`: the arguments cut along a dim; `kept`: the arguments that stay whole. `dropouts`: by number of dims, the
+    sequence's dim of a dropout's input. `outputs`: the sequence's dim of each inner module's output. None: there is
+    none; -1: it cannot be determined.
     """
 
     cuts: Mapping[Path, int]
@@ -34,7 +37,7 @@ class BlockPlan(BlockEnds):
 class ContextPlan:
     """Divisions of the blocks by name, parameters with partial gradients, and lines for people.
 
-    `sliced`: the blocks as the planner's formulas know them, for sequences as long as those of the small batch.
+    `sliced`: the blocks for the planner's formulas, for sequences as long as those of the small batch.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -46,7 +49,7 @@ class ContextPlan:
 def decide(
     traces: Sequence[ContextTrace], names: Mapping[str, Sequence[str]], degree: int, num_cuts: int = 1
 ) -> ContextPlan:
-    """`names`: each block's parameters; `num_cuts`: into how many parts another axis divides the heads.
+    """Return the plan. `names`: each block's parameters. `num_cuts`: number of parts of the heads on another axis.
 
     Raises: PlanError, JobError for a model that cannot be divided so.
     """
@@ -73,7 +76,7 @@ def decide(
 
 
 def edges_of(trace: ContextTrace) -> dict[str, str]:
-    """For each block that takes just what another one gives, which nothing else uses: that other one."""
+    """Map a block to its predecessor, if it takes only the predecessor's output and nothing else uses that output."""
     followers: dict[str, set[str]] = {}
     for name, block in trace.blocks.items():
         for source in block.sources:
@@ -127,7 +130,7 @@ def _dropouts(name: str, block: BlockTrace, twin: BlockTrace | None) -> dict[int
 
 
 def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> list[int]:
-    """The dims that are as long as the sequence: those that differ where it does, else those of its size."""
+    """Return the dims of sequence length: those that differ between two lengths, else those of its size."""
     if other is not None:
         return [d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
     found = [d for d, size in enumerate(shape) if size == length]

@@ -1,4 +1,4 @@
-"""Blocks on some positions of every sequence, for context and sequence parallelism alike."""
+"""Blocks on some positions of every sequence, for both context and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from shoal.parallel.model.function_trace import DROPOUTS, dropout_arguments
 from shoal.parallel.tensor.layers import with_base
 from shoal.plans.accounting.partition import num_positions
 
-# Of the hidden state [batch, positions, ...].
+# The sequence's dim of the hidden state [batch, positions, ...].
 SEQUENCE = 1
-# A part carries its span: what computes a block again in the backward hands it the same tensor.
+# A part carries its span: a recomputation of the block in the backward receives the same tensor.
 _MARK = "_shoal_span"
 
-# Where a tensor is in the arguments [args, kwargs] of a call.
+# Path of a tensor in the arguments [args, kwargs] of a call.
 Path = tuple[Any, ...]
 
 
 def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in tuples, lists and dicts, with their places; not those within other objects."""
+    """Yield the tensors in tuples, lists and dicts with their paths, without those in other objects."""
     if isinstance(value, Tensor):
         yield path, value
     elif type(value) in (tuple, list):
@@ -40,7 +40,7 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
 
 
 def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
-    """The same with other tensors at the places in `found`."""
+    """Return the same structure with the tensors of `found` at their paths."""
     if isinstance(value, Tensor):
         return found.get(path, value)
     if type(value) in (tuple, list):
@@ -52,7 +52,7 @@ def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions of a sequence of `length` on the rank at `place`: `size`, from `place * size`."""
+    """Positions of a sequence of `length` on the rank at `place`: `size` positions from `place * size`."""
 
     length: int
     degree: int
@@ -60,11 +60,11 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Positions on each rank; those behind the sequence's end are copies of its last."""
+        """Number of positions on each rank; positions after the sequence's end are copies of its last one."""
         return num_positions(self.length, self.degree)
 
     def padded(self, tensor: Tensor, dim: int) -> Tensor:
-        """`tensor`, of `length` along `dim`, with its last position repeated so that all ranks have as many."""
+        """Repeat the last position of `tensor` along `dim` so that all ranks have equally many."""
         missing = self.size * self.degree - self.length
         if not missing:
             return tensor
@@ -72,38 +72,38 @@ class Span:
         return torch.cat([tensor, tensor.narrow(dim, self.length - 1, 1).expand(shape)], dim)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's positions of a whole tensor."""
+        """Return this rank's positions of a whole tensor."""
         return self.padded(tensor, dim).narrow(dim, self.place * self.size, self.size)
 
     def scatter(self, tensor: Tensor, dim: int, axis: TensorAxis) -> Tensor:
-        """This rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
+        """Return this rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return self.own(tensor, dim).clone()
         return slice_of(self.padded(tensor, dim), axis, dim % tensor.ndim, (self.size,) * self.degree)
 
 
 class Stream:
-    """Sequence of blocks that follow each other; `span` says which positions are here."""
+    """Sequence of consecutive blocks; `span` describes this rank's positions."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
         self.span: Span | None = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """A new one: a copied model computes other sequences."""
+        """Return a new stream: a copied model computes other sequences."""
         return memo.setdefault(id(self), type(self)(self.axis))  # type: ignore[no-any-return]
 
     def refusal(self, block: str, conflict: str, remedy: str) -> ShoalError:
-        """The error for a block that is used otherwise than in the first batch."""
+        """Return the error for a block with another use than in the first batch."""
         return refusal(block, conflict, remedy)
 
     def open(self, hidden: Tensor) -> Span:
-        """Begins a sequence."""
+        """Begin a sequence."""
         self.span = Span(hidden.shape[SEQUENCE], self.axis.degree, self.axis.place)
         return self.span
 
     def resume(self, hidden: Tensor, block: str) -> Span:
-        """The span of a part that comes from the block before."""
+        """Return the span of a part that comes from the previous block."""
         span = getattr(hidden, _MARK, None) or self.span
         if span is None or hidden.shape[SEQUENCE] != span.size:
             raise self.refusal(
@@ -116,23 +116,23 @@ class Stream:
         return self.span
 
     def mark(self, hidden: Tensor) -> None:
-        """Says of which positions a part is that goes from block to block."""
+        """Attach the span to a part that passes from block to block."""
         setattr(hidden, _MARK, self.span)
 
     def whole(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """All positions from the ranks' parts. Collective: the axis, an all-gather."""
+        """Return all positions from the ranks' parts. Collective: the axis, an all-gather."""
         assert self.span is not None
         found = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
         return found.narrow(dim, 0, self.span.length)
 
     def whole_output(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
-        """A module's output inside of a block as that of the whole model, while the model computes."""
+        """Return the whole model's output of a module inside a block; call it while the model computes."""
         with torch.no_grad():
             return self.whole(part, dim)
 
 
 def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
-    """The error for a block whose sequence cannot be divided."""
+    """Return the error for a block with a sequence that cannot be divided."""
     return JobError(given=f"a context axis with the block {block}", conflict=conflict, remedy=remedy)
 
 
@@ -145,19 +145,19 @@ class Surrounded:
     sequence_role: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the role says, around the module's own."""
+        """Call the role with the module's own forward."""
         return self.sequence_role(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
-    """Makes a module compute as `role` says around its own forward."""
+    """Make a module compute as `role` defines around its own forward."""
     with_base(module, Surrounded)
     module.sequence_role = role  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class BlockEnds:
-    """Places of a block's hidden state and result; `opens`: the whole comes in, `closes`: the whole goes out."""
+    """Paths of a block's hidden state and result; `opens`: the input is whole, `closes`: the output is whole."""
 
     opens: bool
     closes: bool
@@ -174,27 +174,27 @@ class BlockRole:
     stream: Stream
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
-        """Argument of the block in the place of a tensor beside the hidden state."""
+        """Return the block's argument for a tensor other than the hidden state."""
         return tensor
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
-        """The context of the block's forward, whose hidden state has so many dims."""
+        """Return the context of the block's forward on a hidden state with `ndim` dims."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
+        """Forget the last sequence: a rank that computes another stage may not see the start of the next one."""
         self.stream.span = None
 
     def stubbed(self, args: Any, kwargs: Any) -> None:
-        """Takes note of the sequence where another stage computes the block."""
+        """Record the sequence if another stage computes the block."""
         hidden = dict(tensors_by_path([args, kwargs])).get(self.plan.hidden)
         if self.plan.opens and hidden is not None:
             self.stream.open(hidden)
 
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Cuts what comes in whole, computes, and puts together what has to go out whole.
+        """Cut whole inputs, compute, and gather outputs that must be whole.
 
-        Collective: the axis, as what is inside; an all-gather of the output where it `closes`.
+        Collective: the axis, as the code inside; an all-gather of the output if the block `closes`.
         """
         stream, plan = self.stream, self.plan
         given = dict(tensors_by_path([args, kwargs]))
@@ -225,13 +225,13 @@ class BlockRole:
 
 
 def block_roles(model: nn.Module) -> dict[str, BlockRole]:
-    """Roles of the divided blocks by their names."""
+    """Return the roles of the divided blocks by name."""
     found = ((name, m.sequence_role) for name, m in model.named_modules() if isinstance(m, Surrounded))
     return {name: role for name, role in found if isinstance(role, BlockRole)}
 
 
 class PartDropout(TorchFunctionMode):
-    """Context in which dropout of a part drops the same elements as of the whole; `dim` is that of the part."""
+    """Context in which dropout of a part drops the same elements as of the whole; `dim` returns the part's dim."""
 
     def __init__(self, span: Span, dim: Callable[[Tensor], int | None]) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class PartDropout(TorchFunctionMode):
             if dim is not None:
                 shape = list(input.shape)
                 shape[dim] = self._span.length
-                # A copy: autograd keeps no more of the mask than the part needs.
+                # A copy: autograd stores only the part's mask.
                 mask = self._span.own(F.dropout(input.new_ones(shape), p, True), dim).clone()
                 return input.mul_(mask) if in_place else input * mask
         return func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Sequence parallelism: between the layer pairs of a block each rank of the tensor axis has some positions.
 
-As in Korthikanti et al. (arXiv 2205.05198): a pair begins with an all-gather of positions instead of a copy, and ends
-with a reduce-scatter instead of an all-reduce; norms, dropout and residual sums compute 1/N of the positions. Blocks
-that do so are proven on all ranks.
+The method follows Korthikanti et al. (arXiv 2205.05198). A pair begins with an all-gather of positions instead of a
+copy, and ends with a reduce-scatter instead of an all-reduce. Norms, dropout and residual sums compute 1/N of the
+positions. All ranks prove the blocks together.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from shoal.parallel.tensor.tensor_parallel import apply
 
 
 class FeatureStream(Stream):
-    """Sequence whose pairs divide features: their modules take all positions of slices."""
+    """Sequence with pairs that divide features: their modules compute all positions of slices."""
 
     def refusal(self, block: str, conflict: str, remedy: str) -> ShoalError:
-        """The error for a block that is used otherwise than in the first batch."""
+        """Return the error for a block with another use than in the first batch."""
         return JobError(
             given=f"tensor.sequence with the block {block}",
             conflict=conflict,
@@ -56,22 +56,25 @@ class FeatureStream(Stream):
         )
 
     def is_part(self, tensor: Any) -> bool:
-        """Whether a tensor has this rank's positions only."""
+        """Check whether a tensor has this rank's positions only."""
         assert self.span is not None
         return isinstance(tensor, Tensor) and tensor.ndim > SEQUENCE and tensor.shape[SEQUENCE] == self.span.size
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's positions of what is whole on each. Collective in the backward: the axis, an all-gather."""
+        """Return this rank's positions of a whole tensor. Collective in the backward: the axis, an all-gather."""
         assert self.span is not None
         return self.span.scatter(whole, SEQUENCE, self.axis)
 
     def join(self, part: Tensor) -> Tensor:
-        """All positions, on their way into slices. Collective: the axis, an all-gather; back a reduce-scatter."""
+        """Return all positions for use in slices.
+
+        Collective: the axis, an all-gather; in the backward a reduce-scatter.
+        """
         assert self.span is not None
         return join(part, self.axis, SEQUENCE).narrow(SEQUENCE, 0, self.span.length)
 
     def divide(self, term: Tensor) -> Tensor:
-        """This rank's positions of the sum of the ranks' terms. Collective: the axis, a reduce-scatter."""
+        """Return this rank's positions of the sum of the ranks' terms. Collective: the axis, a reduce-scatter."""
         assert self.span is not None
         missing = self.span.size * self.axis.degree - self.span.length
         return divide(F.pad(term, (0, 0) * (term.ndim - 2) + (0, missing)) if missing else term, self.axis, SEQUENCE)
@@ -79,15 +82,15 @@ class FeatureStream(Stream):
 
 @dataclass(frozen=True)
 class PairByPositions:
-    """Modules of a pair by name; positions are gathered at the columns, or at the module `around` them."""
+    """Modules of a pair by name; positions are gathered at the columns, or at the module `around` the columns."""
 
     columns: tuple[str, ...]
     row: str
     around: str = ""
 
     def give(self, model: nn.Module, stream: FeatureStream) -> None:
-        """Makes the divided pair take and give positions."""
-        entry = Entry(stream.join, len(self.columns), always=True)  # to gather is dear
+        """Make the divided pair take and return parts of the positions."""
+        entry = Entry(stream.join, len(self.columns), always=True)  # gathering is expensive
         if self.around:
             entry = Entry(lambda tensor: tensor)
             surround(model.get_submodule(self.around), functools.partial(_joined, stream))
@@ -98,17 +101,17 @@ class PairByPositions:
 
 @dataclass
 class FeatureBlockRole(BlockRole):
-    """A block that computes some positions between its pairs, of which each divides features of all of them."""
+    """Role of a block that divides positions between its pairs, while each pair divides features."""
 
     stream: FeatureStream
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
-        """Dropout of tensors that look like the hidden state is that of a part."""
+        """Return the context in which dropout of tensors shaped like the hidden state is that of a part."""
         return PartDropout(span, lambda t: SEQUENCE if t.ndim == ndim and self.stream.is_part(t) else None)
 
 
 def _joined(stream: FeatureStream, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Role of a module around the columns of a pair that reads the number of positions from its input.
+    """Run a module around a pair's columns that reads the number of positions from its input.
 
     Collective: the axis, an all-gather; in the backward a reduce-scatter.
     """
@@ -117,7 +120,7 @@ def _joined(stream: FeatureStream, forward: Callable[..., Any], args: Any, kwarg
 
 
 def _on_wholes(stream: FeatureStream, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Role of a module within a block that needs all positions, and computes them on each rank.
+    """Run a module within a block that needs all positions, on each rank.
 
     Collective: the axis, an all-gather in the forward and one in the backward.
     """
@@ -130,7 +133,7 @@ def _on_wholes(stream: FeatureStream, forward: Callable[..., Any], args: Any, kw
 
 
 def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> Any:
-    """Arguments with all positions in the place of parts."""
+    """Replace parts among the arguments by tensors with all positions."""
     made: dict[int, Tensor] = {}  # the same tensor may be query, key and value
     found: dict[Path, Tensor] = {}
     for path, tensor in tensors_by_path([args, kwargs]):
@@ -143,9 +146,9 @@ def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: 
 
 @dataclass(frozen=True)
 class SequenceBlock(BlockEnds):
-    """Block for sequence parallelism: `wholes` are modules inside that compute all positions on each rank.
+    """Block for sequence parallelism. `wholes`: inner modules that compute all positions on each rank.
 
-    `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
+    `partial`: parameters with a gradient of this rank's positions only. `parts`: modules that return these positions.
     """
 
     pairs: tuple[PairByPositions, ...]
@@ -154,7 +157,7 @@ class SequenceBlock(BlockEnds):
     parts: tuple[str, ...] = ()
 
     def give(self, block: nn.Module, name: str, stream: FeatureStream) -> None:
-        """Makes a block that is divided along its features already compute so."""
+        """Apply the division to a block that is already divided along its features."""
         for pair in self.pairs:
             pair.give(block, stream)
         for inner in self.wholes:
@@ -164,14 +167,14 @@ class SequenceBlock(BlockEnds):
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Blocks by name, lines for people, and the parameters whose gradients become sums over the axis."""
+    """Blocks by name, lines for people, and the parameters with gradients that become sums over the axis."""
 
     blocks: Mapping[str, SequenceBlock]
     notes: tuple[str, ...]
     partial: tuple[str, ...] = ()
 
     def apply(self, model: nn.Module, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Changes blocks of a divided model in place: what makes the whole of what modules give, by name."""
+        """Change blocks of a divided model in place; return the conversions of modules' outputs to wholes, by name."""
         outputs: dict[str, Callable[[Tensor], Tensor]] = {}
         stream = FeatureStream(axis)
         for name, block in self.blocks.items():
@@ -185,7 +188,7 @@ class SequencePlan:
 
 
 def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> SequencePlan:
-    """How the blocks of a whole model compute that `plan` is going to divide. Collective: the axis."""
+    """Plan sequence parallelism for the blocks of a whole model that `plan` will divide. Collective: the axis."""
     try:
         trace = observe(subject.model, subject.loss, subject.batch, axis.degree, subject.values)[0]
     except ShoalError as error:
@@ -212,7 +215,7 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
         notes.insert(0, f"{len(blocks)} blocks compute 1/{axis.degree} of the positions between their pairs")
     elif not notes:
         notes.append("no block computes parts of a sequence: the model repeats none that take [batch, positions, ...]")
-    # What takes just what another one gives follows it directly.
+    # A block that alone uses another block's output follows that block directly.
     follows = {name: source for name, source in edges_of(trace).items() if name in blocks and source in blocks}
     linked = {
         name: replace(block, opens=name not in follows, closes=name not in follows.values())
@@ -222,7 +225,7 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
 
 
 def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: ContextTrace) -> set[str]:
-    """The parameters that something else than these blocks computes with, or holds."""
+    """Return the parameters that code or modules outside these blocks use."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = set(trace.outside)
     for name, module in model.named_modules():
@@ -232,7 +235,7 @@ def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: Con
 
 
 def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
-    """Why a block is not even tried."""
+    """Return why a block is not tested, or None."""
     if not own.pairs:
         return "it has no pair of layers"
     if len(block.results) != 1:
@@ -248,14 +251,14 @@ def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
 
 
 class _Bench:
-    """Tries blocks; what was found of one holds for others of the same structure."""
+    """Prover of blocks. A result applies to all blocks of the same structure."""
 
     def __init__(self, subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
         self._subject, self._plan, self._axis, self._device = subject, plan, axis, device
         self._known: dict[Any, SequenceBlock | str] = {}
 
     def prove(self, name: str, block: BlockTrace) -> SequenceBlock | str:
-        """The block, or why it computes whole sequences. Collective: the axis."""
+        """Return the block, or why it computes whole sequences. Collective: the axis."""
         own = _within(self._plan, name)
         why = _obstacle(block, own)
         if why is not None:
@@ -284,7 +287,10 @@ class _Bench:
         return replace(found, partial=partial, parts=_parts(trial.whole.shapes, split.shapes))
 
     def _compare(self, trial: BlockTrial, split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
-        """The parameters with partial gradients; or what differs. Collective: the axis, a message a parameter."""
+        """Return the parameters with partial gradients, or what differs.
+
+        Collective: the axis, a message per parameter.
+        """
         partial = []
         for key, wanted in trial.whole.values.items():
             name = key.removeprefix(OF_PARAMETER).strip()
@@ -307,7 +313,7 @@ class _Bench:
 
 
 def _within(plan: TensorPlan, block: str) -> TensorPlan:
-    """What a plan does with the modules of a block, by their names in it."""
+    """Return the plan for the modules of a block, by their names in the block."""
     prefix = f"{block}."
 
     def inside(names: Any) -> tuple[str, ...]:
@@ -321,7 +327,7 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
 
 
 def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
-    """Gathering where columns begin; and before the modules around them, whose code may look at its input's shape."""
+    """Return two ways to gather: at the columns, and at the modules around them, in case their code reads the shape."""
     found = [p.candidate for p in own.pairs]
     plain = tuple(PairByPositions(c.columns, c.row) for c in found)
     around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
@@ -329,13 +335,13 @@ def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
 
 
 def _around(columns: tuple[str, ...]) -> str:
-    """The smallest module that holds several columns."""
+    """Return the parent that all of several columns share, or an empty name."""
     parents = {name.rpartition(".")[0] for name in columns}
     return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
 
 
 def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
-    """Modules inside that compute all positions: around layers that are cut and in no pair; and around whole ones."""
+    """Return inner modules to compute whole: around cut layers without a pair, or around all layers without a pair."""
     paired = [name for p in own.pairs for name in (*p.candidate.columns, p.candidate.row)]
     cut = [*own.gathered, *own.rows]
     wide = [
@@ -347,7 +353,7 @@ def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
 
 
 def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, ...]:
-    """The largest modules that hold these, and none of a pair."""
+    """Return the largest modules that contain these, but no module of a pair."""
     found: list[str] = []
     for name in names:
         steps = name.split(".")
@@ -361,7 +367,7 @@ def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, .
 
 
 def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:
-    """The modules whose outputs are shorter along the sequence, and nowhere else."""
+    """Return the modules with outputs that are shorter along the sequence, and only there."""
 
     def is_part(whole: torch.Size, own: torch.Size) -> bool:
         return len(whole) == len(own) and [d for d in range(len(own)) if own[d] != whole[d]] == [SEQUENCE]

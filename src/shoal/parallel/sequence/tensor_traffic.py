@@ -18,7 +18,7 @@ _ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Traffic of a model divided by `plan`, from a batch of `rows` samples; all batches are of its lengths."""
+    """Traffic of a model divided by `plan`, traced with a batch of `rows` samples. All batches have its lengths."""
 
     plan: TensorPlan
     sequences: SequencePlan
@@ -26,7 +26,7 @@ class TensorTraffic:
     degree: int
 
     def __call__(self, microbatches: Sequence[int]) -> list[SizedCollective] | None:
-        """Of microbatches of so many samples each; None where modules compute whole sequences inside of blocks."""
+        """Return the traffic of microbatches of these sample counts; None if blocks contain whole sequences."""
         blocks = self.sequences.blocks.values()
         if any(block.wholes for block in blocks):
             return None
@@ -49,12 +49,12 @@ class TensorTraffic:
         yield from self._others(samples)
 
     def _num_streams(self, block: str) -> int:
-        """How many rows of blocks have begun up to this one."""
+        """Return how many streams of blocks have begun up to this block."""
         names = list(self.sequences.blocks)
         return sum(self.sequences.blocks[name].opens for name in names[: names.index(block) + 1])
 
     def _others(self, samples: int) -> Iterator[SizedCollective]:
-        """Of embeddings, and of layers that are in no pair."""
+        """Yield the traffic of embeddings, and of layers without a pair."""
         for name in self.plan.rows:
             for call in self.plan.shapes[name]:
                 yield from tensor_parallel([LayerPair(0, self._bytes(call.output, samples), False)], [], 1)
@@ -69,6 +69,6 @@ class TensorTraffic:
             yield from sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)
 
     def _bytes(self, shape: tuple[int, ...], samples: int) -> int:
-        """Of a tensor of that shape in the first batch: one of more samples has more rows, if it had one for each."""
+        """Scale the bytes of a tensor of the traced batch to `samples`, if its first dim counts samples."""
         scales = shape[0] % self.rows == 0 if len(shape) != 2 else shape[0] == self.rows
         return prod(shape) * _ITEMSIZE * (samples if scales else self.rows) // self.rows

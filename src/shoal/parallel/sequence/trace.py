@@ -1,7 +1,7 @@
 """Traces of repeated blocks in runs of the loss: their arguments, and the dims of sequence length.
 
-The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
-tell which dims are the sequence's.
+The runs are on the meta device if the model allows it, with shapes and no numbers. Two runs with sequences of two
+lengths show which dims belong to the sequence.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.parallel.model.trial import Values, first_line
 from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 
-# A model that does not run without values is run with them, if it is no larger than this.
+# A model up to this size runs with values if it does not run without them.
 _REAL_BYTES = 8 << 30
-# What tells of a tensor without using it.
+# Functions that read a tensor's properties without using the tensor.
 _METADATA = frozenset("__get__ size dim stride numel __len__ is_floating_point is_contiguous".split())  # noqa: SIM905
 
 Loss = Callable[[nn.Module, Any], Any]
@@ -38,13 +38,13 @@ Loss = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class BlockTrace:
-    """Observations of one block over all its calls; arguments and operations of the first."""
+    """Observations of one block over all its calls; arguments and operations of the first call."""
 
     arguments: Any = None  # [args, kwargs]
     hidden: Path = ()
     results: list[Path] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)  # by call: the block whose output the hidden state is
-    used_elsewhere: bool = False  # its output, by other than the block that comes next
+    sources: list[str | None] = field(default_factory=list)  # by call: the block that returned the hidden state
+    used_elsewhere: bool = False  # whether anything but the next block uses its output
     masks: set[Path] = field(default_factory=set)
     operations: list[str] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
@@ -53,22 +53,22 @@ class BlockTrace:
     softmaxes: list[torch.Size] = field(default_factory=list)
     dropouts: list[torch.Size] = field(default_factory=list)
     random: list[tuple[str, torch.Size]] = field(default_factory=list)
-    outputs: dict[str, list[torch.Size]] = field(default_factory=dict)  # by module inside
+    outputs: dict[str, list[torch.Size]] = field(default_factory=dict)  # by inner module
 
     @property
     def shapes(self) -> dict[Path, torch.Size]:
-        """Of the tensors that came in."""
+        """Shapes of the tensors among the arguments."""
         return {path: tensor.shape for path, tensor in tensors_by_path(self.arguments)}
 
     @property
     def length(self) -> int:
-        """How many positions came in."""
+        """Number of positions of the hidden state."""
         return self.shapes[self.hidden][1]
 
 
 @dataclass
 class ContextTrace:
-    """Trace of a run. `inside` and `outside`: the parameters that blocks use, and that are used past them."""
+    """Trace of a run. `inside` and `outside`: the parameters used in blocks, and used outside of blocks."""
 
     blocks: dict[str, BlockTrace] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
@@ -76,9 +76,9 @@ class ContextTrace:
 
 
 def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Values) -> list[ContextTrace]:
-    """Traces of one or two runs on copies, sequences of the first not of a multiple of `degree` if that can be.
+    """Return traces of one or two runs on copies. If possible, `degree` does not divide the first run's length.
 
-    Raises: PlanError where the loss does not run.
+    Raises: PlanError if the loss does not run.
     """
     small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
     error: Exception | None = None
@@ -100,7 +100,7 @@ def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Value
 def sliced(
     trace: ContextTrace, length: int, opens: Collection[str], closes: Collection[str]
 ) -> tuple[SlicedBlock, ...]:
-    """A trace's blocks as the planner's formulas know them, each call of one, for sequences of `length`."""
+    """Return a trace's blocks for the planner's formulas, one per call, for sequences of `length`."""
     found: list[SlicedBlock] = []
     for name, block in trace.blocks.items():
         hidden = dict(tensors_by_path(block.arguments))[block.hidden]
@@ -111,7 +111,7 @@ def sliced(
 
 
 def _shortened(batch: Any, degree: int) -> list[Any]:
-    """The batch with sequences of two lengths; itself alone where it does not look like one of sequences."""
+    """Return the batch with sequences of two lengths, or unchanged if it has no sequences."""
     if length_of(batch) < 3:
         return [batch]
     first = shortened_to(batch, degree)
@@ -123,13 +123,13 @@ def _shortened(batch: Any, degree: int) -> list[Any]:
 
 
 def length_of(batch: Any) -> int:
-    """The length of a batch's sequences; 0 where it does not look like one of sequences."""
+    """Return the length of a batch's sequences; 0 if it has none."""
     lengths = {tensor.shape[1] for tensor in tensors_in(batch) if tensor.ndim > 1}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
 def shortened_to(batch: Any, degree: int) -> int:
-    """The shorter one of the two lengths that are run, not of a multiple of `degree` if that can be."""
+    """Return the shorter of the two lengths to run, if possible no multiple of `degree`."""
     return min(4 * degree + 1, length_of(batch) - 1)
 
 
@@ -198,7 +198,7 @@ class _Watcher(FunctionTrace):
             self.trace.blocks[block].outputs.setdefault(name, []).extend(shapes)
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of where parameters and the outputs of blocks are used, and of what blocks do."""
+        """Record uses of parameters and of the blocks' outputs, and the operations in blocks."""
         if call.name in _METADATA:
             return
         used = {self._names[id(t)] for t in call.given if id(t) in self._names}
@@ -240,7 +240,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Attention:
 
 
 def _kept(arguments: Any) -> Any:
-    """As they are now: what a block changes in place is copied."""
+    """Return a snapshot of the arguments, with copies of tensors that a block may change."""
     found = {
         path: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for path, tensor in tensors_by_path(arguments)
@@ -249,7 +249,7 @@ def _kept(arguments: Any) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """The same tensors in copies of what they are in; what cannot be copied is left out."""
+    """Return the same tensors in copies of their containers; None replaces objects that cannot be copied."""
     if isinstance(value, Tensor):
         return value
     if type(value) in (tuple, list):

@@ -21,7 +21,7 @@ OF_PARAMETER = "the gradient of parameter "
 
 @dataclass(frozen=True)
 class BlockResult:
-    """Output and gradients of a block by name; `shapes` of the outputs of the modules inside, by theirs."""
+    """Output and gradients of a block by name. `shapes`: output shapes of the inner modules, by module name."""
 
     values: dict[str, Tensor]
     shapes: dict[str, list[torch.Size]]
@@ -29,41 +29,44 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class BlockTrial:
-    """Whole block on random numbers, and an equal one to divide."""
+    """Whole block on random numbers, and an equal block to divide."""
 
     whole: BlockResult
-    floor: float  # gradients that are smaller are compared on this scale
+    floor: float  # smaller gradients are compared on this scale
     divided: nn.Module
     arguments: Any
 
     @classmethod
     def of(cls, model: nn.Module, name: str, values: Values, trace: BlockTrace, device: torch.device) -> BlockTrial:
-        """Trial of a block of the model, in float64 if it computes so. Raises: what the block raises."""
+        """Return the trial of a block of the model, in float64 if the block supports it.
+
+        Raises: what the block raises.
+        """
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(model, name, values, generator).to(device)
         arguments = _numbers(trace, generator, device)
-        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
+        divided = copy.deepcopy(module)  # before a forward, which may leave state that cannot be copied
         try:
             whole = computed(module, arguments)
-        except Exception:  # what makes float32 of its own does not compute in float64
+        except Exception:  # code that creates float32 tensors does not compute in float64
             divided, arguments = divided.float(), _narrowed(arguments)
             whole = computed(module.float(), arguments)
         floor = floor_of(gradient for key, gradient in whole.values.items() if key != OUTPUT)
         return cls(whole, floor, divided, arguments)
 
     def is_same(self, key: str, found: Tensor, wanted: Tensor) -> bool:
-        """Whether what was found under a name is what is wanted, but for rounding."""
+        """Check whether the result for a name is the wanted one, but for rounding."""
         return is_same(found, wanted, 0.0 if key == OUTPUT else self.floor)
 
 
 def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
-    """The arguments of the traced call with random numbers in them."""
+    """Return the arguments of the traced call with random numbers."""
 
     def numbers(path: Any, tensor: Tensor) -> Tensor:
         shape, dtype = tensor.shape, tensor.dtype
         if dtype == torch.bool:
             found = torch.rand(shape, generator=generator) < 0.7
-            found[..., :1] = True  # a mask that hides everything from a position makes no sense
+            found[..., :1] = True  # a position needs at least one key that is not masked
         elif dtype.is_complex:
             found = torch.randn(shape, dtype=torch.complex128, generator=generator)
         elif dtype.is_floating_point:
@@ -77,13 +80,13 @@ def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device
 
 
 def _narrowed(arguments: Any) -> Any:
-    """The same in float32."""
+    """Convert float64 arguments to float32."""
     doubles = ((path, t) for path, t in tensors_by_path(arguments) if t.dtype == torch.float64)
     return with_tensors(arguments, {p: t.detach().float().requires_grad_(t.requires_grad) for p, t in doubles})
 
 
 def computed(module: nn.Module, arguments: Any) -> BlockResult:
-    """Output and gradients of a module by name; the module and its arguments stay as they are."""
+    """Return output and gradients of a module by name; the module and its arguments do not change."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
     devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
     # Clones: a leaf that requires a gradient cannot be changed in place.

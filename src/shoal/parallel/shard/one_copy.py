@@ -1,12 +1,12 @@
-"""One copy of parameters and optimizer state for all ranks of a host, in memory that they share.
+"""One copy of parameters and optimizer state for all ranks of a host, in memory that the ranks share.
 
-Each rank reads all parameters and updates those that it owns, from sums of gradients that lie in shared memory too: no
-value is sent anywhere. Nobody updates a parameter before all ranks have met over the gradient's norm, after their last
-backward, and nobody reads one after it before all have met again: between steps there is no half update to be seen.
-What dies in the midst of one leaves a memory that dies with its processes.
+Each rank reads all parameters and updates those that it owns, from sums of gradients in shared memory: no value is
+sent. No rank updates a parameter before all ranks, after their last backward, have met to compute the gradient's norm.
+No rank reads a parameter after its update before all ranks have met again, so no half update is visible between steps.
+If a process dies during an update, the shared memory ends with its processes.
 
-The model has the parameters in a view that is copied on write: what a forward, an evaluation or a loaded checkpoint
-writes to them stays in its rank, as with a copy each, until the next update takes it up.
+The model's parameters are a private copy-on-write view. What a forward, an evaluation or a loaded checkpoint writes to
+them stays on its rank, as with one copy per rank, until the next update applies it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shoal.plans.accounting.partition import shared_part
 
 
 def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMemory:
-    """Collectives of all ranks, whose sums of allocated tensors lie in one place for all.
+    """Return collectives of all ranks. Sums of allocated tensors have one place for all ranks.
 
-    Collective: all ranks. Raises: PlanError on a GPU, LaunchError where not all ranks are on one host.
+    Collective: all ranks. Raises: PlanError on a GPU, LaunchError if the ranks are on several hosts.
     """
     if mesh.device.type != "cpu":
         raise not_on(mesh.device, "shared_memory")
@@ -45,14 +45,14 @@ def open_shared(mesh: Mesh, timeout: timedelta = COLLECTIVE_TIMEOUT) -> SharedMe
 
 
 class SharedParameters:
-    """Parameters of a model in memory that all ranks map, which the model has in a private, copied-on-write view.
+    """Parameters of a model in memory that all ranks map; the model sees a private copy-on-write view.
 
-    What a rank's own code writes to a parameter, no other rank sees before `publish`. Collective: two all-gathers and
-    a barrier. The values are rank 0's; parameters that share memory go on doing so; strides stay.
+    A rank's writes to a parameter are invisible to other ranks before `publish`. The values are rank 0's. Parameters
+    that share memory still share it, and strides do not change. Collective: two all-gathers and a barrier.
     """
 
     def __init__(self, model: nn.Module, collective: SharedMemory) -> None:
-        """Raises: as `open_copied`."""
+        """Map the memory and copy rank 0's values. Raises: as `open_copied`."""
         starts: dict[int, tuple[int, torch.UntypedStorage]] = {}
         end = 0
         for parameter in model.parameters():
@@ -80,22 +80,25 @@ class SharedParameters:
         return [parameter.data_ptr() for parameter, _, _ in self._views.values()]
 
     def is_written(self) -> bool:
-        """Whether this rank has written to a parameter, or has given it other memory, since the last `renew`."""
+        """Check whether this rank has written to a parameter, or replaced its memory, since the last `renew`."""
         return self._memory.is_written() or self._pointers_now() != self._pointers
 
     def memory_of(self, parameter: Tensor) -> Tensor:
-        """The memory of a parameter that all ranks map, in its shape."""
+        """Return a parameter's shared memory, in its shape."""
         return self._views[id(parameter)][2]
 
     def publish(self, is_owned: Callable[[Tensor], bool]) -> None:
-        """Shows all ranks what this one has written to the parameters that it owns. Nobody may read them now."""
+        """Copy this rank's writes to the parameters that it owns into shared memory.
+
+        No rank may read them meanwhile.
+        """
         for parameter, _, everybodys in self._views.values():
             if is_owned(parameter):
                 everybodys.copy_(parameter.detach())
 
     @contextlib.contextmanager
     def writable(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """A context in which those parameters are the shared memory itself."""
+        """Return a context in which the `parameters` are the shared memory itself."""
         views = [self._views[id(parameter)] for parameter in parameters]
         for parameter, _, everybodys in views:
             parameter.data = everybodys
@@ -106,7 +109,7 @@ class SharedParameters:
                 parameter.data = own
 
     def renew(self) -> None:
-        """Drops what this rank has written to its view: the model has again what all ranks have."""
+        """Discard this rank's writes to its view: the model has the shared values again."""
         self._memory.drop()
         self._put_back()
 
@@ -120,7 +123,7 @@ def _laid_out(memory: Tensor, like: Tensor) -> Tensor:
 
 
 class OneCopyUpdate(DividedUpdate):
-    """Update in place of parameters that all ranks map, each by its owner."""
+    """Update of shared parameters in place, each by its owner."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class OneCopyUpdate(DividedUpdate):
         *,
         in_pieces: bool = False,
     ) -> None:
-        """`parameters`: those of the model that are updated; `in_pieces`: also a single one by several ranks.
+        """Set the model's updated `parameters`. `in_pieces`: several ranks may update one parameter.
 
         Collective: as SharedParameters.
         """
@@ -141,10 +144,10 @@ class OneCopyUpdate(DividedUpdate):
         self._shared = SharedParameters(model, collective)
         self._owned = [parameter for parameter in parameters if self.updates(parameter)]
         self._is_written = False  # whether any rank has written to its view of a parameter
-        self._is_read = False  # whether other ranks may still read what this one's next backward writes
+        self._is_read = False  # whether other ranks may still read what this rank's next backward writes
         self._in_pieces = in_pieces
         self._pieces: ParameterPieces | None = None
-        self._is_replaced = False  # whether any rank's optimizer has been given other state
+        self._is_replaced = False  # whether any rank's optimizer has received other state
 
     def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
         if not self._in_pieces or not can_divide(optimizer):
@@ -159,7 +162,7 @@ class OneCopyUpdate(DividedUpdate):
             self._collective.barrier()
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank is its owner; of what is not trained the first is."""
+        """Check whether this rank owns the parameter. Rank 0 owns the untrained ones."""
         return self._owner(parameter) == self._rank
 
     def _owner(self, parameter: Tensor) -> int:
@@ -169,7 +172,7 @@ class OneCopyUpdate(DividedUpdate):
         return shared_part(num_bytes, len(self._ranks), self._rank)
 
     def begin(self) -> None:
-        """Waits for ranks that still read the last step's sums, where that had no update. Collective: a barrier."""
+        """Wait for ranks that still read the last step's sums, if that step had no update. Collective: a barrier."""
         if self._is_read:
             self._collective.barrier()
         self._is_read = True
@@ -180,7 +183,7 @@ class OneCopyUpdate(DividedUpdate):
         self._drop_others()
 
     def norm(self, own: float) -> float:
-        """The norm over all ranks' own gradients. Collective: all ranks, one all-reduce of three numbers."""
+        """Return the norm over all ranks' own gradients. Collective: all ranks, one all-reduce of three numbers."""
         is_replaced = self._pieces is not None and self._pieces.is_replaced()
         summed = torch.tensor([own * own, self._shared.is_written(), is_replaced], dtype=torch.float64)
         self._mark("exposed_communication")
@@ -194,19 +197,19 @@ class OneCopyUpdate(DividedUpdate):
         return False
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
-        """Calls `step` for this rank's parameters, and returns once all ranks have.
+        """Call `step` for this rank's parameters, and return when all ranks have called it.
 
-        Of a parameter that code of the job has written to (a model that normalises its weights in place) its owner's
-        values are those that are updated: ranks with a copy each would have the same ones.
+        If code of the job has written to a parameter (a model that normalises its weights in place), the update uses
+        its owner's values. Ranks with a copy each would have the same values.
 
-        Collective: all ranks, one all-reduce of two numbers; more where there is state that other ranks do not see yet.
-        Raises: on every rank, where `step` raised on any.
+        Collective: all ranks, one all-reduce of two numbers; more if there is state that other ranks do not see yet.
+        Raises: on every rank, if `step` raised on any.
         """
 
         pieces = self._pieces
         if self._is_written:
             self._shared.publish(self.updates)
-            if pieces is not None:  # who has a part of it steps it
+            if pieces is not None:  # another rank may step a part of the parameter
                 self._collective.barrier()
         if pieces is not None and self._is_replaced:
             pieces.adopt()

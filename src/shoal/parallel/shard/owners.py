@@ -1,6 +1,6 @@
-"""Division of an update over ranks by whole parameters, so that an optimizer sees what it sees on one process.
+"""Division of an update over ranks by whole parameters, so that an optimizer sees the same as on one process.
 
-Shapes, groups, and the whole of a matrix.
+An optimizer may use a parameter's shape, its groups and whole matrices.
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import ShoalError
 from shoal.plans.accounting.partition import divide
 
-# By parameter whose update is divided this rank's part of it; None where it has none.
+# For each parameter with a divided update, this rank's part of it, or None.
 Parts = dict[nn.Parameter, nn.Parameter | None]
 
 
 class DividedUpdate(ABC):
-    """An update that ranks divide: each steps the job's optimizer for the parameters that it owns."""
+    """Update that ranks divide: each rank steps the job's optimizer for the parameters that it owns."""
 
     def __init__(
         self, parameters: Sequence[Tensor], divided: Sequence[Tensor], ranks: Sequence[int], rank: int
     ) -> None:
-        """`parameters` are updated here; `divided` all that are divided over `ranks`, of which `rank` is one."""
+        """Set the `parameters` updated here, and `divided`: all those divided over `ranks`, which include `rank`."""
         self._parameters, self._ranks, self._rank = list(parameters), list(ranks), rank
         owners = divide([p.numel() * p.itemsize for p in divided], len(ranks))
         self._root = {id(p): ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
     @abstractmethod
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank is its owner."""
+        """Check whether this rank owns the parameter."""
 
     @abstractmethod
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
-        """Calls the optimizer's `step` for this rank's parameters, so that every rank ends with all new values.
+        """Call the optimizer's `step` for this rank's parameters, so that every rank ends with all new values.
 
-        `queued`, where the update `queues`: the ranks do not ask each other whether it has raised.
+        `queued`, for an update that `queues`: the ranks do not exchange whether `step` raised.
         """
 
     def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
-        """Parts of single parameters that the optimizer steps on this rank in place of the whole ones; here none."""
+        """Return the parts of parameters that this rank's optimizer steps instead of the whole; none by default."""
         return {}
 
     def gradients_settle(self) -> None:
-        """Waits until others have scaled and clipped their parts of gradients; here there are none."""
+        """Wait until other ranks have scaled and clipped their parts of gradients; nothing by default."""
         return
 
     @property
     def queues(self) -> bool:
-        """Whether an update may follow another one before anything of it is read: here it may."""
+        """Whether an update may follow another one before the host reads any of its results; True by default."""
         return True
 
     def begin(self) -> None:
-        """Begins a step, before its first backward; nothing here."""
+        """Begin a step, before its first backward; nothing by default."""
         return
 
     def own_gradients(self) -> None:
-        """Leaves a rank the gradients that it is to scale, clip and count in the norm: here all of them."""
+        """Keep only the gradients that this rank scales, clips and counts in the norm; all by default."""
         return
 
     def norm(self, own: float) -> float:
-        """The norm over all gradients from that over those that `own_gradients` has left: here the same."""
+        """Return the norm over all gradients from the norm over what `own_gradients` keeps; the same by default."""
         return own
 
     def own_part(self, num_bytes: int) -> int:
-        """Of so many bytes of parameters those that count on this rank: here all."""
+        """Return how many of `num_bytes` parameter bytes count on this rank; all by default."""
         return num_bytes
 
     def _drop_others(self) -> None:
@@ -77,7 +77,7 @@ class DividedUpdate(ABC):
 
 
 def error_of(step: Callable[[], None]) -> ShoalError | None:
-    """Error of an optimizer's `step` on this rank, for the others to be told; None where it has stepped."""
+    """Run an optimizer's `step`; return its error for an exchange with other ranks, or None."""
     try:
         step()
     except Exception as caught:

@@ -1,4 +1,4 @@
-"""Parameter groups of fully_shard, which a unit gathers and scatters, in each release of torch."""
+"""Parameter groups of fully_shard, in which a unit gathers and scatters, for each release of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def param_groups(unit: Any) -> list[Any]:
-    """Parameter groups of an FSDPModule. In torch 2.10 that has one at most, and its state another name for it."""
+    """Return the parameter groups of an FSDPModule. torch 2.10 has at most one, under another name."""
     state = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -14,7 +14,7 @@ def param_groups(unit: Any) -> list[Any]:
 
 
 def release_gathered(group: Any) -> None:
-    """Frees what a group's units have left of the last all-gather. torch 2.15 has a method for it, of its context."""
+    """Free what a group's units keep of the last all-gather. torch 2.15 has a method for it on the group's context."""
     context = group.comm_ctx
     if hasattr(context, "release_all_gather_state_for_comm_reuse"):
         context.release_all_gather_state_for_comm_reuse()

@@ -1,8 +1,8 @@
-"""Pieces of single parameters that ranks with one copy of a model update, where whole ones divide the work badly.
+"""Pieces of single parameters that ranks with one copy of a model update, if whole parameters divide the work badly.
 
-A parameter that is larger than a rank's fair share makes one rank update while the others wait. SGD, Adam and AdamW
-compute each element from its own gradient and state alone. So others step a run of its elements, in memory that all
-ranks map: values, gradients and state. The parameter's owner has its whole state, as of the others, in the same memory.
+While one rank updates a parameter that is larger than its fair share, the others wait. SGD, Adam and AdamW compute each
+element from its own gradient and state alone, so other ranks can step a run of its elements. Values, gradients and
+state are in memory that all ranks map. The parameter's owner has its whole state in the same memory.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shoal.plans.accounting.partition import PIECE_ROW, level
 
 _BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
-# The dtype of each state tensor of a parameter that has its shape, by the parameter's place and the tensor's key.
+# dtype of each state tensor that has its parameter's shape, by index of the parameter and key of the tensor.
 Kinds = dict[str, dict[str, str]]
 
 
 def can_divide(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer computes each element of a parameter from that element's gradient and state alone."""
+    """Check whether an optimizer computes each element from that element's gradient and state alone."""
     return type(optimizer) in _BY_ELEMENT
 
 
 def is_divisible(parameter: Tensor) -> bool:
-    """Whether runs of a parameter's elements are a kernel's and the gradient norm's own: whole rows, in order."""
+    """Check whether runs of a parameter's elements are whole rows in order, as kernels and the gradient norm need."""
     return (
         parameter.dtype == torch.float32
         and parameter.is_contiguous()
@@ -45,44 +45,44 @@ def is_divisible(parameter: Tensor) -> bool:
 
 @dataclass(eq=False)
 class _Divided:
-    """Parameter of which several ranks step a run of elements; `part` is this rank's, None where it has none."""
+    """Parameter that several ranks step, each a run of elements; `part` is this rank's run, or None."""
 
     whole: nn.Parameter
     bounds: tuple[int, int]
     part: nn.Parameter | None
     is_owner: bool
     state: dict[str, Any] = field(default_factory=dict)  # of the part
-    entry: dict[str, Any] | None = None  # the owner's, of the whole parameter, as this has given it to the optimizer
-    shared: dict[str, Tensor] = field(default_factory=dict)  # by key what all ranks map, as one row
-    others: dict[str, Any] = field(default_factory=dict)  # in the owner's entry, what no step of a part looks at
-    versions: list[int] = field(default_factory=list)  # of the owner's counters, of which each rank has its own
+    entry: dict[str, Any] | None = None  # the owner's entry for the whole parameter, as given to the optimizer
+    shared: dict[str, Tensor] = field(default_factory=dict)  # by key, the memory that all ranks map, as one row
+    others: dict[str, Any] = field(default_factory=dict)  # entries of the owner's state that no step of a part reads
+    versions: list[int] = field(default_factory=list)  # of the owner's counters; each rank has its own counters
 
     def gradient(self) -> None:
-        """Takes this rank's run of the parameter's gradient."""
+        """Set the part's gradient to this rank's run of the parameter's gradient."""
         if self.part is not None:
             gradient = self.whole.grad
             self.part.grad = None if gradient is None else gradient.detach().view(-1)[slice(*self.bounds)]
 
     def is_new(self) -> bool:
-        """Whether a step has made state of the part that other ranks do not see."""
+        """Check whether a step has created state of the part that other ranks do not see."""
         return any(
             _is_like(value, self.part) and not (key in self.shared and _lies_in(value, self.shared[key]))
             for key, value in self.state.items()
         )
 
     def is_replaced(self, found: dict[str, Any] | None) -> bool:
-        """Whether the owner's optimizer has something else than it was given, or a counter that others have not."""
+        """Check whether the owner's optimizer has state that it did not receive here, or a changed counter."""
         if not self.is_owner:
             return False
         return not _is_same(found, self.entry) or self.versions != _versions(self.entry)
 
     def settle(self) -> None:
-        """Notes how the owner's counters are, after a step."""
+        """Record the versions of the owner's counters after a step."""
         self.versions = _versions(self.entry) if self.is_owner else []
 
 
 class ParameterPieces:
-    """Division of the largest parameters of overloaded ranks, by one optimizer's update."""
+    """Division of the largest parameters of overloaded ranks in one optimizer's update."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ParameterPieces:
         memory: Callable[[Tensor], Tensor],
         owners: Callable[[Tensor], int],
     ) -> None:
-        """`memory` is a parameter's that all ranks map, and `owners` says which rank owns it."""
+        """Divide the parameters. `memory` returns a parameter's shared memory, `owners` the rank that owns it."""
         self._optimizer, self._collective, self._mesh = optimizer, collective, mesh
         self._owners = owners
         sizes = [p.numel() * p.itemsize for p in parameters]
@@ -111,11 +111,11 @@ class ParameterPieces:
 
     @property
     def parts(self) -> dict[nn.Parameter, nn.Parameter | None]:
-        """By divided parameter this rank's part of it, one row of elements; None where it has none."""
+        """This rank's part of each divided parameter, as one row of elements, or None."""
         return {one.whole: one.part for one in self._divided}
 
     def take_gradients(self) -> None:
-        """Gives each part its elements of the whole parameter's gradient."""
+        """Give each part its elements of the whole parameter's gradient."""
         for one in self._divided:
             one.gradient()
 
@@ -123,7 +123,7 @@ class ParameterPieces:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """A context in which the optimizer's groups have this rank's parts in place of the divided parameters."""
+        """Return a context in which this rank's parts replace the divided parameters in the optimizer's groups."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         before = [group["params"] for group in groups]
         for group in groups:
@@ -143,7 +143,7 @@ class ParameterPieces:
                 one.settle()
 
     def _own(self, whole: list[Any]) -> list[Any]:
-        """A group's parameters that this rank updates: the same list each time, which is what a fused step looks at."""
+        """Return a group's parameters that this rank updates: always the same list, which a fused step expects."""
         known = self._lists.get(id(whole))
         if known is None or known[0] is not whole or known[1] != len(whole):
             parts, rank = self.parts, self._mesh.rank
@@ -154,16 +154,19 @@ class ParameterPieces:
     # ------------------------------------------------------------------------------------------------------- state
 
     def is_new(self) -> bool:
-        """Whether the step has made state that the owner of a parameter does not see."""
+        """Check whether the step has created state that the owner of a parameter does not see."""
         return any(one.is_new() for one in self._divided)
 
     def is_replaced(self) -> bool:
-        """Whether somebody has given the optimizer other state of a parameter that this rank owns: a checkpoint."""
+        """Check whether the state of a parameter that this rank owns was replaced, for example from a checkpoint."""
         state = self._optimizer.state
         return any(one.is_replaced(state.get(one.whole)) for one in self._divided)
 
     def share(self) -> None:
-        """Puts the parts' state where all ranks map it. Collective: all ranks, as `open_region`, and two meetings."""
+        """Move the parts' state to memory that all ranks map.
+
+        Collective: all ranks, as `open_region`, and two barriers.
+        """
         own = {str(i): _kinds(one.state, one.part) for i, one in enumerate(self._divided)}
         self._open(_merged(self._mesh.gather_json(own)))
         for one in self._divided:
@@ -176,7 +179,7 @@ class ParameterPieces:
         self._give_owners()
 
     def adopt(self) -> None:
-        """Takes up the state that owners' optimizers have now. Collective: as `share`."""
+        """Copy the current state of the owners' optimizers to the parts. Collective: as `share`."""
         state = self._optimizer.state
         entries = {i: state.get(one.whole) or {} for i, one in enumerate(self._divided) if one.is_owner}
         own = {str(i): _kinds(entry, self._divided[i].whole) for i, entry in entries.items()}
@@ -206,7 +209,7 @@ class ParameterPieces:
             one.settle()
 
     def _open(self, layout: Kinds) -> None:
-        """Gives each state tensor of the layout its place in new memory, which all ranks map."""
+        """Give each state tensor of the layout its place in new memory, which all ranks map."""
         places, end = {}, 0
         for i, kinds in layout.items():
             for key, dtype in sorted(kinds.items()):
@@ -221,8 +224,8 @@ class ParameterPieces:
         exchange = functools.partial(exchanged, group=self._collective.group)
         num_ranks = self._mesh.world_size
         region = open_region(exchange, self._mesh.rank, num_ranks, -(-end // num_ranks))
-        self._collective.barrier()  # each has set a part of it to zero, which others write to
-        for (i, key), (start, numel, kind) in places.items():  # each a storage of its own size, as memory is counted
+        self._collective.barrier()  # each rank has zeroed a part, to which other ranks write
+        for (i, key), (start, numel, kind) in places.items():  # each a storage of its own size, for the memory count
             tensor = torch.frombuffer(region.memory, dtype=kind, count=numel, offset=start)
             self._divided[int(i)].shared[key] = tensor
         self._region = region
@@ -237,7 +240,7 @@ def _lies_in(value: Tensor, memory: Tensor) -> bool:
 
 
 def _is_same(found: dict[str, Any] | None, given: dict[str, Any] | None) -> bool:
-    """Whether the optimizer has what it was given: the same tensors and values."""
+    """Check whether the optimizer has the state that it received: the same tensors and values."""
     if found is None or given is None or found.keys() != given.keys():
         return not found and not given
     return all(found[key] is value for key, value in given.items())
@@ -253,7 +256,7 @@ def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
 
 
 def _merged(layouts: Sequence[Kinds]) -> Kinds:
-    """The layout of all ranks, in one order; each has told of the parameters of which it has a part or the whole."""
+    """Merge the layouts of all ranks in one order. Each rank reports the parameters that it has, whole or in part."""
     found: Kinds = {}
     for layout in layouts:
         for i, kinds in layout.items():
@@ -262,7 +265,7 @@ def _merged(layouts: Sequence[Kinds]) -> Kinds:
 
 
 def _rest(entry: dict[str, Any]) -> dict[str, Any]:
-    """What is no tensor of the parameter's shape, for JSON: counters of steps, and what is not there yet."""
+    """Return, for JSON, the state without the parameter's shape: step counters, plain values and None."""
     found: dict[str, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.ndim == 0:

@@ -1,8 +1,8 @@
-"""Counts of the calls of units whose parameters ranks gather together, so that unequal counts are an error at once.
+"""Counts of the calls of gathered units, so that unequal counts raise an error at once.
 
-A rank that calls a unit once more than another waits in its gather, and the other one in another collective.
-Ranks post their counts in the store of the process group, which is there for what no collective can say. A post waits
-for nothing; ranks read each other's posts only where a count is not that of the last microbatch.
+A rank that calls a unit once more than another rank waits in its gather, while the other waits in another collective.
+Ranks therefore post their counts in the store of the process group, outside of collectives. A post does not wait. Ranks
+read each other's posts only if a count differs from the last microbatch's.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shoal.errors import JobError
 from shoal.parallel.shard.param_groups import param_groups
 
 _POLL_SECONDS = 0.0005
-# Sums over 1024 ranks of numbers below it and of their squares, and products of these, are exact in float64.
+# Sums over 1024 ranks of smaller numbers and of their squares, and products of the sums, are exact in float64.
 _NUM_ORDERS = 1 << 13
 
 
 class UnitCalls:
     """Calls that gather a unit, within a microbatch's forward or an evaluation, on this rank and its peers.
 
-    `order`: a number below 2^13 for the units that were called in a step, one after the other.
+    `order`: a hash below 2^13 of the sequence of units called in a step.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[FSDPModule], mesh: Mesh) -> None:
-        """All ranks make as many of these on a mesh, in the same order."""
+        """Register the hooks. All ranks of a mesh create equal numbers of these objects, in the same order."""
         assert mesh.store is not None, "several ranks have one"
         self._model, self._rank = model, mesh.rank
         self._peers = next(list(ranks) for ranks in mesh.layout.groups("data", "shard") if mesh.rank in ranks)
@@ -42,7 +42,7 @@ class UnitCalls:
         opened = mesh.store.add(f"unit calls/{mesh.rank}", 1)
         self._store = PrefixStore(f"unit calls {opened}", mesh.store)
         self._post("at")
-        # Before fully_shard's own hook, which gathers.
+        # runs before fully_shard's own hook, which gathers
         self._handles = [
             unit.register_forward_pre_hook(partial(self._called, number), prepend=True)  # type: ignore[attr-defined]
             for number, unit in enumerate(units, 1)
@@ -61,7 +61,7 @@ class UnitCalls:
             self._meet("at")
 
     def end(self) -> None:
-        """Ends a microbatch's forward, or an evaluation. Raises: JobError where a peer has called otherwise."""
+        """End a microbatch's forward, or an evaluation. Raises: JobError if a peer's calls differ."""
         if not self._count:
             return
         self._post("end")
@@ -75,7 +75,7 @@ class UnitCalls:
         self._store.set(str(self._rank), f"{self._serial} {self._count} {where}")
 
     def _meet(self, where: str) -> None:
-        """Waits until each peer is as far as this rank. Raises: JobError where one cannot come there any more."""
+        """Wait until each peer has made the same number of calls. Raises: JobError if a peer no longer can."""
         waited = [str(rank) for rank in self._peers if rank != self._rank]
         while not self._met and not self._store.check(waited):
             time.sleep(_POLL_SECONDS)
@@ -101,13 +101,13 @@ class UnitCalls:
                 time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def unequal(what: str) -> JobError:
-    """The error of ranks that call units in unequal ways."""
+    """Return the error of ranks that call units unequally."""
     return JobError(
         given=f"a model or loss that calls {what} in one microbatch",
         conflict="where gradients or parameters are cut over the shard axis, the ranks gather a part of the model "

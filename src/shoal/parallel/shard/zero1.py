@@ -1,6 +1,6 @@
 """ZeRO stage 1: optimizer states divided among the ranks of the shard axis.
 
-Rajbhandari et al., arXiv 1910.02054. Whole parameters are divided, not slices of them: see owners.py.
+Rajbhandari et al., arXiv 1910.02054. Ranks divide whole parameters, not slices of them: see owners.py.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shoal.numerics.flat import views_of
 from shoal.parallel.shard.owners import DividedUpdate, error_of
 from shoal.plans.accounting.partition import PIECE_BYTES, pack
 
-# Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
+# Number of concurrent broadcasts. Their buffers are the only memory that the exchange adds.
 PIECES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Parameters that one broadcast sends: a flat copy of them, or the only one itself."""
+    """Parameters that one broadcast sends: as a flat copy, or directly if there is only one."""
 
     parameters: list[Tensor]
     root: int
@@ -33,9 +33,9 @@ class _Piece:
 
 
 class ShardedOptimizer(DividedUpdate):
-    """ZeRO stage 1 of an update: each rank of a shard group updates its own parameters.
+    """Update of ZeRO stage 1: each rank of a shard group updates the parameters that it owns.
 
-    After the update their owners broadcast the new values within the group.
+    After the update the owners broadcast the new values within the group.
     """
 
     def __init__(
@@ -45,16 +45,17 @@ class ShardedOptimizer(DividedUpdate):
         mark: Callable[[str], None],
         among: Sequence[Tensor] | None = None,
     ) -> None:
-        """`among`: all that are divided over the ranks, where other strategies update the rest of them."""
+        """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest."""
         ranks = next(ranks for ranks in mesh.layout.groups("shard") if mesh.rank in ranks)
         super().__init__(parameters, parameters if among is None else among, ranks, mesh.rank)
         self._mesh, self._mark = mesh, mark
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
-        """Calls the optimizer's `step` for this rank's parameters, then exchanges the new values.
+        """Call the optimizer's `step` for this rank's parameters, then exchange the new values.
 
-        Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters: all their bytes
-        once. Raises: on every rank, where `step` raised on any; `queued`: without the gather, on that rank alone.
+        Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters, all their bytes
+        once.
+        Raises: on every rank, if `step` raised on any. `queued` skips the gather, and only the failed rank raises.
         """
         updated = [p for p in self._parameters if p.grad is not None]
         self._drop_others()
@@ -92,7 +93,10 @@ class ShardedOptimizer(DividedUpdate):
                 yield _Piece(together, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
+        """Check whether this rank owns the parameter.
+
+        Every rank owns untrained parameters that have optimizer state.
+        """
         return self._root.get(id(parameter), self._rank) == self._rank
 
 

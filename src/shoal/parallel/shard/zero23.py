@@ -1,8 +1,8 @@
 """ZeRO stages 2 and 3: gradients, or parameters too, divided over the shard axis.
 
-On torch's fully_shard (Zhao et al., arXiv 2304.11277): each unit's parameters are cut along their first dim; a unit's
-forward gathers them, its backward leaves the sum of the gradients over the ranks, cut the same way. With a data axis
-beside it the cut gradients are summed over that axis too (hybrid sharding).
+The module builds on torch's fully_shard (Zhao et al., arXiv 2304.11277), which cuts each unit's parameters along their
+first dim. A unit's forward gathers them. Its backward leaves the sum of the gradients over the ranks, cut the same way.
+With a data axis as well, the cut gradients are also summed over that axis (hybrid sharding).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shoal.parallel.shard.param_groups import param_groups
 from shoal.parallel.shard.unit_calls import UnitCalls, unequal
 from shoal.plans.plan import Plan
 
-# Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
+# If a model repeats no block, a module with this many parameter bytes is a unit; smaller modules share a unit.
 UNIT_BYTES = 1 << 20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -52,11 +52,18 @@ def shard(
     *,
     writing: set[nn.Module] | None = None,
 ) -> list[nn.Module]:
-    """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
+    """Cut the parameters of a model (on the meta device, or real) in place; return the units, each gathered as one.
 
-    Names do not change; `absent` ones are of other stages. `writing` takes modules whose hooks may write parameters,
-    and later those whose forward does. Collective: none; each unit's forward and backward are.
+    Args:
+        model: model to cut; its names do not change.
+        plan: plan with the level, offload and layout.
+        mesh: mesh with the shard axis.
+        precision: dtypes of parameters and reductions.
+        absent: names of other stages' parameters, which are not cut.
+        writing: receives modules with hooks that may write parameters, and later modules with a forward that does.
+
     Raises: PlanError; JobError for what fully_shard does not cut.
+    Collective: none here; each unit's forward and backward communicate.
     """
     lacking = torch_release.missing()
     if lacking:
@@ -77,7 +84,7 @@ def shard(
     writing.update(module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks)
     for unit in found:
         unit.register_forward_hook(_no_views)
-        if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and computes first without values
+        if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and first runs without values
             unit.register_forward_hook(_KeptTensors(unit, others))
             unit.register_forward_hook(_WrittenParameters(writing, model))
         fully_shard(
@@ -91,7 +98,7 @@ def shard(
     for unit in found:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
-        unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
+        unit.set_reduce_scatter_unused_params(True)  # another rank's grains may use what this rank's do not
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
         _give_homes(unit)
@@ -99,7 +106,7 @@ def shard(
 
 
 def _refuse_mixed(found: Iterable[nn.Module], kept: set[nn.Parameter], plan: Plan) -> None:
-    """Raises: JobError for trainable parameters of several dtypes in one unit; a unit within another comes before."""
+    """Raise JobError for trainable parameters of several dtypes in one unit. Inner units come before outer ones."""
     seen = set(kept)
     for unit in found:
         own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
@@ -114,28 +121,28 @@ def _refuse_mixed(found: Iterable[nn.Module], kept: set[nn.Parameter], plan: Pla
 
 
 def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
-    """Copies of outputs that are views of something, as a linear layer gives with a bias over sequences.
+    """Copy outputs that are views, such as those of a linear layer with a bias over sequences.
 
-    A change in place of a view would drop the hook that gathers the unit's parameters for its backward.
+    A change of a view in place would drop the hook that gathers the unit's parameters for its backward.
     """
     if not torch.is_grad_enabled():
         return None
     return replace_leaves(output, Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t)
 
 
-# Attributes that each module has, and in which nobody keeps a tensor of a forward.
+# Attributes of every module: none contains a forward's tensors.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _MOST_ITEMS, _MOST_DEPTH = 256, 4
 
 
 class _KeptTensors:
-    """Forward hook that has a unit's parameters gathered for gradients of tensors that its modules keep as attributes.
+    """Forward hook that gathers a unit's parameters also for gradients of tensors stored as attributes of its modules.
 
-    An auxiliary loss, say. fully_shard gathers them for gradients of the unit's outputs alone.
+    An auxiliary loss is an example. fully_shard gathers parameters for gradients of the unit's outputs alone.
     """
 
     def __init__(self, unit: nn.Module, units: set[nn.Module]) -> None:
-        """`units`: all of them; what is in a unit within this one is that one's."""
+        """Find the unit's own modules. `units`: all units; an inner unit's modules belong to that unit."""
         inner = [
             other for module in unit.modules() if module is not unit and module in units for other in module.modules()
         ]
@@ -155,20 +162,21 @@ class _KeptTensors:
                         tensor.register_hook(cast(FSDPModule, unit)._get_fsdp_state()._pre_backward)
 
 
-# Training forwards after which all parameters of a unit are compared, besides all forwards without gradients.
+# Number of training forwards in which all parameters of a unit are compared. Every forward without gradients compares.
 _COMPARED_FORWARDS = 3
 
 
 class _WrittenParameters:
-    """Forward hook that keeps what a forward, or a hook on one, has written to the unit's gathered parameters.
+    """Forward hook that stores what a forward, or a hook on it, has written to the unit's gathered parameters.
 
-    A mask on `weight.data`, say: the gathered values are freed, and the optimizer steps the parts of the ranks.
+    An example is a mask on `weight.data`. Without this hook the write is lost: torch frees the gathered values, and the
+    optimizer steps the ranks' parts.
     """
 
     def __init__(self, hooked: Container[nn.Module], root: nn.Module) -> None:
-        """`hooked`: modules with forward hooks of the job's, of which each forward may write; `root`: the model."""
+        """Set `hooked`, modules with hooks of the job that may write in each forward, and `root`, the model."""
         self._hooked, self._root, self._num_forwards = hooked, root, 0
-        self._written: set[int] = set()  # by place in the unit
+        self._written: set[int] = set()  # by index in the unit
 
     def __call__(self, unit: nn.Module, args: Any, output: Any) -> None:
         _refuse_replaced(unit, self._root)
@@ -191,7 +199,7 @@ class _WrittenParameters:
 
 
 def _refuse_replaced(unit: nn.Module, root: nn.Module) -> None:
-    """Raises: JobError for a parameter of the unit in whose place there is neither the gathered one nor this part."""
+    """Raise JobError if another tensor has replaced a parameter of the unit."""
     for group in param_groups(unit):
         for one in group.fsdp_params:
             place = one._module_info
@@ -217,7 +225,7 @@ def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
 
 
 def _give_homes(unit: FSDPModule) -> None:
-    """Lets torch find the parameters of modules whose attributes of these names are something else."""
+    """Let torch find parameters of modules with other objects in the attributes of these names."""
     homes: dict[nn.Module, _Home] = {}
     for group in param_groups(unit):
         for parameter in group.fsdp_params:
@@ -227,7 +235,7 @@ def _give_homes(unit: FSDPModule) -> None:
 
 
 class _Home:
-    """A module for fully_shard, which reads parameters as attributes, where those are Keras' variables."""
+    """Module for fully_shard, which reads parameters as attributes, if the attributes are Keras variables."""
 
     def __init__(self, module: nn.Module) -> None:
         self.__dict__["_module"] = module
@@ -241,9 +249,9 @@ class _Home:
 
 
 def scalars(model: nn.Module) -> list[str]:
-    """The parameters without dims or elements, which fully_shard does not take.
+    """Return the names of parameters without dims or elements, which fully_shard does not cut.
 
-    They stay whole, and their gradients partial.
+    These parameters stay whole, and their gradients partial.
     """
     return [name for name, parameter in model.named_parameters() if not _is_cut(parameter.shape)]
 
@@ -253,7 +261,7 @@ def _is_cut(shape: tuple[int, ...]) -> bool:
 
 
 def _refuse_sparse(model: nn.Module) -> None:
-    """Raises: JobError for an embedding with sparse gradients, which fully_shard's sums do not take."""
+    """Raise JobError for an embedding with sparse gradients, which fully_shard cannot sum."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise JobError(
@@ -264,7 +272,7 @@ def _refuse_sparse(model: nn.Module) -> None:
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what this rank has of a parameter that fully_shard cuts: of its rows, as torch.chunk deals them."""
+    """Return the shape of this rank's part of a parameter that fully_shard cuts by rows, as torch.chunk does."""
     if not _is_cut(shape):
         return shape
     each = -(-shape[0] // mesh.layout.shard)
@@ -273,13 +281,14 @@ def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters travel together, inner ones first; what is in none of them is the model's own unit.
+    """Return the modules with parameters that are gathered together, inner ones first.
 
-    The blocks that the model repeats, else what is large enough; none that shares a parameter with what is outside.
+    The rest is the model's own unit. These are the blocks that the model repeats, or else modules that are large
+    enough. None shares a parameter with a module outside.
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
     found = list(dict.fromkeys(blocks)) or list(_large(model))
-    # It calls those of its clusters that the batch has a class of: not the same ones on each rank.
+    # It calls only the clusters with classes in the batch, so calls differ between ranks.
     adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
     clusters = {inner for module in adaptive for inner in module.modules()}
     found = [unit for unit in found if unit not in clusters]
@@ -297,7 +306,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(model: nn.Module, name: str) -> nn.Module:
-    """The repeated module around a block, or the block: an expert is not called by each rank, what holds it is."""
+    """Return the outermost repeated module around a block. Not every rank calls an expert, but all call its parent."""
     keys = name.split(".")
     for end in range(1, len(keys)):
         parent, child = model.get_submodule(".".join(keys[: end - 1])), model.get_submodule(".".join(keys[:end]))
@@ -318,7 +327,7 @@ def _large(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The axes that fully_shard works on: data, where it has more than one rank, and shard."""
+    """Return the axes for fully_shard: data, if it has more than one rank, and shard."""
     axes = [axis for axis in ("data", "shard") if mesh.layout.degree(axis) > 1 or axis == "shard"]
     ranks = torch.tensor(next(r for r in mesh.layout.groups("data", "shard") if mesh.rank in r))
     shaped = ranks.view([mesh.layout.degree(axis) for axis in axes])
@@ -329,7 +338,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _refuse_call(model: nn.Module, args: Any) -> None:
-    """Raises: JobError where the model is called within a transform of torch.func, or lacks a parameter of its own."""
+    """Raise JobError if torch.func transforms the model's call, or a parameter of the model was replaced."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise JobError(
             given="a loss that transforms the model by torch.func, with parameters that are cut over the shard axis",
@@ -337,33 +346,33 @@ def _refuse_call(model: nn.Module, args: Any) -> None:
             remedy='write shard.level = "optimizer"',
         )
     for unit in model.modules():
-        # Before the first forward torch has the parameters that were cut, on the meta device.
+        # Before the first forward, torch still has the parameters from the meta device.
         if isinstance(unit, FSDPModule) and unit._get_fsdp_state()._is_root is not None:
             _refuse_replaced(unit, model)
 
 
 class FullySharded(AccumulatingStrategy):
-    """Strategy of ZeRO stages 2 and 3: units sum gradients in the backward; the rest are the step's sums."""
+    """Strategy of ZeRO stages 2 and 3: units sum gradients in the backward, the strategy sums the rest."""
 
     syncs_every_microbatch = True  # each unit gathers its parameters from all ranks
 
     def __init__(self, model: ShardedModel, mark: Mark, *, late: bool = False) -> None:
-        """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
+        """Register the hooks. `late`: only the last microbatch scatters gradients; before, they accumulate whole."""
         super().__init__(model, mark)
         model.model.register_forward_pre_hook(_refuse_call, prepend=True)
         self._late = late
         self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
         every = [p for p in model.model.parameters() if p.requires_grad]
         self._parameters = [p for p in every if not p.is_meta]
-        # Told of over all ranks, and so by numbers that all have: those of other stages too, and not the scalars.
+        # Numbers common to all ranks: they include parameters of other stages, and exclude scalars.
         self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
         self._used = torch.zeros(len(self._cut), dtype=torch.float64)
         self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
-        # Of each, whether any rank had a gradient when that was last read at once.
+        # For each number, whether any rank had a gradient in the last step that was read at once.
         self._usual, self._is_usual = torch.zeros(0), list[bool]()
         self._watched = [p for p in self._parameters if not _is_cut(p.shape)]
         self._handles: dict[int, RemovableHandle] = {}
-        # A pipeline calls what its schedule says.
+        # A pipeline calls stages by its schedule.
         counts = self._mesh.num_data_ranks > 1 and self._mesh.layout.pipeline == 1
         self._calls = UnitCalls(model.model, self._units, self._mesh) if counts else None
 
@@ -378,7 +387,7 @@ class FullySharded(AccumulatingStrategy):
         self._scatter(False)
 
     def rest(self) -> None:
-        """Gives back what a forward without a backward has gathered, and would stay as it was then."""
+        """Free what a forward without a backward has gathered, which would become stale."""
         if self._calls is not None:
             self._calls.end()
         for unit in self._units:
@@ -409,12 +418,12 @@ class FullySharded(AccumulatingStrategy):
             ) from error
 
     def _scatter(self, now: bool) -> None:
-        """Whether backwards scatter gradients. Collective, where they do: the data and shard axes, one a unit."""
+        """Set whether backwards scatter gradients. Collective if they do: the data and shard axes, one per unit."""
         for unit in self._units if self._late else ():
             unit.set_requires_gradient_sync(now, recurse=False)
 
     def _watch(self) -> None:
-        """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
+        """Register hooks that record which parameters got a gradient here: for the others the units sum zeros."""
         numbers = {id(p): i for i, p in self._cut.items()}
         for unit in self._units:
             for group in param_groups(unit):
@@ -429,7 +438,7 @@ class FullySharded(AccumulatingStrategy):
         self._used[number] = 1.0
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The gradients are summed already. Collective: all ranks, one all-reduce."""
+        """Return the step's sums; the gradients are summed already. Collective: all ranks, one all-reduce."""
         found = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
         used = found.sums[num_sums:-2] > 0
         order, squares = found.sums[-2:].tolist()
@@ -442,12 +451,12 @@ class FullySharded(AccumulatingStrategy):
     def _sums_and_used(self, num_sums: int) -> Tensor:
         device = self._mesh.device
         order = float(self._calls.order) if self._calls is not None else 0.0
-        orders = torch.tensor([order, order * order], dtype=torch.float64)  # all the same, or the sums tell
+        orders = torch.tensor([order, order * order], dtype=torch.float64)  # if ranks differ, the sums show it
         own = self._own_sums(num_sums), self._used, orders
         return torch.cat([device_reads.sent(numbers, device) for numbers in own])
 
     def _drop(self) -> None:
-        """Leaves gradients to the usual parameters alone."""
+        """Keep gradients of the usual parameters only."""
         for number, parameter in self._cut.items():
             if not self._is_usual[number]:
                 parameter.grad = None

@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross entropy: two small sums over the tensor axis, no gathering of logits.
 
-As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the largest logit of each row crosses, and then the
-row's sums, and the backward is local. The result is that of torch's F.cross_entropy for class indices.
+The method follows Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3). Ranks exchange the largest logit of each
+row and then the row's sums; the backward is local. The result is that of torch's F.cross_entropy for class indices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Rows:
-    """Targets int64 [N] with F.cross_entropy's options: `weights` [C] or None, and the share of label smoothing."""
+    """Targets int64 [N] with F.cross_entropy's options: class `weights` [C] or None, and label `smoothing`."""
 
     targets: Tensor
     ignored: int
@@ -37,51 +37,51 @@ class Rows:
 
     @property
     def counts(self) -> Tensor:
-        """Which rows count, bool [N]."""
+        """Whether each row counts, bool [N]."""
         return self.targets != self.ignored
 
     def row_weights(self, dtype: torch.dtype) -> Tensor:
-        """The weight of each row's target, [N]; zero where it does not count."""
+        """Return the weight of each row's target, [N]; zero for a row that does not count."""
         if self.weights is None:
             return self.counts.to(dtype)
         known = self.targets.masked_fill(~self.counts, 0)
         return torch.where(self.counts, self.weights.to(dtype)[known], 0.0)
 
     def class_weights(self, classes: Classes, dtype: torch.dtype) -> tuple[Tensor | float, float]:
-        """Of a rank's classes, [C of the rank], and the sum over all of them."""
+        """Return the weights of a rank's classes, [C of the rank], and the sum over all classes."""
         if self.weights is None:
             return 1.0, float(classes.size)
         wide = self.weights.to(dtype)
         return wide[classes.start : classes.stop], float(wide.sum())
 
     def own(self, classes: Classes) -> tuple[Tensor, Tensor]:
-        """Whether each row's target is among a rank's classes, and its place there; else 0."""
+        """Return whether each row's target is among a rank's classes, and its index in them, else 0."""
         here = self.counts & (self.targets >= classes.start) & (self.targets < classes.stop)
         return here, torch.where(here, self.targets - classes.start, 0)
 
     def check(self, size: int) -> None:
-        """Raises: IndexError for a target that is no class, as torch does."""
+        """Raise IndexError for a target that is no class, as torch does."""
         right = ~self.counts | ((self.targets >= 0) & (self.targets < size))
-        if self.targets.is_meta or type(self.targets) is not Tensor:  # or a fake one
+        if self.targets.is_meta or type(self.targets) is not Tensor:  # or fake
             return
         if device_reads.waits(self.targets.device):
-            torch._assert_async(right.all())  # the device is not waited for
+            torch._assert_async(right.all())  # does not wait for the device
         elif not bool(right.all()):
             raise IndexError(f"Target {int(self.targets[~right][0])} is out of bounds.")
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Convert the logits to float32 unless they are float64."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def highest(logits: Tensor) -> Tensor:
-    """The largest of a rank's logits [N, C of the rank] in each row, to be taken the largest of over ranks."""
+    """Return the largest of a rank's logits [N, C of the rank] per row, for a maximum over ranks."""
     return wide(logits).amax(1)
 
 
 def row_sums(logits: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> Tensor:
-    """Terms of the sums over ranks, [2 or 3, N]: of exponentials, of the target's logit, and of all, weighted."""
+    """Return a rank's terms, [2 or 3, N], of the sums over exponentials, target logits and weighted logits."""
     values = wide(logits)
     here, place = rows.own(classes)
     exponentials = (values - largest.unsqueeze(1)).exp_().sum(1)
@@ -94,7 +94,7 @@ def row_sums(logits: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> T
 
 
 def losses(sums: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> tuple[Tensor, Tensor]:
-    """The loss of each row [N], and the logarithm of its sum of exponentials."""
+    """Return the loss of each row [N], and the logarithm of its sum of exponentials."""
     logarithm = sums[0].log() + largest
     found = (logarithm - sums[1]) * rows.row_weights(sums.dtype)
     if rows.smoothing:
@@ -105,7 +105,7 @@ def losses(sums: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> tuple
 
 
 def gradient(logits: Tensor, logarithm: Tensor, given: Tensor, rows: Rows, classes: Classes) -> Tensor:
-    """Of a rank's logits, [N, C of the rank], where `given` [N] is that of the losses."""
+    """Return the gradient of a rank's logits, [N, C of the rank], from `given` [N], the losses' gradient."""
     found = (wide(logits) - logarithm.unsqueeze(1)).exp_()
     dtype = found.dtype
     here, place = rows.own(classes)
@@ -119,12 +119,12 @@ def gradient(logits: Tensor, logarithm: Tensor, given: Tensor, rows: Rows, class
     if rows.smoothing:
         found.sub_(smooth.unsqueeze(1) * weights)
     found.scatter_add_(1, place.unsqueeze(1), -torch.where(here, scale, 0.0).unsqueeze(1))
-    # A row that does not count may hold infinities, times zero.
+    # A row that does not count may contain infinities, which would be multiplied by zero.
     return found.masked_fill_(~rows.counts.unsqueeze(1), 0.0).to(logits.dtype)
 
 
 class _Losses(torch.autograd.Function):
-    """Forward: the rows' losses, the same on every rank. Backward: local."""
+    """Autograd function of the rows' losses, identical on every rank; the backward is local."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis) -> Tensor:
@@ -142,7 +142,7 @@ class _Losses(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis, reduction: str) -> Tensor:
-    """F.cross_entropy of [N, C of the rank] and targets [N], in float32 at least: a number, or [N] where not reduced.
+    """Return F.cross_entropy of [N, C of the rank] and targets [N], in float32 at least: a scalar, or [N] unreduced.
 
     Collective: the axis, an all-reduce of N numbers and one of 2 N (3 N with label smoothing).
     Raises: IndexError for a target that is no class.

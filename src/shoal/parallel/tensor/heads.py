@@ -1,7 +1,7 @@
-"""Output heads with vocabulary-parallel loss, chosen by a run of the loss and a proof.
+"""Output heads with vocabulary-parallel loss, selected by a run of the loss and a proof.
 
-In the run a candidate gives `Logits`, on the meta device where the model allows it, which note what asks for the whole.
-A head that only cross entropies take stays cut, if each of these, as it is asked for, proves right in float64.
+In the run a candidate returns `Logits`, on the meta device if possible, that record which functions need the whole. A
+head with only cross entropies as consumers stays cut, if each cross entropy, with its options, is proven in float64.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ROWS = 16
 
 
 def sizes(size: int, degree: int) -> tuple[int, ...]:
-    """How many of `size` features each of `degree` places has."""
+    """Return how many of `size` features each of `degree` ranks has."""
     return tuple(stop - start for start, stop in pairwise(cuts(size, degree)))
 
 
 def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree: int) -> TensorPlan:
-    """The plan with those heads in `kept` whose logits only cross entropies take; with notes on the others'."""
+    """Return the plan with `kept` heads, those that only cross entropies consume, and with notes on others."""
     heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
     if not heads:
         return plan
@@ -52,7 +52,7 @@ def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree:
 
 
 def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
-    """Whether a linear module's output comes to a cross entropy, and to no other linear module."""
+    """Check whether a linear module's output reaches a cross entropy, and no other linear module."""
     output = trace.outputs.get(name)
     is_linear = kind(model.get_submodule(name)) in ("linear", "transposed")
     return is_linear and output is not None and not output.feeds and any("cross_entropy" in w for w in output.leaks)
@@ -60,28 +60,28 @@ def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
 
 @dataclass
 class _Uses:
-    """What took the logits of one head."""
+    """Consumers of the logits of one head."""
 
     entropies: list[Entropy] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)  # how many each of them has
-    obstacle: str = ""  # the first function that asked for the whole
+    targets: list[int] = field(default_factory=list)  # number of targets of each cross entropy
+    obstacle: str = ""  # the first function that needs the whole
 
 
 @dataclass(frozen=True)
 class _Noting(Head):
-    """A head without other ranks, whose whole has no numbers."""
+    """Head without other ranks that records its consumers; its whole has no numbers."""
 
     uses: _Uses = field(default_factory=_Uses)
 
     def whole(self, local: Tensor, dim: int, why: str) -> Tensor:
-        """Zeros, that depend on the slice."""
+        """Return zeros that depend on the slice, and record the consumer."""
         self.uses.obstacle = self.uses.obstacle or f"{why.strip('_')}() takes all of them"
         shape = list(local.shape)
         shape[dim] = self.classes.size
         return (local.sum() * 0.0).expand(shape)
 
     def lost(self, local: Tensor, rows: Rows, entropy: Entropy) -> Tensor:
-        """Of the slice alone."""
+        """Return zeros that depend on the slice, and record the cross entropy."""
         self.uses.entropies.append(entropy)
         self.uses.targets.append(len(local))
         found = local.sum(1) * 0.0
@@ -89,13 +89,13 @@ class _Noting(Head):
 
 
 def _shown(head: _Noting, module: nn.Module, input: Tensor) -> Tensor:
-    """The role of a whole layer that shows a slice of its outputs."""
+    """Compute a whole layer and return a slice of its outputs as logits."""
     whole = product(module, input, module.weight, module.bias)  # type: ignore[arg-type]
     return divided(whole.narrow(-1, 0, head.sizes[0]), whole.ndim - 1, head)
 
 
 def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
-    """What one run of the loss does with the logits of each head."""
+    """Run the loss once and return the consumers of each head's logits."""
     values = subject.values if trace.has_values else None
     found = {name: _Uses() for name in heads}
     with on_copies(subject.model, subject.loss, subject.batch, values) as (model, batch):
@@ -112,7 +112,7 @@ def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree:
 
 
 def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
-    """Whether a cross entropy of `size` classes, cut, is torch's: its value and gradient, place after place."""
+    """Check that a divided cross entropy of `size` classes agrees with torch's, in value and gradient, on each rank."""
     generator = torch.Generator().manual_seed(SEED)
 
     def random(*shape: int) -> Tensor:

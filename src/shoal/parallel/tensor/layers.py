@@ -1,7 +1,7 @@
 """Tensor-parallel layers: the user's own modules with slices of their weights, and with their names and hooks.
 
-A divided module keeps its class as far as anybody asks (a subclass of it with the same name) and computes as its
-*role* says. Its parameters are plain and of the slice's shape.
+A divided module still appears to be of its class (it is of a subclass with the same name). It computes as its *role*
+defines. Its parameters are plain and have the slice's shape.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def foreign(module: nn.Module) -> Outputs | None:
-    """Outputs of a layer that is none of torch's, as the layer itself describes them."""
+    """Return the outputs of a layer that is not torch's own, as the layer itself describes them."""
     told: Any = getattr(type(module), "tensor_outputs", None)
     found: Outputs | None = told(module) if told is not None else None
     return found
 
 
 def kind(module: nn.Module) -> str | None:
-    """Kind of a module that computes as its class does: linear, transposed, convolution, embedding...
+    """Return the kind of a module that computes as its class does: linear, transposed, convolution, embedding...
 
-    `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers; `foreign` says itself.
+    `transposed` is a Linear with weight [in, out], such as GPT-2's Conv1D in transformers. A `foreign` layer describes
+    its own outputs.
     """
     forward = type(module).forward
     if isinstance(module, nn.Linear):
@@ -54,7 +55,7 @@ def kind(module: nn.Module) -> str | None:
 
 
 def _is_linear(module: nn.Linear) -> bool:
-    """Whether a subclass of nn.Linear with a forward of its own, and nothing else, computes the same."""
+    """Check whether a subclass of nn.Linear with its own forward, and nothing else, computes the same as nn.Linear."""
     plain = {"in_features", "out_features", "training", "forward"}
     own = {name for name in vars(module) if not name.startswith("_")} - plain
     if own or module._modules or module._buffers or module._parameters.keys() != {"weight", "bias"}:
@@ -78,19 +79,19 @@ def _multiplies(cls: Any, with_bias: bool) -> bool:
 
 
 def num_features(module: nn.Module) -> tuple[int, int]:
-    """Input and output features (channels) of a linear, transposed or convolution module."""
+    """Return the input and output features (channels) of a linear, transposed or convolution module."""
     weight: Any = module.weight
     first, second = weight.shape[:2]
     return (first, second) if kind(module) == "transposed" else (second, first)
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dim of its weight along which its outputs lie."""
+    """Return the dim of the module's weight that contains its outputs."""
     return 1 if kind(module) == "transposed" else 0
 
 
 def num_outputs(module: nn.Module) -> int:
-    """How many outputs a layer has that is cut along them; of an embedding the rows."""
+    """Return the number of outputs along which a layer can be cut; for an embedding, its rows."""
     told = foreign(module)
     if told is not None:
         return told.size
@@ -98,13 +99,13 @@ def num_outputs(module: nn.Module) -> int:
 
 
 def output_dims(module: nn.Module) -> dict[str, int]:
-    """By parameter: its dim along which a layer's outputs lie."""
+    """Return, for each parameter of a layer, the dim that contains the outputs."""
     told = foreign(module)
     return told.dims if told is not None else {"weight": output_dim(module), "bias": 0}
 
 
 def feature_dim(module: nn.Module, output: Tensor) -> int:
-    """The dim of a layer's output along which its features lie."""
+    """Return the dim of a layer's output that contains its features."""
     told = foreign(module)
     if told is not None:
         return output.ndim + told.feature_dim
@@ -112,7 +113,7 @@ def feature_dim(module: nn.Module, output: Tensor) -> int:
 
 
 def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Product that the module's class computes, of other tensors than its own."""
+    """Compute the product of the module's class with other tensors than its own."""
     if kind(module) == "transposed":
         flat = value.reshape(-1, value.shape[-1])
         product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
@@ -129,28 +130,28 @@ class DividedLayer:
     tensor_role: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward of the role."""
+        """Compute the forward of the role."""
         found: Tensor = self.tensor_role(self, *args, **kwargs)
         return found
 
 
 def with_base(module: nn.Module, base: type) -> None:
-    """Puts `base` before all others of a module's class; the name stays."""
-    own = type(module)  # a class of its own, as fully_shard gives it
+    """Insert `base` before all bases of a module's class; the name stays."""
+    own = type(module)  # a class of its own, as fully_shard creates
     module.__class__ = type(own.__name__, (base, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def give_role(module: nn.Module, role: Any) -> None:
-    """Makes a module compute as `role` says."""
+    """Make a module compute as `role` defines."""
     with_base(module, DividedLayer)
     module.tensor_role = role
 
 
 @dataclass
 class Entry:
-    """Input of column-parallel layers that take the same activation: one collective, `into`, for all of them.
+    """Input of column-parallel layers with the same activation: one collective, `into`, for all of them.
 
-    `always`: also where no gradient goes back.
+    `always`: share the result even if no gradient flows back.
     """
 
     into: Callable[[Tensor], Tensor]
@@ -162,7 +163,7 @@ class Entry:
     _version: int = 0
 
     def __call__(self, value: Tensor) -> Tensor:
-        """`value`, the same one for users that follow each other with the same tensor."""
+        """Return `into(value)`, shared by consecutive users of the same tensor."""
         is_shared = self.always or (value.requires_grad and torch.is_grad_enabled())
         if self.num_users == 1 or not is_shared:
             return self.into(value)
@@ -172,12 +173,12 @@ class Entry:
         found = self._entered
         assert found is not None
         self._uses += 1
-        if self._uses == self.num_users:  # the graph alone keeps it from here
+        if self._uses == self.num_users:  # from here on only the graph references it
             self._seen, self._entered = None, None
         return found
 
     def __deepcopy__(self, memo: Any) -> Entry:
-        """A new one, which remembers nothing."""
+        """Return a new entry without a stored result."""
         return Entry(copy.deepcopy(self.into, memo), self.num_users, self.always)
 
 
@@ -188,19 +189,19 @@ class Column:
     entry: Entry
 
     def __call__(self, module: Any, input: Tensor) -> Tensor:
-        """This rank's output features."""
+        """Return this rank's output features."""
         return product(module, self.entry(input), module.weight, module.bias)
 
 
 @dataclass
 class GatheredLayer:
-    """Column-parallel layer with gathered outputs, `sizes[i]` on rank i: right wherever the module itself is."""
+    """Column-parallel layer with gathered outputs, `sizes[i]` on rank i. It is valid wherever the module itself is."""
 
     axis: TensorAxis
     sizes: tuple[int, ...]
 
     def __call__(self, module: Any, input: Tensor) -> Tensor:
-        """All output features. Collective: the axis, an all-gather; in the backward an all-reduce of the input's."""
+        """Return all output features. Collective: the axis, an all-gather; in the backward an all-reduce."""
         own = product(module, enter(input, self.axis), module.weight, module.bias)
         spatial = {nn.Conv1d: 1, nn.Conv2d: 2}
         trailing = next((n for base, n in spatial.items() if isinstance(module, base)), 0)
@@ -209,12 +210,12 @@ class GatheredLayer:
 
 @dataclass
 class SlicedOutputLayer(GatheredLayer):
-    """Column-parallel output head, whose consumer needs slices alone: a cross entropy."""
+    """Column-parallel output head with a consumer that needs only slices: a cross entropy."""
 
     def __call__(self, module: Any, input: Tensor) -> Tensor:
-        """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
+        """Return this rank's classes as `Logits`. Collective in the backward: the axis, an all-reduce.
 
-        Without gradients, as in an evaluation, all of them: metrics look at them in any way.
+        Without gradients, as in an evaluation, return all classes: metrics may read them in any way.
         """
         if not torch.is_grad_enabled():
             return super().__call__(module, input)
@@ -224,34 +225,37 @@ class SlicedOutputLayer(GatheredLayer):
 
 @dataclass
 class Foreign(GatheredLayer):
-    """Gathered layer that is none of torch's: its own forward, with slices for parameters.
+    """Gathered layer that is not torch's own: the layer's own forward with slices as parameters.
 
-    `forward` is its class's, `dim` its output's of features, counted from the end.
+    `forward`: its class's. `dim`: the features' dim of its output, counted from the end.
     """
 
     forward: Any
     dim: int
 
     def __call__(self, module: nn.Module, input: Tensor, **kwargs: Any) -> Tensor:
-        """All outputs. Collective: as GatheredLayer."""
+        """Return all outputs. Collective: as GatheredLayer."""
         own: Tensor = self.forward(module, enter(input, self.axis), **kwargs)
         return gather(own, self.axis, own.ndim + self.dim, self.sizes)
 
 
 @dataclass
 class Row:
-    """Row-parallel layer: input features are cut, as the input is; the bias is added once, after the sum."""
+    """Row-parallel layer: its weight is cut along the input features, like its input.
+
+    The bias is added after the sum.
+    """
 
     sum: Callable[[Tensor], Tensor]
 
     def __call__(self, module: Any, input: Tensor) -> Tensor:
-        """All output features. Collective: the axis, an all-reduce."""
+        """Return all output features. Collective: the axis, an all-reduce."""
         weight, bias = module.weight, module.bias
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
             found = self.sum(product(module, input, weight, None))
             return found if bias is None else found + bias.to(found.dtype)
-        # Rounded once, after the sum, as in the whole: there products are computed in float32 anyway (see
+        # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
         # numerics/wide_products.py).
         with torch.autocast("cpu", enabled=False):
             found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
@@ -269,10 +273,10 @@ class Vocabulary:
     size: int
 
     def __call__(self, module: nn.Embedding, input: Tensor) -> Tensor:
-        """Whole embeddings. Collective: the axis, an all-reduce; exact, for all but one of its terms are zero."""
+        """Return whole embeddings. Collective: the axis, an all-reduce; exact, since all terms but one are zero."""
         own = self.stop - self.start
         elsewhere = (input < self.start) | (input >= self.stop)
-        # What is in no rank's rows stays out of range, so that torch says so as ever.
+        # An index in no rank's rows stays out of range, so that torch reports it.
         local = torch.where(elsewhere, torch.where((input < 0) | (input >= self.size), own, 0), input - self.start)
         padding = module.padding_idx
         own_padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
@@ -282,19 +286,19 @@ class Vocabulary:
 
 @dataclass
 class SlicedDropout:
-    """Dropout of a slice by its part of the whole's mask. `dim` is counted from the end."""
+    """Dropout of a slice by its part of the whole mask. `dim` is counted from the end."""
 
     dim: int
     runs: Runs
     size: int
 
     def __call__(self, module: nn.Dropout, input: Tensor) -> Tensor:
-        """The slice times its part of a mask that is drawn whole, by whatever draws masks here."""
+        """Return the slice times its part of the mask, which the usual mask generator draws whole."""
         if not module.training or module.p == 0.0:
             return input
         shape = list(input.shape)
         shape[self.dim] = self.size
         mask = F.dropout(input.new_ones(shape), module.p, True)
         pieces = [mask.narrow(self.dim, start, stop - start) for start, stop in self.runs]
-        own = torch.cat(pieces, self.dim)  # a copy: autograd keeps no more of the mask than the slice needs
+        own = torch.cat(pieces, self.dim)  # a copy: autograd stores only the slice's part of the mask
         return input.mul_(own) if module.inplace else input * own

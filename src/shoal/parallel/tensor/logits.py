@@ -1,7 +1,7 @@
 """Vocabulary-parallel logits: a tensor subclass with some classes on each rank, gathered on demand.
 
-To the user's code they are a tensor of the whole's shape. An operation that regroups rows, changes the dtype or scales
-leaves them cut, a cross entropy is computed of the slices, and every other one gets the whole, gathered.
+User code sees a tensor of the whole shape. Operations that regroup rows, change the dtype or scale keep the logits cut.
+A cross entropy uses the slices. Every other operation receives the gathered whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.parallel.tensor.cross_entropy import Classes, Rows, cross_entropy
 
 @dataclass(frozen=True)
 class Entropy:
-    """Options of F.cross_entropy, as one call has them."""
+    """Options of one call of F.cross_entropy."""
 
     ignored: int
     reduction: str
@@ -38,21 +38,21 @@ class Head:
 
     @property
     def classes(self) -> Classes:
-        """Classes of this rank."""
+        """The classes of this rank."""
         start = sum(self.sizes[: self.axis.place])
         return Classes(start, start + self.sizes[self.axis.place], sum(self.sizes))
 
     def whole(self, local: Tensor, dim: int, why: str) -> Tensor:
-        """All classes, for the function `why`. Collective: the axis, an all-gather."""
+        """Gather all classes for the function `why`. Collective: the axis, an all-gather."""
         return gather(local, self.axis, dim, self.sizes)
 
     def lost(self, local: Tensor, rows: Rows, entropy: Entropy) -> Tensor:
-        """The cross entropy of slices [N, C of the rank]. Collective: the axis, two all-reduces."""
+        """Return the cross entropy of slices [N, C of the rank]. Collective: the axis, two all-reduces."""
         return cross_entropy(local, rows, self.classes, self.axis, entropy.reduction)
 
 
 class _Show(torch.autograd.Function):
-    """Forward: logits around a slice. Backward: of a whole gradient, which comes past this file, the slice."""
+    """Autograd function that wraps a slice as logits; in the backward it takes the slice of a whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, head: Head) -> Tensor:
@@ -66,7 +66,7 @@ class _Show(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """Tensor of all classes along `dim`, of which only the slice `local` is here."""
+    """Tensor of all classes along `dim`. Only the slice `local` is on this rank."""
 
     local: Tensor
     dim_: int
@@ -75,7 +75,7 @@ class Logits(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, dim: int, head: Head) -> Logits:
-        """Without history; `divided` gives one with it."""
+        """Create logits without history; `divided` adds one."""
         shape = list(local.shape)
         shape[dim] = sum(head.sizes)
         found: Logits = Tensor._make_wrapper_subclass(
@@ -85,7 +85,7 @@ class Logits(Tensor):
         return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without gathering."""
+        """Return a description without gathering."""
         return f"Logits(shape={list(self.shape)}, local={list(self.local.shape)})"
 
     @classmethod
@@ -95,9 +95,9 @@ class Logits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS or name == "__repr__":
                 return func(*args, **kwargs)
-            if name == "register_hook":  # of what the backward goes through
+            if name == "register_hook":  # on the tensor that the backward passes through
                 return args[0].local.register_hook(*args[1:], **kwargs)
-            # Without gradients, as in the forward of a function of autograd, what stays cut would have no history.
+            # Without gradients, as in the forward of an autograd function, cut results would have no history.
             rule = _RULES.get(func) if torch.is_grad_enabled() else None
             found = rule(func, *args, **kwargs) if rule is not None else NotImplemented
             if found is NotImplemented:
@@ -110,11 +110,11 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Code that torch functions do not show gets the whole's values; gradients go through `_Show`."""
+        """Give the whole's values to code below torch functions; gradients pass through `_Show`."""
         return func(*_with(args, Logits.values), **_with(kwargs or {}, Logits.values))
 
     def values(self) -> Tensor:
-        """The whole, without history. Collective: the axis, an all-gather; the first time."""
+        """Return the whole, without history. Collective: the axis, an all-gather at the first call."""
         if self._data is None:
             with torch.no_grad():
                 self._data = self.head.whole(self.local.detach(), self.dim_, "a function of its own")
@@ -122,14 +122,14 @@ class Logits(Tensor):
 
 
 def divided(local: Tensor, dim: int, head: Head) -> Tensor:
-    """Logits around the slice `local`, which has a history."""
+    """Return logits around the slice `local`, with its history."""
     found: Any = _Show.apply(local, dim % local.ndim, head)  # type: ignore[no-untyped-call]
     found.local = local
     return found  # type: ignore[no-any-return]
 
 
 def _with(value: Any, make: Callable[[Logits], Tensor]) -> Any:
-    """Arguments with what `make` gives in the place of logits."""
+    """Return the arguments with logits replaced by what `make` returns."""
     if isinstance(value, Logits):
         return make(value)
     if isinstance(value, dict):
@@ -141,7 +141,7 @@ def _with(value: Any, make: Callable[[Logits], Tensor]) -> Any:
 
 
 def _each(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """What treats every number alike."""
+    """Apply an operation that treats every number equally."""
     others = [*args, *kwargs.values()]
     if not isinstance(logits, Logits) or any(isinstance(other, Tensor) for other in others):
         return NotImplemented
@@ -151,7 +151,7 @@ def _each(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _regrouped(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """A view of whole rows, where each row's classes are last."""
+    """View whole rows in another shape, if the classes are in the last dim."""
     if not isinstance(logits, Logits) or logits.dim_ != logits.ndim - 1:
         return NotImplemented
     shown = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
@@ -162,7 +162,7 @@ def _regrouped(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _moved(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dims in another order."""
+    """Apply an operation that reorders dims."""
     if not isinstance(logits, Logits):
         return NotImplemented
     sizes = range(2, 2 + logits.ndim)
@@ -171,13 +171,13 @@ def _moved(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _picked(func: Any, logits: Any, index: Any) -> Any:
-    """Some rows, where each row's classes are last and not picked from."""
+    """Select rows, if the classes are in the last dim and the index does not select classes."""
     if not isinstance(logits, Logits) or logits.dim_ != logits.ndim - 1:
         return NotImplemented
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, bool | Logits) or not isinstance(i, _INDICES) for i in items) or not items:
         return NotImplemented
-    # The last item is about the classes where all dims are named, or where an ellipsis comes before it.
+    # The last item selects classes if all dims are named, or if an ellipsis precedes it.
     named = sum(map(_dims, items)) >= logits.ndim or any(item is Ellipsis for item in items[:-1])
     last = items[-1]
     if last is None or (named and not (isinstance(last, slice) and last == slice(None))):
@@ -190,7 +190,7 @@ _INDICES = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def _dims(item: Any) -> int:
-    """How many dims one item of an index is about."""
+    """Return the number of dims that one item of an index covers."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
@@ -200,7 +200,7 @@ _OPTIONS = inspect.signature(F.cross_entropy)
 
 
 def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """F.cross_entropy of class indices; probabilities and what torch refuses are for the whole."""
+    """Compute F.cross_entropy of class indices; other cases, also those that torch refuses, need the whole."""
     bound = _OPTIONS.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -217,7 +217,7 @@ def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_usual(logits: Logits, given: dict[str, Any]) -> bool:
-    """Whether a cross entropy is one that slices can compute."""
+    """Check whether slices can compute a cross entropy."""
     target, weight = given["target"], given["weight"]
     if not isinstance(target, Tensor) or isinstance(target, Logits) or target.dtype != torch.int64:
         return False
@@ -229,7 +229,7 @@ def _is_usual(logits: Logits, given: dict[str, Any]) -> bool:
 
 
 def _methods(*names: str) -> list[Any]:
-    """The functions of these names, of Tensor and of torch."""
+    """Return the functions of these names, of Tensor and of torch."""
     return [f for name in names for owner in (Tensor, torch) if (f := getattr(owner, name, None)) is not None]
 
 
@@ -249,7 +249,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(_properties("mT", "T"), _moved),
 }
-# What tells of a tensor without its numbers.
+# Properties of a tensor that need no numbers.
 _FACTS = frozenset(
     [
         *_properties("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_cuda", "is_meta", "is_leaf"),

@@ -1,6 +1,6 @@
 """Candidates for Megatron-style layer pairs, from a trace of the loss: column-parallel modules and a row-parallel one.
 
-{query, key, value} -> out, {gate, up} -> down. `tensor.proof` tries the candidates.
+Examples are {query, key, value} -> out and {gate, up} -> down. `tensor.proof` tests the candidates.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from shoal.parallel.model.tensor_slice import Runs
 from shoal.parallel.tensor.layers import kind, num_features
 from shoal.parallel.tensor.trace import OPAQUE, TensorTrace
 
-# Of a module's own integers, these count layers and are never widths.
+# Integer attributes with these names count layers and are never widths.
 _PLACES = re.compile(r"idx|index|layer_id|layer_number|^training$")
-# And these count heads: num_heads, n_head, num_key_value_heads.
+# Attributes with these names count heads: num_heads, n_head, num_key_value_heads.
 _HEADS = re.compile(r"heads?$")
 
 
 @dataclass(frozen=True)
 class PairCandidate:
-    """Candidate pair by names: `columns` may be cut along outputs, `row` along inputs; `owner` holds them all."""
+    """Candidate pair by names: `columns` may be cut along outputs, `row` along inputs; `owner` contains all of them."""
 
     columns: tuple[str, ...]
     row: str
@@ -36,7 +36,7 @@ class PairCandidate:
 
 @dataclass(frozen=True)
 class SectionCut:
-    """Partition of a candidate: each section of each output into as many units, dealt to the places in order.
+    """Partition of a candidate: each section of each output is cut into `units`, assigned to the ranks in order.
 
     `attributes` of modules count heads or features and are set to the slice's: (module, attribute, whole value).
     """
@@ -47,12 +47,12 @@ class SectionCut:
     attributes: tuple[tuple[str, str, int], ...] = ()
 
     def bounds(self, size: int, place: int) -> tuple[int, int]:
-        """Slice [start, stop) of one place, of `size` features that are `units` in a row."""
+        """Return one rank's slice [start, stop) of `size` features that form `units` consecutive units."""
         step = size // self.units
         return step * (self.units * place // self.degree), step * (self.units * (place + 1) // self.degree)
 
     def runs(self, name: str, place: int) -> Runs:
-        """The outputs of a column module that one place has."""
+        """Return the outputs of a column module on one rank."""
         sizes = self.sections[name]
         bounds = (self.bounds(size, place) for size in sizes)
         return tuple(
@@ -60,7 +60,7 @@ class SectionCut:
         )
 
     def values(self, place: int) -> Iterator[tuple[str, str, int]]:
-        """The attributes as one place has them."""
+        """Yield the attributes with their values on one rank."""
         for module, attribute, value in self.attributes:
             low, high = self.bounds(value, place)
             yield module, attribute, high - low
@@ -68,7 +68,7 @@ class SectionCut:
 
 @dataclass(frozen=True)
 class Slice:
-    """Slices of a module's output by place: `runs` of the whole `size` along `dim`, which is counted from the end."""
+    """Slices of a module's output by rank: `runs` of the whole `size` along `dim`, which is counted from the end."""
 
     dim: int
     size: int
@@ -77,10 +77,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class ProvenPair:
-    """Proven pair as plain values: `runs` by module and place, of a row module its inputs.
+    """Proven pair as plain values. `runs`, by module and rank: outputs, or inputs of the row module.
 
-    `slices` says which modules give slices, None where in a way that cannot be told. `partial` parameters are whole on
-    every place and get a part of their gradient there. `attributes` by place: (module, attribute, value).
+    `slices`: modules that return slices, None if the slice cannot be described. `partial`: parameters that are whole on
+    every rank, each with a part of the gradient. `attributes` by rank: (module, attribute, value).
     """
 
     candidate: PairCandidate
@@ -90,7 +90,7 @@ class ProvenPair:
     attributes: tuple[tuple[tuple[str, str, int], ...], ...] = ()
 
     def renamed(self, name: Callable[[str], str]) -> ProvenPair:
-        """The same where each module is called what `name` makes of its name."""
+        """Return the same pair with each module's name replaced by `name` of it."""
         chosen = self.candidate
         return ProvenPair(
             PairCandidate(tuple(map(name, chosen.columns)), name(chosen.row), name(chosen.owner)),
@@ -102,7 +102,7 @@ class ProvenPair:
 
 
 def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> list[PairCandidate]:
-    """Candidates from a trace and the model's own `tp_plan`, each module once, in the order of the calls."""
+    """Return candidates from a trace and the model's own `tp_plan`, each module once, in the order of the calls."""
     free = set(usable)
     found = []
     for row, calls in trace.inputs.items():
@@ -120,7 +120,7 @@ def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> l
 
 
 def obstacle(name: str, trace: TensorTrace) -> str | None:
-    """Why the output of a linear module cannot stay a slice, where that is for a dropout and not for the model."""
+    """Return why a linear module's output cannot stay a slice, if a dropout is the reason."""
     output = trace.outputs.get(name)
     return next((why for why in output.leaks if "mask" in why), None) if output is not None else None
 
@@ -134,7 +134,7 @@ def _candidate(columns: list[str], row: str, trace: TensorTrace) -> PairCandidat
 
 
 def styles(model: nn.Module) -> dict[str, str]:
-    """By module: what a `tp_plan` says of it, on the model or on one inside, in the convention of transformers."""
+    """Return each module's style in a `tp_plan` of the model or of a module in it, as transformers defines them."""
     found: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     for prefix, module in model.named_modules():
@@ -149,7 +149,7 @@ def styles(model: nn.Module) -> dict[str, str]:
 
 
 def _planned(model: nn.Module, free: set[str]) -> Iterator[tuple[list[str], str]]:
-    """Pairs that a plan names: the "rowwise" module with the "colwise" ones nearest to it."""
+    """Yield the pairs of a tp_plan: a "rowwise" module with the "colwise" modules nearest to it."""
     said = {name: style for name, style in styles(model).items() if name in free}
     columns = [name for name, style in said.items() if style == "colwise"]
     for row in [name for name, style in said.items() if style == "rowwise"]:
@@ -164,7 +164,7 @@ def _planned(model: nn.Module, free: set[str]) -> Iterator[tuple[list[str], str]
 
 
 def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree: int) -> Iterator[SectionCut]:
-    """Ways to cut a candidate, the likeliest first; none where there are fewer heads than places."""
+    """Yield ways to cut a candidate, the likeliest first; none if there are fewer heads than ranks."""
     outputs = {name: trace.outputs[name] for name in candidate.columns if name in trace.outputs}
     sizes = {name: num_features(model.get_submodule(name))[1] for name in candidate.columns}
     told = {name: _sections(size, outputs.get(name)) for name, size in sizes.items()}
@@ -173,7 +173,7 @@ def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree:
     groups = {g for output in outputs.values() for g in output.groups}
     taken = num_features(model.get_submodule(candidate.row))[0]
     first: list[SectionCut] = []
-    # A view by three dims may have sections outermost, [3, heads, width], or what is cut: [heads, 3, width].
+    # A view as three dims may be cut inside sections, [3, heads, width], or across them, [heads, 3, width].
     ways = [(told, heads), (plain, heads)] + ([(plain, groups)] if groups else [])
     for sections, counted in ways:
         parts = [size for found in sections.values() for size in found]
@@ -201,9 +201,9 @@ def _sections(size: int, output: Any) -> tuple[int, ...]:
 
 
 def _attributes(owner: nn.Module, cut: SectionCut, heads: set[int]) -> Iterator[tuple[tuple[str, str, int], ...]]:
-    """Attributes that may count what is cut: one by one, then all that count heads, or sections, or either.
+    """Yield attributes that may count cut features: one by one, then all that count heads, or sections, or either.
 
-    Last all that are named so; and those of the config of a module besides, from which it takes them in its forward.
+    The last groups are all attributes named as heads, and those with the config's attributes that a forward may read.
     """
     sections = {size for found in cut.sections.values() if len(found) > 1 for size in found}
     counts: list[tuple[str, str, int]] = []
@@ -230,7 +230,7 @@ def _integers(holder: Any, units: int) -> list[tuple[str, int]]:
 
 
 def set_count(module: nn.Module, attribute: str, value: int) -> None:
-    """Sets an attribute of a module; one of an object that it shares with others on a copy for itself."""
+    """Set an attribute of a module. If it belongs to a shared object, the module gets its own copy of the object."""
     holder, _, name = attribute.rpartition(".")
     if holder:
         setattr(module, holder, copy.copy(getattr(module, holder)))

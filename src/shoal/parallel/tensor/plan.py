@@ -26,17 +26,17 @@ from shoal.parallel.tensor.pairs import (
 from shoal.parallel.tensor.proof import Bench, NotProvenError, OutputDiffersError
 from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
 
-# A model that does not run without values is followed with them, if it is no larger than this.
+# A model up to this size is traced with values if it does not run without them.
 _REAL_BYTES = 8 << 30
 _FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Cuts by module: `gathered` along outputs, `rows` embeddings along the vocabulary; `notes` for people.
+    """Cuts by module: `gathered` along outputs, `rows` (embeddings) along the vocabulary; `notes` for people.
 
-    `kept` are those of `gathered` whose output is needed by cross entropies alone, which take slices: `losses`, of so
-    many targets, with label smoothing or not. `shapes`: the calls of the modules that send.
+    `kept`: modules of `gathered` with only cross entropies as consumers, which take slices. `losses`: number of targets
+    and use of label smoothing of each. `shapes`: the calls of the modules that communicate.
     """
 
     pairs: tuple[ProvenPair, ...] = ()
@@ -48,12 +48,12 @@ class TensorPlan:
     shapes: Mapping[str, tuple[LayerShapes, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value of the plan."""
+        """Return the plan as a JSON value."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
-        """From `to_json`."""
+        """Return the plan of a `to_json` result."""
         return TypeAdapter(cls).validate_python(document)
 
 
@@ -66,9 +66,9 @@ def follow(
     *,
     most_bytes: int = _REAL_BYTES,
 ) -> TensorTrace:
-    """The trace of one run of the loss on copies; with `values` where none will do and the model is small enough.
+    """Return the trace of one run of the loss on copies; with `values` only if it needs them and the model is small.
 
-    Raises: PlanError where it does not run; JobError that it raises.
+    Raises: PlanError if the loss does not run; a JobError of the loss.
     """
     errors: list[Exception] = []
     small = sum(p.numel() * p.itemsize for p in model.parameters()) <= most_bytes
@@ -96,7 +96,7 @@ def follow(
 
 
 def _short(batch: Any) -> Any:
-    """The first tokens of a batch of longer sequences, for the proofs; None where it is another kind of batch."""
+    """Return the first tokens of a batch of longer sequences, for the proofs; None for other kinds of batch."""
     wide = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1]
     lengths = {leaf.shape[1] for leaf in wide}
     if len(lengths) != 1 or lengths.pop() <= _FEW_TOKENS or any(leaf.is_floating_point() for leaf in wide):
@@ -105,9 +105,9 @@ def _short(batch: Any) -> Any:
 
 
 def decide(model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> TensorPlan:
-    """Plan of a model, whose pairs are proven, with random numbers where it has no `values`.
+    """Return the plan of a model with proven pairs. Without `values` the proofs use random numbers.
 
-    Raises: PlanError where nothing can be cut into so many parts.
+    Raises: PlanError if nothing can be cut into `degree` parts.
     """
     plan = _planned(model, trace, degree, _Prover(model, trace, values, degree).prove)
     if not (plan.pairs or plan.gathered or plan.rows):
@@ -147,11 +147,11 @@ def _planned(
 
 
 def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
-    """The modules with parameters of their own that stay whole, each with the reason."""
+    """Return the modules with their own parameters that stay whole, each with the reason."""
     said, holders = styles(model), _holders(model)
     found = {}
     for name, module in model.named_modules():
-        # A second name for what layers that can be cut hold does not decide.
+        # A second name for a parameter of a layer that can be cut has no influence.
         of_layers = all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
         if not _own(module) or (kind(module) is None and of_layers):
             continue
@@ -159,7 +159,7 @@ def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
         if why is not None:
             found[name] = f"whole: {why}"
     changed = True
-    while changed:  # what shares a parameter with a module that stays whole stays whole
+    while changed:  # a module that shares a parameter with a whole module stays whole
         kept = {id(p): name for name in found for p in _own(model.get_submodule(name))}
         changed = False
         for name, module in model.named_modules():
@@ -199,7 +199,7 @@ def _obstacle(name: str, module: nn.Module, trace: TensorTrace, degree: int) -> 
 
 
 def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that hold each parameter, by its id."""
+    """Return the modules that contain each parameter, by its id."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in _own(module):
@@ -208,14 +208,14 @@ def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 class _Prover:
-    """Tries candidates; what was found of a module holds for others of the same structure."""
+    """Prover of candidates. A result applies to all modules of the same structure."""
 
     def __init__(self, model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> None:
         self._model, self._trace, self._values, self._degree = model, trace, values, degree
         self._known: dict[Any, tuple[str, ProvenPair | Exception]] = {}
 
     def prove(self, candidate: PairCandidate) -> ProvenPair | str:
-        """The pair, or why not. Where a module returns slices as well, that around it may make nothing of them."""
+        """Return the pair, or why it fails. If a module returns slices, the enclosing module may absorb them."""
         found = self._proven(candidate)
         around = candidate.owner.rpartition(".")[0]
         while around and around not in self._trace.calls:
@@ -262,7 +262,7 @@ _SIMPLE = (int, float, bool, str, type(None))
 
 
 def _structure(model: nn.Module, trace: TensorTrace, candidate: PairCandidate) -> Any:
-    """Equal for candidates in modules that compute the same, as far as classes, shapes and plain attributes tell."""
+    """Return a key that is equal for modules that compute the same, judging by classes, shapes and plain attributes."""
     owner, prefix = model.get_submodule(candidate.owner), f"{candidate.owner}."
     inside = [
         (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, _SIMPLE) and "idx" not in k))

@@ -1,12 +1,12 @@
 """Proof of a layer pair: the module around it, whole against divided, in float64 and on random numbers.
 
-No communication: each place's share is computed here, one after the other. A place's row module is handed the whole's
-output, so that all that follows is as in the whole, and what has to hold can be said of each place by itself:
+There is no communication: this code computes each rank's share in turn. A rank's row module returns the whole's output,
+so that everything after it is as in the whole. Each rank can then be checked alone:
 
-- the input of its row module is its slice of the whole's;
-- its gradients of the weights are its slices of the whole's, and those of the inputs of the column modules add up;
-- every other parameter gets either the whole gradient on each place or terms that add up (`ProvenPair.partial`);
-- what the module returns is what the whole returns.
+- The input of its row module is its slice of the whole's.
+- Its gradients of the weights are its slices of the whole's; those of the column modules' inputs add up.
+- Every other parameter gets the whole gradient on each rank, or terms that add up (`ProvenPair.partial`).
+- The module returns the same as the whole module.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair, SectionCut, S
 from shoal.parallel.tensor.trace import TensorTrace
 
 _WHOLE = Slice(0, 0, ())
-# Of the matrices in a proof: the more, the less two slices look alike by chance.
+# Rank of the matrices in a proof: with a higher rank, slices are less likely to agree by chance.
 _RANK = 8
-# Parameters of a module, but for those: 1 GiB.
+# Largest number of other parameters of a module: 1 GiB.
 _MOST = 1 << 27
 
 
@@ -41,27 +41,27 @@ class NotProvenError(Exception):
 
 
 class OutputDiffersError(NotProvenError):
-    """The divided module returns something else, which whoever calls it may not use."""
+    """The divided module returns a different output, which its caller may not use."""
 
 
 @dataclass
 class _ProofRun:
-    """What a run of the module left, by module name and call."""
+    """Results of a run of the module, by module name and call."""
 
     entries: dict[str, list[Tensor]] = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
-    seen: dict[str, list[list[Tensor]]] = field(default_factory=dict)  # what each module inside gave, by call
+    seen: dict[str, list[list[Tensor]]] = field(default_factory=dict)  # outputs of each inner module, by call
     outputs: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Bench:
-    """Module of one candidate, ready to be run whole and cut; random where the model has no `values`.
+    """Module of one candidate, ready to run whole and cut; random if the model has no `values`.
 
-    Linear layers multiply by random matrices of low rank: how they divide is known, and the memory is that of the
-    activations. `_fixed` has the factor of each that is no parameter here: of the row module it comes after the weight,
-    and before all others'.
+    Linear layers multiply by random matrices of low rank: how they divide is known, and memory is only needed for
+    activations. `_fixed` contains each layer's factor that is no parameter. It follows the weight in the row module,
+    and precedes the weight in all others.
     """
 
     def __init__(self, model: nn.Module, trace: TensorTrace, candidate: PairCandidate, values: Values | None) -> None:
@@ -78,7 +78,7 @@ class Bench:
         self._whole = self._run(None, 0)
 
     def _thin(self, model: nn.Module, trace: TensorTrace, generator: torch.Generator) -> dict[int, nn.Parameter]:
-        """Weights of low rank for the linear layers, by the ids of the model's, where nothing else uses those."""
+        """Return low-rank weights for the linear layers, by id of the model's weights, if nothing else uses these."""
         module = model.get_submodule(self._candidate.owner)
         holders = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
         found = {}
@@ -99,7 +99,7 @@ class Bench:
         return found
 
     def prove(self, cut: SectionCut) -> ProvenPair:
-        """The pair, cut so. Raises: NotProvenError, or what the user's module raises on slices."""
+        """Return the pair for this cut. Raises: NotProvenError, or what the user's module raises on slices."""
         runs = [self._run(cut, place) for place in range(cut.degree)]
         partial = self._compare(cut, runs)
         names = {name: tuple(cut.runs(name, place) for place in range(cut.degree)) for name in self._candidate.columns}
@@ -122,7 +122,7 @@ class Bench:
         )
 
     def _run(self, cut: SectionCut | None, place: int) -> _ProofRun:
-        """One run, whole where there is no cut; the module and its arguments stay as they are."""
+        """Run the module once, whole without a cut; the module and its arguments do not change."""
         module = copy.deepcopy(self._module)
         run = _ProofRun()
         for name, layer in module.named_modules():
@@ -190,7 +190,7 @@ class Bench:
         run.gradients = gradients(outputs, leaves)
 
     def _compare(self, cut: SectionCut, runs: list[_ProofRun]) -> list[str]:
-        """The parameters with partial gradients. Raises: NotProvenError."""
+        """Return the parameters with partial gradients. Raises: NotProvenError."""
         whole = self._whole
         taken = num_features(self._module.get_submodule(self._row))[0]
         floor = floor_of(whole.gradients.values())
@@ -211,7 +211,7 @@ class Bench:
                 raise NotProvenError(f"the gradient of {name}")
             terms = [g for g in found if g is not None]
             if name in of_cut:
-                # The gradient of what is not a place's own is zero there.
+                # Outside a rank's own slice the gradient is zero.
                 _same(_sum(terms), wanted, floor, f"the gradient of {name}")
                 if not float(wanted.norm()) and name.endswith("weight"):
                     raise NotProvenError(f"the gradient of {name} is zero")
@@ -225,7 +225,7 @@ class Bench:
         return partial
 
     def _slices(self, cut: SectionCut, runs: list[_ProofRun]) -> dict[str, Slice | None]:
-        """The modules inside that give slices, and which; None where that is in no way that can be told."""
+        """Return the inner modules that return slices, and which; None if a slice cannot be described."""
         found: dict[str, Slice | None] = {}
         for name, wholes in self._whole.seen.items():
             others = [run.seen[name] for run in runs]
@@ -257,12 +257,11 @@ class Bench:
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:
-    """Their sum."""
     return torch.stack(tensors).sum(0)
 
 
 def _argument(leaf: Any, real: Mapping[int, Tensor], generator: torch.Generator) -> Any:
-    """Numbers for an argument of the trace: those in `real` where it is of the batch, else random ones."""
+    """Return numbers for an argument of the trace: those in `real` for a tensor of the batch, else random ones."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not (isinstance(leaf, FakeTensor) or leaf.is_floating_point() or leaf.is_complex()):
@@ -279,7 +278,7 @@ def _argument(leaf: Any, real: Mapping[int, Tensor], generator: torch.Generator)
 
 
 def fresh(leaf: Any) -> Any:
-    """A copy that knows no history."""
+    """Return a copy without history."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)

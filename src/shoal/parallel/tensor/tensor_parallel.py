@@ -1,7 +1,7 @@
 """Tensor parallelism: layers of one model divided over the ranks of the tensor axis, in place.
 
-Each rank holds slices of the weights as plain parameters under the user's own names; what is not cut is whole on every
-rank and gets the same gradient there. See docs/decisions/0011-tensor-parallel.md.
+Each rank has slices of the weights as plain parameters under the user's own names. Parameters that are not cut are
+whole on every rank, with equal gradients. See docs/decisions/0011-tensor-parallel.md.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from shoal.parallel.tensor.pairs import ProvenPair, Slice, set_count
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.plans.accounting.partition import cuts
 
-# A module's number among its like.
+# A module's number among its siblings.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Divided model: `parts` of this rank's parameters, whole ones too, under their names in the whole model.
+    """Divided model: `parts` of this rank's parameters, including whole ones, under their names in the whole model.
 
-    `partial` names whole parameters whose gradient is a term of a sum over the axis. `slices` says which modules give
-    slices of what they give in the whole model; None: in a way that cannot be told.
+    `partial`: whole parameters with a gradient that is a term of a sum over the axis. `slices`: modules that return
+    slices of their output in the whole model; None if the slice cannot be described.
     """
 
     parts: dict[str, TensorSlice]
@@ -63,17 +63,17 @@ class TensorParallel:
     notes: dict[str, str]
 
     def describe(self) -> list[str]:
-        """Lines on each module and the reason, one for modules that only differ by their numbers."""
+        """Return a line on each module with the reason, one for modules that differ only by their numbers."""
         notes = ((_NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)) for name, note in self.notes.items())
         found = Counter(notes)
         return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
 
 
 def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
-    """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
+    """Plan the division of a model on the axis's first rank, by tracing the loss without computing anything.
 
     Collective: the axis, two broadcasts.
-    Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
+    Raises: on every rank, PlanError if the loss cannot be traced or nothing can be cut.
     """
     document: dict[str, Any] = {}
     error: ShoalError | None = None
@@ -105,7 +105,7 @@ def _broadcast(document: dict[str, Any], axis: TensorAxis) -> dict[str, Any]:
 
 
 def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParallel:
-    """Divides `model` as a plan says."""
+    """Divide `model` according to a plan."""
     names = {id(p): name for name, p in model.named_parameters()}
     parts = {name: TensorSlice.whole(p.shape) for name, p in model.named_parameters()}
 
@@ -151,7 +151,8 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(m, DividedLayer) for m in module.modules()
         ):
-            # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
+            # In evaluation it passes its layers' weights to one kernel and skips their forwards, unless there are
+            # hooks.
             module.register_forward_pre_hook(lambda module, args: None)
 
 
@@ -179,7 +180,7 @@ def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
 
 
 def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, TensorSlice]) -> None:
-    """Puts parameters of the parts' shapes in the place of whole ones; a shared one stays shared."""
+    """Replace whole parameters by slices; a shared parameter stays shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for attribute, held in list(module._parameters.items()):
@@ -192,7 +193,7 @@ def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, TensorSli
 
 
 def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:
-    """For each module that gives slices: what makes the whole of one, if anything does."""
+    """Return, for each module that returns slices, the conversion of a slice to the whole, or None."""
     return {
         name: None if found is None else functools.partial(whole_slice, found=found, axis=axis)
         for name, found in division.slices.items()
@@ -200,7 +201,7 @@ def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Te
 
 
 def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
-    """Output of a module in the whole model, from its slice here. Collective: the axis, an all-gather."""
+    """Return a module's output in the whole model, from its slice. Collective: the axis, an all-gather."""
     sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
     dim = tensor.ndim + found.dim
     gathered = axis.all_gather(tensor, dim, sizes)

@@ -1,8 +1,8 @@
 """Trace of the loss for tensor parallelism, with the linear layers that feed others, and the uses of parameters.
 
-The run is value-free: floats are shapes, integers have values. Every tensor carries the names of the linear modules
-that it is made of through operations that may act on slices, each slice by itself; whether they do is for
-`tensor.proof` to say.
+The run is value-free: floats are shapes, integers have values. Every tensor carries the names of its sources: linear
+modules from which it was computed by operations that may act on each slice separately. `tensor.proof` checks whether
+they do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.tensor.layers import feature_dim, kind
 
-# Among a tensor's sources: something that is not a linear layer's output, or was made of one in an unknown way.
+# Marks a source that is no linear layer's output, or was computed from one in an unknown way.
 OPAQUE = "*"
 
-# What acts on each feature, or each head, by itself; by the functions' names without underscores around them.
+# Functions that act on each feature, or each head, separately; names without surrounding underscores.
 _LOCAL = frozenset(
     """
     add radd iadd sub rsub isub mul rmul imul div truediv rtruediv itruediv true_divide neg abs pow rpow square sqrt
@@ -43,7 +43,7 @@ _IN_PLACE = frozenset("add_ mul_ sub_ div_ relu_ __iadd__ __imul__ __isub__ __it
 _VIEWS = frozenset(("view", "reshape", "unflatten"))
 _SPLITS = frozenset(("split", "chunk", "tensor_split", "split_with_sizes"))
 
-# What a tensor's values follow from, the last of these that has a part in it.
+# Origin of a tensor's values: the last of these that contributes to it.
 _OF_SHAPES, _OF_BATCH, _OF_MODEL = range(3)
 
 Sources = frozenset[str]
@@ -55,17 +55,17 @@ class Output:
     """Uses of the output of one linear module, over all of its calls."""
 
     width: int = 0
-    feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
-    leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
+    feeds: set[str] = field(default_factory=set)  # linear modules with an input that depends on it
+    leaks: list[str] = field(default_factory=list)  # operations after which it is no longer a slice
     heads: set[int] = field(default_factory=set)
-    groups: set[int] = field(default_factory=set)  # of a view by [groups, members, width]
+    groups: set[int] = field(default_factory=set)  # of a view as [groups, members, width]
     sections: set[tuple[int, ...]] = field(default_factory=set)
-    slices: set[tuple[int, int]] = field(default_factory=set)  # (start, size) taken out of it
+    slices: set[tuple[int, int]] = field(default_factory=set)  # (start, size) of slices taken from it
 
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """Shapes of one call of a layer: input, output, features' dim, and whether the input learns."""
+    """Shapes of one call of a layer: input, output, features' dim, and whether the input has a gradient."""
 
     input: tuple[int, ...]
     output: tuple[int, ...]
@@ -81,17 +81,18 @@ class TensorTrace:
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
     # (args, kwargs) of the first call of modules with linear ones inside
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
-    foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
-    decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
-    decided_by_batch: set[str] = field(default_factory=set)  # those that looked at values of the batch alone
-    shapes: dict[str, list[LayerShapes]] = field(default_factory=dict)  # of linear modules and their like, by call
+    foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it outside its module
+    decided_by_values: str | None = None  # a module that reads values: other batches may differ
+    decided_by_batch: set[str] = field(default_factory=set)  # modules that read only the batch's values
+    shapes: dict[str, list[LayerShapes]] = field(default_factory=dict)  # of linear modules and similar ones, by call
     has_values: bool = False  # whether the run needed the model's values
-    real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
+    real: dict[int, Tensor] = field(default_factory=dict)  # values of the batch's tensors, by id
 
     def reader_within(self, owner: str) -> str | None:
-        """A module whose computation depends on values: any, or of those that look at the batch one inside `owner`.
+        """Return a module that reads the model's values, or, inside `owner`, the batch's values; None if there is none.
 
-        Whoever looks at the batch outside of a pair's module decides how that is called, as whoever looks at shapes.
+        A reader of the batch outside of a pair's module only decides how that module is called, like a reader of
+        shapes.
         """
         inside = (name for name in sorted(self.decided_by_batch) if f"{name}.".startswith(f"{owner}.") or not owner)
         return self.decided_by_values or next((name or "the model" for name in inside), None)
@@ -103,9 +104,9 @@ def observe(
     batch: Any,
     values: Callable[[str], Tensor] | None = None,
 ) -> TensorTrace:
-    """Runs `loss(model, batch)` on copies, value-free or with `values` by name on the CPU.
+    """Run `loss(model, batch)` on copies, value-free or with `values` by name on the CPU, and return the trace.
 
-    Raises: what the model or the loss raises there.
+    Raises: what the model or the loss raises.
     """
     with on_copies(model, loss, batch, values) as (copied, shown):
         own = {id(a): b for a, b in zip(copied.parameters(), model.parameters(), strict=True)}
@@ -137,7 +138,7 @@ class _Tracer(FunctionTrace):
             self.hook(module, functools.partial(self._after, name), functools.partial(self._before, name))
 
     def leak(self, tensor: Tensor, why: str) -> None:
-        """Notes that all the sources of a tensor are used in a way that slices cannot be."""
+        """Record that a tensor's sources are used in a way that does not work on slices."""
         for source in self._of(tensor) - {OPAQUE}:
             self.trace.outputs[source].leaks.append(why)
 
@@ -168,7 +169,7 @@ class _Tracer(FunctionTrace):
             self.mark(output, frozenset((name,)))
 
     def seen(self, call: FunctionCall) -> None:
-        """Takes note of what becomes of sources, and where parameters are used."""
+        """Record what a call computes from sources, and which parameters it uses."""
         name = _name(call.func)
         origin = max((self._origins.get(id(tensor), _OF_MODEL) for tensor in call.given), default=_OF_SHAPES)
         if not call.made:
@@ -186,7 +187,7 @@ class _Tracer(FunctionTrace):
                 self.mark(tensor, sources)
 
     def _read(self, name: str, given: list[Tensor], origin: int) -> None:
-        """Notes a module that looks at values. What follows from shapes is no such value."""
+        """Record a module that reads values. Values that follow from shapes do not count."""
         for tensor in given:
             self.leak(tensor, f"{name}()")
         if self._stack and origin == _OF_BATCH:
@@ -195,7 +196,7 @@ class _Tracer(FunctionTrace):
             self.trace.decided_by_values = self._stack[-1][0] or "the model"
 
     def _outcome(self, call: FunctionCall, name: str) -> Sources:
-        """The sources of what a function makes of its tensors."""
+        """Return the sources of a function's results."""
         sources: Sources = _NOTHING.union(*map(self._of, call.given))
         inside = bool(self._stack) and kind(self._stack[-1][1]) in ("linear", "transposed", "dropout")
         why = None if inside else self._objection(call, name)
@@ -207,7 +208,7 @@ class _Tracer(FunctionTrace):
         return frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
 
     def _objection(self, call: FunctionCall, name: str) -> str | None:
-        """Why a function does not act on slices, if so."""
+        """Return why a function does not act on slices, or None."""
         if name not in _LOCAL:
             return f"{name}()"
         raw = getattr(call.func, "__name__", "")
@@ -230,7 +231,7 @@ class _Tracer(FunctionTrace):
             self.trace.foreign_uses.setdefault(id(self._own[id(tensor)]), by)
 
     def _shapes(self, name: str, whole: Tensor, made: list[Tensor]) -> None:
-        """Notes how the output of a single linear module is told apart into sections and heads."""
+        """Record how a linear module's output is divided into sections and heads."""
         sources = self._of(whole)
         if len(sources) != 1 or OPAQUE in sources or not whole.ndim:
             return
@@ -254,7 +255,7 @@ class _Tracer(FunctionTrace):
 
 
 def _divided(width: int, shape: torch.Size) -> tuple[int, ...]:
-    """The last dims of `shape` that a dim of `width` became."""
+    """Return the last dims of `shape` into which a dim of `width` was divided."""
     for k in range(1, len(shape) + 1):
         if math.prod(shape[-k:]) == width:
             return tuple(shape[-k:])
@@ -273,7 +274,7 @@ def _num_linear(module: nn.Module) -> int:
 
 
 def _kept(value: Any) -> Any:
-    """An argument as it is now: what a module may change is copied. A cache that cannot be copied is left out."""
+    """Return a snapshot of an argument, a copy if a module may change it; None for a cache that has no copy."""
     if isinstance(value, Tensor | int | float | str | bool | None):
         return value
     try:

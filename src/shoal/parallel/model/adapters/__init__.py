@@ -10,7 +10,7 @@ from shoal.errors import JobError
 
 
 def adapted(model: Any) -> Any:
-    """The model as a module of torch's own ways: a Keras model is adapted in place, anything else comes back as it is.
+    """Return the model as a plain torch module: a Keras model is adapted in place, any other stays as it is.
 
     Raises: JobError for a Keras model of another backend, or one without weights yet.
     """

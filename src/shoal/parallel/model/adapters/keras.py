@@ -1,10 +1,10 @@
 """Adapter of Keras 3 models on the torch backend to modules that train like any other.
 
-A Keras model is an nn.Module, but not one in torch's ways: layers of a Sequential are no submodules, all variables hang
-on the model under names that count how many layers the process has made, what is no weight is a frozen parameter, a
-variable keeps its own reference to its tensor, `module.training` means nothing, and random layers draw from counters
-of their own. `adapt` mends these in place and leaves the model's parameters, layers and mathematics as they are. A copy
-of such a model is made here: Keras itself would save and load it again, without what was adapted.
+A Keras model is an nn.Module, but does not follow torch's conventions. Layers of a Sequential are no submodules. All
+variables are on the model, under names that count the layers made in the process. Non-weights are frozen parameters. A
+variable keeps its own reference to its tensor. `module.training` has no effect, and random layers draw from their own
+counters. `adapt` corrects these in place and does not change parameters, layers or mathematics. This module also copies
+such a model: Keras itself would save and load it again, without the adaptation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shoal.numerics.grain_randomness import GrainScope, active_scope
 from shoal.parallel.model.tensor_slice import Outputs
 
 _INT31 = 2**31 - 1
-_GLOBAL_SEEDS = "global_seed_generator"  # the name under which Keras keeps its own
+_GLOBAL_SEEDS = "global_seed_generator"  # Keras's own name for its seed generator
 
 
 def adapt(model: Any) -> Any:
-    """The same model, whose layers are its submodules and whose variables are their parameters and buffers.
+    """Adapt the model in place: layers become submodules, variables become parameters and buffers. Return the model.
 
-    Parameters stay the same objects. Raises: JobError where a layer has no weights yet. May be called again.
+    Parameters stay the same objects, and a second call has no effect. Raises: JobError if a layer has no weights yet.
     """
     if hasattr(model, "_shoal_calls"):
         return model
@@ -68,10 +68,10 @@ def adapt(model: Any) -> Any:
 
 
 def _children(layer: Any) -> dict[str, nn.Module]:
-    """The modules directly in a layer, by names that do not depend on what else the process has made."""
+    """Return the modules directly in a layer, under names independent of what else the process has made."""
     own = [child for child in layer._layers if not isinstance(child, keras.layers.InputLayer)]
     known = {id(child) for child in own}
-    # An attribute's name where there is one; modules that are no Keras layers are those of a TorchModuleWrapper.
+    # The attribute's name, if there is one. Modules that are no Keras layers belong to a TorchModuleWrapper.
     named = {
         name: module
         for name, module in layer._modules.items()
@@ -85,24 +85,25 @@ def _children(layer: Any) -> dict[str, nn.Module]:
 
 
 def _plain_name(layer: Any) -> str:
-    """The layer's name, without the number that Keras puts behind a name it makes itself."""
+    """Return the layer's name without the number that Keras appends to a generated name."""
     made = to_snake_case(type(layer).__name__)
     name: str = made if re.fullmatch(rf"{re.escape(made)}_\d+", layer.name) else layer.name
     return re.sub(r"\W", "_", name)
 
 
 def _free(name: str, taken: dict[str, Any]) -> str:
-    """The name, or the name with the first free number behind it."""
+    """Return the name, with the first free number appended if the name is taken."""
     return next(each for each in chain([name], (f"{name}_{number}" for number in count(1))) if each not in taken)
 
 
 def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
-    """Makes a layer's variables its parameters and buffers, and `children` its submodules."""
-    # What is no layer of its own stays an attribute: a Sequential's graph, say, which holds the same layers.
+    """Register a layer's variables as its parameters and buffers, and `children` as its submodules."""
+    # Other modules stay attributes: a Sequential's graph, for example, contains the same layers.
     layer.__dict__.update({name: m for name, m in layer._modules.items() if m not in children.values()})
     layer._modules.clear()
     layer._modules.update(children)
-    # Keras looks here before it lists parameters; not registered, since what it holds is registered where it belongs.
+    # Keras looks here before it lists parameters. It is not registered: its parameters are registered in their own
+    # layers.
     layer.__dict__["_torch_params"] = nn.ParameterDict()
     foreign = {id(p) for child in children.values() if not isinstance(child, keras.Layer) for p in child.parameters()}
     names: dict[str, Any] = {}
@@ -114,12 +115,12 @@ def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
         trains = any(variable is weight for weight in layer._trainable_variables)
         home = layer._parameters if trains else layer._buffers
         home[name] = variable._value if trains else variable._value.detach()
-        if not isinstance(variable, _Held):  # one that two layers share stays with the first
+        if not isinstance(variable, _Held):  # a variable that two layers share stays with the first
             _hold_in(variable, home, name)
 
 
 class _Held:
-    """A variable whose tensor is whatever its layer holds under its name: modules may move, replace or divide it."""
+    """Variable that reads its tensor from its layer by name: modules may move, replace or divide that tensor."""
 
     _shoal_home: tuple[dict[str, Any], str]
 
@@ -133,7 +134,7 @@ class _Held:
         home, name = self._shoal_home
         home[name] = value
 
-    # What Keras sets them to is the value's own anyway.
+    # Keras only sets these to the value's own.
     _dtype = property(lambda self: str(self._value.dtype).removeprefix("torch."), lambda self, value: None)
     _shape = property(lambda self: tuple(self._value.shape), lambda self, value: None)
 
@@ -155,23 +156,23 @@ def _held_class(cls: Any) -> Any:
 
 
 class _Calls:
-    """How deep in calls of one model's layers this process is: the outermost call says what holds for all in it."""
+    """Depth of nested calls of one model's layers in this process. The outermost call sets device, dtype and seeds."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.seeds = _GrainSeeds(seed=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        """That of a copied model, which is not being called."""
+        """Return a new object: a copied model is not in a call."""
         return _Calls()
 
 
 class _Adapted:
-    """A layer that trains where `module.training` says so, in its parameters' dtype, on their device."""
+    """Layer that trains according to `module.training`, in its parameters' dtype, on their device."""
 
     @property
     def holds_steps(self: Any) -> bool:
-        """Whether its layers are called one after the other, as far as a graph allows; a pipeline may cut there."""
+        """Whether the layer calls its inner layers in sequence, as far as a graph allows; a pipeline may cut there."""
         return isinstance(self, keras.Sequential | Function)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,30 +184,30 @@ class _Adapted:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """A copy with all layers in it."""
+        """Return a copy with all layers in it."""
         with DotNotTrackScope():
             return _copied(self, memo)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        """A tensor by a parameter's name takes its place, as in any module; Keras' variable stays the attribute."""
+        """Replace a parameter by a tensor of its name, as in any module; Keras's variable stays the attribute."""
         if isinstance(value, Tensor) and name in self.__dict__.get("_parameters", ()):
             self._parameters[name] = value
         else:
             super().__setattr__(name, value)
 
     def get_parameter(self: Any, target: str) -> nn.Parameter:
-        """torch's own looks at the attribute, which is Keras' variable."""
+        """Return a parameter by name. torch's own method would return Keras's variable."""
         found: nn.Parameter = dict(self.named_parameters(remove_duplicate=False))[target]
         return found
 
     def get_buffer(self: Any, target: str) -> Tensor:
-        """As `get_parameter`."""
+        """Return a buffer by name, as `get_parameter`."""
         found: Tensor = dict(self.named_buffers(remove_duplicate=False))[target]
         return found
 
 
 class _BatchNormalization(_Adapted):
-    """Normalises each grain by itself, and moves the statistics by the mean over grains, as torch's under shoal."""
+    """Layer that normalises each grain separately and updates its statistics by the mean over grains."""
 
     def call(self: Any, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Tensor:
         scope = active_scope()
@@ -237,10 +238,10 @@ def _grain_by_grain(call: Any, scope: GrainScope, layer: Any, inputs: Tensor, ma
 
 
 class _Product(_Adapted):
-    """A Dense layer or a convolution, of which each rank of a tensor axis may compute some of the outputs."""
+    """Dense layer or convolution. Each rank of a tensor axis may compute some of its outputs."""
 
     def tensor_outputs(self: Any) -> Outputs | None:
-        """Of a layer that computes as Keras' does, each output by itself; None of any other."""
+        """Return how the layer's outputs can be sliced; None if they are not computed separately, as by Keras."""
         base = keras.layers.Dense if isinstance(self, keras.layers.Dense) else keras.layers.Conv2D
         changed = [n for n in ("call", "kernel", "convolution_op") if _of(type(self), n) is not _of(base, n)]
         if changed or self._parameters.keys() - {"kernel", "bias"} or self.kernel is not self._kernel:
@@ -253,7 +254,7 @@ class _Product(_Adapted):
         return Outputs(dims, kernel.shape[-1], -1 - self.rank if channels_first else -1)
 
     def keep_outputs(self: Any, size: int) -> None:
-        """A convolution gives its bias a shape by this number."""
+        """Set the number of outputs. A convolution shapes its bias by this number."""
         if isinstance(self, keras.layers.Conv2D):
             self.__dict__["filters"] = size
 
@@ -264,7 +265,7 @@ def _of(cls: Any, name: str) -> Any:
 
 @cache
 def _by_element() -> frozenset[Any]:
-    """Activations that act on each number by itself."""
+    """Return the activations that act on each element separately."""
     names = "linear relu relu6 leaky_relu elu selu celu gelu silu mish tanh sigmoid hard_sigmoid hard_silu hard_tanh"
     more = "softplus softsign exponential log_sigmoid soft_shrink hard_shrink tanh_shrink squareplus"
     return frozenset((None, *(getattr(keras.activations, name) for name in f"{names} {more}".split())))
@@ -280,18 +281,18 @@ def _adapted_class(cls: Any) -> Any:
 
 @contextmanager
 def _outermost(layer: Any, given: Any) -> Iterator[None]:
-    """A context of one call from outside with arguments `given`, however it ends."""
+    """Return a context for one call from outside with the arguments `given`."""
     held: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
     seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
     with ExitStack() as stack:
         if held is not None:
             _follow(layer, held.dtype)
-            # A pipeline stage has no data for parameters of others; what it is given is on its device.
+            # A pipeline stage has no data for parameters of other stages, but its arguments are on its device.
             tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
             place = next(tensors, held) if held.is_meta else held
             stack.enter_context(keras.device(str(place.device)))
             global_state.set_global_attribute("torch_device", _Device(place.device))
-        # For layers that call keras.random without a seed: the counter of the process would go on from call to call.
+        # For layers that call keras.random without a seed: the process's counter would differ between calls.
         global_state.set_global_attribute(_GLOBAL_SEEDS, layer._shoal_calls.seeds)
         stack.callback(global_state.set_global_attribute, _GLOBAL_SEEDS, seeds)
         layer._shoal_calls.depth += 1
@@ -302,10 +303,11 @@ def _outermost(layer: Any, given: Any) -> Iterator[None]:
 
 
 class _Device(str):
-    """A device by its name, as Keras has it, that equals torch's own, and the meta device, but is not "meta" by name.
+    """Keras's name of a device that also equals torch's device and the meta device, without being "meta" by name.
 
-    Keras compares its name with each tensor's device, which torch calls unequal, and then moves the tensor: from the
-    meta device to one of any values, that depends on nothing. Where the name is "meta" its layers give no more either.
+    Keras compares this name with each tensor's device, which torch reports as unequal, and then moves the tensor. A
+    tensor on the meta device would become one of arbitrary values without a history. If the name is "meta", Keras's
+    layers also return such a tensor.
     """
 
     __hash__ = str.__hash__
@@ -320,7 +322,7 @@ class _Device(str):
 
 
 def _follow(layer: Any, dtype: torch.dtype) -> None:
-    """Sets the layers' dtype policies to their own, or to the dtype that the parameters were brought to."""
+    """Set the layers' dtype policies to their own, or to the parameters' dtype if that was changed."""
     name = str(dtype).removeprefix("torch.")
     if layer.dtype_policy.variable_dtype == name:
         return
@@ -334,17 +336,17 @@ def _follow(layer: Any, dtype: torch.dtype) -> None:
 
 
 class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
-    """Seeds drawn from torch's global generator, which shoal seeds for each grain, instead of from a counter.
+    """Seeds from torch's global generator, which shoal seeds for each grain, instead of from a counter.
 
-    Without an initial seed, so that Dropout is torch's own, whose mask is drawn by grain in a fused forward.
+    There is no initial seed, so that Dropout is torch's own and draws its mask by grain in a fused forward.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GrainSeeds:
-        """Itself: it has no state."""
+        """Return the object itself: it has no state."""
         return self
 
     def next(self, ordered: bool = True) -> Tensor:
-        """Two words."""
+        """Draw two words."""
         return torch.randint(_INT31, (2,))
 
 
@@ -352,18 +354,18 @@ class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
 
 
 def _copied(layer: Any, memo: dict[int, Any]) -> Any:
-    # First as empty shells: layers, their calls in a graph and the symbols between them refer to each other.
+    # Create empty shells first: layers, their calls in a graph and the symbols between them refer to each other.
     family = {id(each): each for each in _family(layer)}
     memo |= {key: object.__new__(type(each)) for key, each in family.items()}
     kinds = ("_trainable_variables", "_non_trainable_variables")
     variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
     memo |= {key: copy.copy(variable) for key, variable in variables.items()}
     for each in family.values():
-        # Calls from or to what is not copied are the original's history, of which a copy takes no part.
+        # Calls from or to objects that are not copied belong to the original's history, not to the copy's.
         nodes = (*each._inbound_nodes, *each._outbound_nodes)
         memo |= {id(node): node for node in nodes if not _is_within(node, family)}
     for key, each in family.items():
-        # Keras has wrapped these methods of the original; a copy is built.
+        # Keras has wrapped these methods of the original; a copy is built already.
         held = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
         memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in held.items()})
     for key, variable in variables.items():
@@ -380,9 +382,9 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
 
 
 def _family(layer: Any) -> list[Any]:
-    """A layer, the layers in it, and the operations of their graphs, which need not be layers."""
+    """Return a layer, the layers in it, and the operations of their graphs, which need not be layers."""
     found = list(layer._flatten_layers())
-    for each in found:  # which grows
+    for each in found:  # the list grows meanwhile
         inner = [value for value in vars(each).values() if isinstance(value, Function)]
         graphs = [each, *inner] if isinstance(each, Function) else inner
         for other in (*inner, *(operation for graph in graphs for operation in graph.operations)):

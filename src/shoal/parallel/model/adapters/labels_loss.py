@@ -1,4 +1,4 @@
-"""Loss of a Transformers model by its task: a sum over labels, and how many count."""
+"""Loss of a Transformers model by its task: a sum over labels and the number of labels that count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClas
 
 @dataclass(frozen=True)
 class ModelLook:
-    """Properties of a Transformers model: task, names that forward takes, parameters with decay, kind of labels."""
+    """Properties of a Transformers model: task, arguments of forward, parameters with weight decay, kind of labels."""
 
     task: str | None
     columns: frozenset[str]
@@ -33,14 +33,14 @@ class ModelLook:
 
 
 class TransformersModel:
-    """A job's `model` that remembers what the module it has made says of itself."""
+    """A job's `model` that records properties of the module that it has built."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
         self._look: ModelLook | None = None
 
     def __call__(self) -> Any:
-        """The module. Raises: what the function raises."""
+        """Build the module. Raises: what the function raises."""
         model = self.make()
         if isinstance(model, nn.Module):
             self._look = _look(model)
@@ -48,13 +48,13 @@ class TransformersModel:
 
     @property
     def look(self) -> ModelLook:
-        """Of the model that was built last."""
+        """Properties of the model that was built last."""
         assert self._look is not None, "the engine builds the model before its optimizer and its losses"
         return self._look
 
     @property
     def columns(self) -> frozenset[str] | None:
-        """The names that forward takes, labels too; None before a model was built."""
+        """The names that forward accepts, and the labels; None before a model was built."""
         return self._look.columns if self._look is not None else None
 
     def __reduce__(self) -> Any:
@@ -76,7 +76,7 @@ def _look(model: nn.Module) -> ModelLook:
 
 
 def _task(name: str) -> str | None:
-    """Of a class whose name does not say it, such as GPT2LMHeadModel."""
+    """Return the task of a class with a name that does not contain it, such as GPT2LMHeadModel."""
     known = importlib.import_module("transformers.models.auto.modeling_auto")
     if name in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return "ForCausalLM"
@@ -85,16 +85,16 @@ def _task(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class LabelsLoss:
-    """Loss (model, batch) -> (total, weight) of a batch with `labels`; one of -100 counts for nothing.
+    """Loss (model, batch) -> (total, weight) of a batch with `labels`. A label of -100 does not count.
 
-    A model of the next token predicts the label that follows. `smoothing`: label smoothing, of cross entropies.
+    A model of the next token predicts the following label. `smoothing`: label smoothing of cross entropies.
     """
 
     source: TransformersModel
     smoothing: float = 0.0
 
     def __call__(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """The sum and the weight. Raises: JobError for a task that needs a loss of its own."""
+        """Return the sum and the weight. Raises: JobError for a task that needs a custom loss."""
         look = self.source.look
         labels = next((batch[name] for name in _LABELS if name in batch), None)
         if labels is None:
@@ -103,7 +103,7 @@ class LabelsLoss:
         if "use_cache" in look.columns:
             inputs.setdefault("use_cache", False)
         logits = model(**inputs).logits
-        if look.task == "ForCausalLM":  # the label that follows; none follows the last
+        if look.task == "ForCausalLM":  # each token predicts the next label; the last has none
             labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
             return self._cross_entropy(logits.flatten(0, 1), labels.flatten())
         if look.task in _TOKENS:

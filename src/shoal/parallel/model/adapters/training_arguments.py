@@ -1,4 +1,4 @@
-"""Job from a `transformers.TrainingArguments`: the arguments taken over, those of a call or a plan, and the refused."""
+"""Job from a `transformers.TrainingArguments`. Each argument moves to the job, to a call or plan, or is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.errors import JobError
 from shoal.job import Epochs, Job, Length, Progress, Steps
 from shoal.parallel.model.adapters.labels_loss import LabelsLoss, TransformersModel
 
-# The name in TrainingArguments -> what to write instead.
+# Name in TrainingArguments -> the setting to use instead.
 _ELSEWHERE = {
     "bf16": "--precision bf16",
     "fp16": "--precision fp16",
@@ -45,7 +45,8 @@ _TAKEN = (
     *("remove_unused_columns", "train_sampling_strategy", "label_names"),
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
 )
-# Of no effect on the trained weights, or done in shoal's own way; a name that ends in _ is for all that begin so.
+# Without effect on the trained weights, or implemented in shoal's own way. A trailing _ matches any name with that
+# prefix.
 _WITHOUT = (
     *(
         "log_",
@@ -91,12 +92,12 @@ _SAMPLING = {"random": True, "sequential": False}
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersJob(Job):
-    """Job whose settings came from a TrainingArguments. `arguments`: what became of those that were written."""
+    """Job with settings from a TrainingArguments. `arguments`: a message on the arguments that were not defaults."""
 
     arguments: str = ""
 
     def without_effect(self) -> list[str]:
-        """As of a Job; and which of the TrainingArguments are not in it."""
+        """Return the messages of a Job, and which TrainingArguments the job does not contain."""
         return [*super().without_effect(), *([self.arguments] if self.arguments else [])]
 
 
@@ -113,16 +114,19 @@ def from_training_arguments(
     optimizer: Callable[[Any], Any] | None = None,
     compute_metrics: Any = None,
 ) -> Job:
-    """Job that trains as a `transformers.Trainer` with these `TrainingArguments` does on `devices` devices.
+    """Return a job that trains as a `transformers.Trainer` with these `TrainingArguments` does on `devices` devices.
 
-    devices: how many the arguments were written for: global_batch = per_device_train_batch_size x
-        gradient_accumulation_steps x devices, a number from then on, on however many devices the job is run.
-    model: builds the module, as of a Job. train_dataset, eval_dataset: as of a Job; a `datasets.Dataset` too.
-    data_collator: list of samples -> batch; the default one of Transformers where None.
-    loss, optimizer, metrics: as of a Job; where None, of the model's `labels` and of the arguments.
+    Args:
+        args: a `transformers.TrainingArguments`.
+        devices: number of devices for which the arguments were written. global_batch = per_device_train_batch_size x
+            gradient_accumulation_steps x devices, from then on a fixed number on any devices.
+        model: function that builds the module, as of a Job.
+        train_dataset, eval_dataset: as of a Job; a `datasets.Dataset` too.
+        data_collator: list of samples -> batch; by default that of Transformers.
+        loss, optimizer, metrics: as of a Job; by default from the model's `labels` and the arguments.
 
-    What is not in the job, such as bf16, which belongs to a call, is told once by the run and by
-    `job.without_effect()`. Raises: JobError with everything that cannot be taken over at once.
+    The run and `job.without_effect()` report once what the job does not contain, such as bf16, an option of a call.
+    Raises: JobError that lists every argument that cannot move to the job.
     """
     mistakes = [*_mistakes(args, devices, optimizer), *_metric_mistakes(args, compute_metrics, metrics or {})]
     if mistakes:
@@ -159,7 +163,7 @@ def _name(value: Any) -> str:
 
 
 def _written(args: Any) -> dict[str, Any]:
-    """Arguments that are not as they are where nobody says them, but for secrets."""
+    """Return the arguments that differ from their defaults."""
     kind = type(args)
     try:
         usual = kind()
@@ -174,7 +178,7 @@ def _is_without(name: str) -> bool:
 
 
 def _mistakes(args: Any, devices: int | None, optimizer: Any) -> Iterator[tuple[str, str, str]]:
-    """What a job cannot be made of, each as (given, conflict, remedy)."""
+    """Yield each argument that a job cannot express as (given, conflict, remedy)."""
     if not isinstance(devices, int) or devices < 1:
         each = args.per_device_train_batch_size * args.gradient_accumulation_steps
         yield (
@@ -231,7 +235,7 @@ def _watch(args: Any) -> str:
 
 
 def _told(args: Any) -> str:
-    """What became of the arguments that were written: one message; nothing where all are in the job."""
+    """Return one message on what became of the arguments that were not defaults; empty if all are in the job."""
     written = _written(args)
     elsewhere = [f"{name} ({_ELSEWHERE[name]})" for name in written if name in _ELSEWHERE]
     without = [name for name in written if name not in _ELSEWHERE and _is_without(name)]
@@ -253,7 +257,7 @@ def _told(args: Any) -> str:
 
 
 def _length(args: Any, data: Any, batch: int) -> Length:
-    """As the Trainer counts: a fraction of an epoch ends with the next whole step."""
+    """Return the job's length as the Trainer counts: a fraction of an epoch ends with the next whole step."""
     if args.max_steps > 0:
         return Steps(args.max_steps)
     epochs = float(args.num_train_epochs)
@@ -263,7 +267,7 @@ def _length(args: Any, data: Any, batch: int) -> Length:
 
 
 def _trainers_optimizer(args: Any) -> tuple[Any, dict[str, Any]]:
-    """Class and arguments. `fused` is left to the run, which fuses in fast mode."""
+    """Return the Trainer's optimizer class and arguments, without `fused`: the run fuses in fast mode."""
     kind, arguments = importlib.import_module("transformers").Trainer.get_optimizer_cls_and_kwargs(args)
     return kind, {name: value for name, value in arguments.items() if name != "fused"}
 
@@ -287,14 +291,14 @@ def _optimizer(args: Any, source: TransformersModel) -> Callable[[Any], torch.op
 def _grouped(
     kind: Any, arguments: dict[str, Any], decay: float, source: TransformersModel, parameters: Any
 ) -> torch.optim.Optimizer:
-    """Two groups as the Trainer makes them: biases and norms have no weight decay."""
+    """Build the optimizer with the Trainer's two groups: biases and norms have no weight decay."""
     decayed = source.look.decayed
     named: Sequence[tuple[str, nn.Parameter]] = list(parameters.named)
     groups = [
         {"params": [p for name, p in named if name in decayed], "weight_decay": decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
-    found: torch.optim.Optimizer = kind(groups, **arguments)  # a stage may have none of one
+    found: torch.optim.Optimizer = kind(groups, **arguments)  # on a pipeline stage a group may be empty
     return found
 
 
@@ -305,20 +309,23 @@ def _schedule(args: Any) -> TrainerSchedule:
 
 @dataclass(frozen=True)
 class TrainerSchedule:
-    """Multiplier of the learning rate by one of Transformers' schedules, for a warm-up in steps or as a fraction."""
+    """Multiplier of the learning rate by one of Transformers' schedules.
+
+    The warm-up is a number of steps or a fraction.
+    """
 
     name: str
     warmup_steps: float
     options: str = "{}"  # JSON
 
     def __call__(self, progress: Progress) -> float:
-        """The multiplier at `progress`."""
+        """Return the multiplier at `progress`."""
         return _multipliers(self.name, self.warmup_steps, self.options, progress.num_steps)(progress.step)
 
 
 @functools.lru_cache(maxsize=8)
 def _multipliers(name: str, warmup_steps: float, options: str, num_steps: int) -> Callable[[int], float]:
-    """The function of the step in a schedule of Transformers. Raises: ValueError for one that has none."""
+    """Return a Transformers schedule as a function of the step. Raises: ValueError if it needs more than the step."""
     warmup = int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = importlib.import_module("transformers").get_scheduler(
@@ -330,16 +337,16 @@ def _multipliers(name: str, warmup_steps: float, options: str, num_steps: int) -
 
 
 class KnownColumns:
-    """Collate function that leaves out the columns that the model's forward does not take, as the Trainer does.
+    """Collate function that drops the columns that the model's forward does not accept, as the Trainer does.
 
-    Before the model is built nothing is left out. `source` None: never.
+    Nothing is dropped before the model is built, or if `source` is None.
     """
 
     def __init__(self, source: TransformersModel | None, collate: Callable[[list[Any]], Any] | None) -> None:
         self.source, self.collate = source, collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The samples as a batch."""
+        """Return the samples as a batch."""
         known = self.source.columns if self.source is not None else None
         if known is not None:
             samples = [_kept(sample, known) if isinstance(sample, Mapping) else sample for sample in samples]

@@ -1,4 +1,4 @@
-"""Configuration of a Transformers or peft model, kept in files that its `from_pretrained` reads."""
+"""Configuration of a Transformers or peft model, stored in files that `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import nn
 
 from shoal.runs.directory import write_file
 
-# By the name of a tensor in a peft model's file its name in the model: peft leaves its own prefixes out.
+# For each tensor in a peft model's file, its name in the model: peft omits its own prefixes.
 ADAPTER_NAMES = "adapter_names.json"
 
 
 def save_config(model: nn.Module, folder: Path, names: Iterable[str]) -> None:
-    """Writes config.json, and generation_config.json where the model has one; nothing of any other kind of model.
+    """Write config.json, and generation_config.json if the model has one. Other kinds of model write nothing.
 
-    Of a peft model: adapter_config.json, and which of the model's tensor `names` are the adapter's. Duck-typed: shoal
-    imports nothing of transformers, and of peft where the model is one of its own. Raises: OSError.
+    A peft model writes adapter_config.json, and which of the model's tensor `names` belong to the adapter. The check is
+    by class name: shoal never imports transformers, and imports peft only for a peft model. Raises: OSError.
     """
     kinds = type(model).__mro__
     if any(k.__name__ == "PeftModel" and k.__module__.startswith("peft.") for k in kinds):
@@ -31,7 +31,7 @@ def save_config(model: nn.Module, folder: Path, names: Iterable[str]) -> None:
     if not any(k.__name__ == "PreTrainedModel" and k.__module__.startswith("transformers.") for k in kinds):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # Fully sharded modules are of a class that torch makes of the model's own.
+    # A fully sharded module's class is derived by torch from the model's own.
     own = next(kind for kind in kinds if not kind.__module__.startswith("torch."))
     config: Any = copy.deepcopy(model.config)
     config.architectures = [own.__name__]
@@ -42,7 +42,7 @@ def save_config(model: nn.Module, folder: Path, names: Iterable[str]) -> None:
 
 
 def _save_adapter_config(model: Any, folder: Path, names: Iterable[str]) -> None:
-    """Of the active adapter; peft's own functions say what its files have."""
+    """Write the active adapter's configuration and tensor names, as peft's own functions define them."""
     folder.mkdir(parents=True, exist_ok=True)
     name = model.active_adapter
     config = copy.deepcopy(model.peft_config[name])
@@ -58,7 +58,7 @@ def _save_adapter_config(model: Any, folder: Path, names: Iterable[str]) -> None
 
 
 def _json(value: Any) -> Any:
-    """Sets as sorted lists, enumerations as their values, anything else as text."""
+    """Convert sets to sorted lists, enumerations to their values, anything else to text."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "value", str(value))
