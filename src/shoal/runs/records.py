@@ -115,7 +115,7 @@ class StepRecord:
 
     def to_line(self) -> str:
         """Return the record as one line of JSON. NaN and infinity are written as null."""
-        # pydantic's writer takes 12 us, json 80 us, mostly to format floats. Plain dictionaries take pydantic a third of
+        # pydantic's writer takes 12 us, json 80 us, mostly for floats. Plain dictionaries take pydantic a third of
         # the time of dataclasses.
         own = self.ranks
         ranks = own.to_json() if isinstance(own, OwnSpreads) else {name: vars(spread) for name, spread in own.items()}
