@@ -30,9 +30,7 @@ class NamedTensor:
 class Matches:
     """The tensors of a model matched with the keys of a source. `wrong`: differences that no rule can allow."""
 
-    pairs: list[tuple[NamedTensor, tuple[str, ...]]] = field(
-        default_factory=list
-    )  # values of several keys must be equal
+    pairs: list[tuple[NamedTensor, tuple[str, ...]]] = field(default_factory=list)  # several keys: equal values
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)

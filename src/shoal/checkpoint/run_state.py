@@ -67,9 +67,7 @@ class RunState:
         self.loss = sums.loss if math.isfinite(sums.loss) else None
         if skipped is not None:
             self.skipped_steps += 1
-        elif self.step > max(
-            self.bad_steps, default=-1
-        ):  # the streak persists while steps before a bad step are replayed
+        elif self.step > max(self.bad_steps, default=-1):  # not while steps before a bad step are replayed
             self.bad_streak = 0
         self.step += 1
 

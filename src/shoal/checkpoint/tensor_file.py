@@ -50,9 +50,7 @@ def tensor_file_head(
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[list[str], bytes]:
     """Return the names in the order of their data, and the header of a file with these dtypes and shapes."""
-    order = sorted(
-        described, key=lambda name: (-described[name][0].itemsize, name)
-    )  # so that each tensor is aligned to its item size
+    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))  # aligned to item size
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:

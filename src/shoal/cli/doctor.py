@@ -23,9 +23,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
                 conflict="ports between hosts are of machines, and a run is given",
                 remedy="leave one of them out",
             )
-        from shoal.cli.doctor_of_run import (
-            examine,
-        )  # imported late: loads plans, which the examination of a machine does not need
+        from shoal.cli.doctor_of_run import examine  # imports plans, which are not needed for a machine
 
         return examine(options)
     given = {"--job": options.job, "--try": options.try_out, "--steps": options.steps}

@@ -47,7 +47,7 @@ def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
             except (RunDirectoryError, OSError) as error:
                 if (
                     watched.files.address is not None and error.__cause__ is not None
-                ):  # a connection failure; the run still exists
+                ):  # a failed connection, not the run
                     print(f"note: {error}; looking again", file=sys.stderr)
                     continue
                 watched.gone = True

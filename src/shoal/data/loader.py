@@ -379,9 +379,7 @@ class MapLoader(Loader):
         fetched: Fetched = found
         if self._quarantine is not None:
             read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
-            if not self._quarantine.known.keys().isdisjoint(
-                read
-            ):  # workers know only the samples that were bad when they started
+            if not self._quarantine.known.keys().isdisjoint(read):  # not known when the worker started
                 fetched = self._fetcher.fetch(request)
         return self._noted(fetched)
 

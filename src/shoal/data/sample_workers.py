@@ -80,9 +80,7 @@ class SampleWorkers:
             try:
                 self._batch = next(batches)
             except (RuntimeError, EOFError, OSError) as error:
-                if "in DataLoader worker process" in text_of(
-                    error
-                ):  # raised in the worker outside of reading, in a user's init
+                if "in DataLoader worker process" in text_of(error):  # raised outside of reading: a user's init
                     raise _failed(text_of(error).strip().splitlines()[-1]) from error
                 if isinstance(error, RuntimeError) and not text_of(error).startswith("DataLoader "):
                     raise

@@ -45,9 +45,7 @@ class RunAddress:
     sent again, so they do not overwrite newer files of another run.
     """
 
-    _known: ClassVar[
-        dict[tuple[str, Path], dict[str, tuple[int, int]]]
-    ] = {}  # stamps of local files that equal the remote ones
+    _known: ClassVar[dict[tuple[str, Path], dict[str, tuple[int, int]]]] = {}  # stamps of local files
 
     def __init__(self, text: str) -> None:
         self.text = text.rstrip("/")
@@ -229,9 +227,7 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            with _noted(
-                f"--out {text}: the run's own files could not be written there: "
-            ):  # the raised error matters more
+            with _noted(f"--out {text}: the run's own files could not be written there: "):  # raise the first error
                 address.send(folder)
             raise
         try:

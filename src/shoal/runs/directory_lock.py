@@ -122,9 +122,7 @@ class DirectoryLock:
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
                 found = _read(self.folder / NAME)
-                if (
-                    found is not None and found.token != self.holder.token
-                ):  # possible after this host was paused for long
+                if found is not None and found.token != self.holder.token:  # after a long pause of this host
                     print(f"{self.folder} was taken over by {found}: this run ends", file=sys.stderr, flush=True)
                     os._exit(ExitCode.RANK_LOST)
                 if not said and not self.folder.exists():

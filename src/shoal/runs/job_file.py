@@ -80,9 +80,7 @@ class LoadedJob:
     function: str
     settings: dict[str, Any]
     file_sha256: str
-    code: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # digests by file and definition, from `job_sources.code`
+    code: dict[str, dict[str, str]] = field(default_factory=dict)  # digests from `job_sources.code`
     module: str = ""  # full name of the job's module, or "" if the job came by value
     files: tuple[str, ...] = ()  # paths of files that the job's code read while it was loaded
     draws: bool = True  # whether it may have drawn unseeded random values while it was loaded

@@ -102,9 +102,7 @@ def hand_over(given: object, folder: Path) -> HandedJob:
             remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
             'or write the job into a file, and give its path: shoal.run("file.py:job")',
         ) from error
-    known = (
-        (given.grains or FEW_GRAINS) if isinstance(given, Job) else None
-    )  # the default number of grains is never smaller
+    known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # the default is never smaller
     return HandedJob(None, target, path, code_of(given), known)
 
 

@@ -121,9 +121,7 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
         told = (*FREE, *value.describe())  # a resume compares these separately
         given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
         yield from ((part, inner) for part, inner in given if inner is not None)
-        for number, callback in enumerate(
-            value.callbacks
-        ):  # callbacks have no state yet: none was called in this process
+        for number, callback in enumerate(value.callbacks):  # not called in this process, so without state
             held, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
             yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items() if part not in free)
     elif isinstance(value, functools.partial):

@@ -187,9 +187,7 @@ class RunRequest:
         if not self._chooses_sums:
             return self
         name = all_reduce_here(self.plan.degrees.divides_grains)
-        if (
-            self.plan.execution.exact and name != "shared_memory"
-        ):  # exact mode's tree runs in shared memory or over sockets
+        if self.plan.execution.exact and name != "shared_memory":  # exact needs shared memory or sockets
             name = self.plan.collectives.all_reduce
         alike = self.plan.layout.data == self.plan.layout.world_size
         memory = {"shared": alike and name == "shared_memory"}

@@ -175,9 +175,7 @@ def introduce(
 ) -> None:
     """Print the settings of a run and the reasons for them."""
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    device = (
-        "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type
-    )  # the mesh's device is the conductor's CPU
+    device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # conductor's: CPU
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
