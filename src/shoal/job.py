@@ -128,10 +128,11 @@ class Job:
     on_nonfinite: action on a NaN or infinite loss or gradient. "skip" skips the step, "rollback" returns to the last
         checkpoint and continues without the bad step, and "stop" (default) ends the run.
     fuse: whether neighbouring grains may share a forward. Set False for losses that compare the samples of a batch.
-    buffers: name -> rule, such as {"head.load": "sum"}, for buffers whose rule the first batch does not show. Names are
-        from `named_buffers()`; * stands for one part. "mean" averages the microbatches' values, weighted by samples.
-        "sum" adds up the microbatches' increments, "total" their values. "min", "max": smallest or largest value.
-        "last": value after the last samples. "same": all microbatches leave the same value.
+    buffers: name -> rule, such as {"head.load": "sum"}, for buffers that a forward changes, if the rule inferred from
+        the first batch is wrong. Names are from `named_buffers()`; * stands for one part. "mean" averages the
+        microbatches' values, weighted by samples. "sum" adds up the microbatches' increments, "total" their values.
+        "min", "max": smallest or largest value. "last": value after the last samples. "same": all microbatches leave
+        the same value.
     watch: for example "accuracy:max" or "loss:min". After each best evaluation so far, the checkpoint is stored as
         checkpoints/best.
     callbacks: hooks into a run, each a shoal.Callback. Every process creates its own by loading the job file.

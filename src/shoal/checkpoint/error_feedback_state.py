@@ -38,7 +38,7 @@ class CompressedState:
         return found
 
     def document(self) -> dict[str, Any]:
-        """Return the scheme, its fallbacks, and each rank's loss unit as JSON.
+        """Return the scheme, its fallback, and the loss unit of each rank's residuals, as JSON.
 
         Collective: all ranks, a JSON gather.
         """
@@ -49,7 +49,7 @@ class CompressedState:
     def restore(self, saved: SavedCheckpoint) -> list[str]:
         """Restore the state from a checkpoint. Return messages on dropped state.
 
-        Raises: ManifestError if files lack tensors.
+        Raises: ManifestError if tensors are missing.
         """
         compression, document = self.compression, saved.document.get(GROUP)
         known: Mapping[str, Any] = saved.document["tensors"].get(GROUP, {})

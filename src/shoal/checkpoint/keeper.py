@@ -265,7 +265,7 @@ class Keeper:
         """Pass a snapshot to the writer thread if rank 0 has all state."""
         if self._writer is None:
             return
-        self._writer.wait()  # which reads from the memory that this snapshot goes to
+        self._writer.wait()  # the last write reads from the memory that this snapshot goes to
         held, optimizer = self._held(hooked)
         written = index([described(held)])
         document = {**empty.document, "optimizer": optimizer, "tensors": written}
@@ -281,7 +281,7 @@ class Keeper:
 
         def ready() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
             if self._writer is not None:
-                self._writer.wait()  # which reads from the memory that this snapshot goes to
+                self._writer.wait()  # the last write reads from the memory that this snapshot goes to
             return self._held(hooked)
 
         held, optimizer = together(self._mesh, ready)

@@ -44,7 +44,7 @@ def described(held: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
 
 
 def index(told: list[dict[str, dict[str, Any]]]) -> Index:
-    """Combine what every rank `described` into an index: the first rank that holds a part writes it."""
+    """Combine what every rank `described` into an index. The first rank that has a part writes it."""
     found: Index = {}
     for group in told[0]:
         own = [ranks[group] for ranks in told]
@@ -86,7 +86,7 @@ def _on_cpu(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
     """Copy a checkpoint's tensors to targets, with one file in memory at a time.
 
-    Raises: ManifestError if tensors lack.
+    Raises: ManifestError if tensors are missing.
     """
     known = saved.document["tensors"].get(group, {})
     missing = {path: part.numel for path, (part, _) in targets.items()}

@@ -33,8 +33,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class CheckpointWeights(StoredWeights):
     """Whole tensors of a checkpoint under the keys of the model's state dict, each read on access.
 
-    The tensors are on the CPU in the dtype of the training. Each file is verified when it is first read. `ema`: use the
-    averages of the callback EMA where it has averaged a tensor.
+    The tensors are on the CPU in the dtype of the training. Each file is verified when it is first read.
+    `ema`: use the averages of the callback EMA, for the tensors that it averages.
     """
 
     def __init__(self, saved: SavedCheckpoint, *, ema: bool = False) -> None:

@@ -125,7 +125,7 @@ def begin(optimizer: Any) -> None:
     """Record an optimizer's attributes before the first step. Attributes that differ later belong to its state.
 
     Unchanged attributes are not stored: a rank number, for example, must not come from a checkpoint of another layout.
-        The record is an attribute of the optimizer, since callers that need the state have only the optimizer.
+    The record is an attribute of the optimizer, since callers that need the state have only the optimizer.
     Raises: UserCodeError for an iterator among the attributes, since its position cannot be stored.
     """
     if is_torchs(optimizer):
@@ -342,7 +342,7 @@ def restored(  # noqa: C901 - a case for each kind of value
             return type(live)(*found) if hasattr(live, "_fields") else _KINDS[kind](found)
         case {"$object": own}:
             for name, document in own.items():
-                object.__setattr__(live, name, again(document, getattr(live, name, None)))  # it may be frozen
+                object.__setattr__(live, name, again(document, getattr(live, name, None)))  # the object may be frozen
             return live
         case dict():
             tensor = read(saved, live.device if isinstance(live, Tensor) else None)

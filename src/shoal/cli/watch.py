@@ -45,9 +45,7 @@ def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
             try:
                 watched.look()
             except (RunDirectoryError, OSError) as error:
-                if (
-                    watched.files.address is not None and error.__cause__ is not None
-                ):  # a failed connection, not the run
+                if watched.files.address is not None and error.__cause__ is not None:  # connection failed
                     print(f"note: {error}; looking again", file=sys.stderr)
                     continue
                 watched.gone = True

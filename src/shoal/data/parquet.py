@@ -28,9 +28,12 @@ _CASTS = {
 class Parquet:
     """Map-style dataset of a folder of Parquet files. Sample i is row i, with files in the order of their names.
 
-    A sample is a dict of its columns: numbers, arrays of numbers as numpy arrays, text. Row groups are read on access,
-        and the most recently used `cache_bytes` of them are cached. `columns`: names of the columns to read, default
-        all.
+    A sample is a dict of its columns: numbers, arrays of numbers as numpy arrays, text.
+
+    Args:
+        columns: names of the columns to read. Default: all.
+        cache_bytes: size of the cache of recently used row groups. Row groups are read on access. Default: 1 GiB.
+
     Raises: DataError if there are no files, a column does not exist, or a value is missing.
     """
 

@@ -45,7 +45,7 @@ class Quarantine:
     known: dict[int, str] = field(default_factory=dict)
 
     def add(self, bad: Mapping[int, str]) -> dict[int, str]:
-        """Add samples. Return those that are new."""
+        """Add samples. Return the new ones."""
         new = {i: said for i, said in bad.items() if i not in self.known}
         self.known |= new
         return new

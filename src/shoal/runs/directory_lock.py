@@ -52,7 +52,10 @@ class Patience:
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a directory. `boot` identifies the kernel, `process_started` excludes a reused pid."""
+    """The process that has locked a directory.
+
+    `boot` identifies the kernel, `process_started` excludes a reused pid.
+    """
 
     pid: int
     host: str
@@ -184,7 +187,7 @@ def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Pa
         while (taken := _put(aside, target, descriptor, holder)) is None:
             other = _Other.at(target)
             if other is None:
-                continue  # released in between
+                continue  # the lock was released in between
             try:
                 if judge.is_gone(other, descriptor) and _same(target, other.descriptor):
                     os.replace(aside, target)

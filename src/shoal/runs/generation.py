@@ -50,7 +50,7 @@ class Fence:
         resizable: bool = False,
         gpus: int = 0,
     ) -> Fence:
-        """Start the next generation, in a process that holds the directory.
+        """Start the next generation, in a process that has locked the directory.
 
         Args:
             after: the generation to replace.
@@ -99,7 +99,7 @@ class Fence:
 
     @property
     def is_open(self) -> bool:
-        """Whether no later generation has started. True for a missing directory, where writing fails anyway."""
+        """Whether no later generation has started. True for a missing directory, since writing fails there anyway."""
         if self.folder is None:
             return True
         # Opening a name makes a network file system's client refresh its cached listing.

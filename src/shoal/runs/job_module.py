@@ -100,7 +100,7 @@ class JobModule:
                 remedy="give a file that ends in .py",
             )
         module = importlib.util.module_from_spec(spec)
-        # Registered under its own name, so that DataLoader workers and dataclasses find it.
+        # Register it under its own name, so that DataLoader workers and dataclasses find it.
         sys.modules.setdefault(self.name, module)
         try:
             spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Code of a job that is given as a Python object: digests of its functions and classes and of those that they use."""
+"""Code of a job that is given as a Python object: digests of its functions and classes, and of all that they use."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ITEMS])
     elif isinstance(value, list | tuple | set | frozenset):
-        # A set has another order in each process.
+        # The order of a set differs between processes.
         items = sorted(value, key=_told) if isinstance(value, set | frozenset) else value
         yield from ((name, inner) for inner in items[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
         if len(items) <= _MOST_ITEMS:

@@ -76,7 +76,7 @@ def _digest(path: str) -> str:
 
 
 def _is_read_by_job() -> bool:
-    """Check whether `open` was called by the job's own code, and not by an import."""
+    """Check whether the job's own code called `open`, directly or through a library, outside of an import."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -62,8 +62,8 @@ class RankTimes:
     """Seconds of each rank, summed over the last `steps` steps up to a record's step.
 
     `busy_seconds`: by rank, the steps' seconds without exposed communication.
-    `waits`: by the slowest rank of a step, the seconds that each rank waited for it. Key -1 sums up the ranks with the
-        shortest waits.
+    `waits`: by the slowest rank of a step, the seconds that each rank waited for it. Key -1 sums up the waits for all
+        other ranks, with the shortest waits.
     """
 
     steps: int

@@ -92,8 +92,7 @@ class RunRequest:
     def without_effect(self) -> Iterator[str]:
         """Yield a sentence for each setting of this call's plan that has no effect.
 
-        A plan from the run directory is skipped: it was completed by the run, so it has settings that the user did not
-            write.
+        A plan from the run directory is skipped, since it also has settings that the user did not write.
         """
         return iter(()) if self.plan_resumed else idle(self.plan)
 

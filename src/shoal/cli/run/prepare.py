@@ -325,7 +325,7 @@ def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int
 
 def _train(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> int:
     """Train in this process, with signals recorded in `signals`. Return the exit code."""
-    with signals.handled():  # before torch is imported, which takes seconds
+    with signals.handled():  # before the import of torch, which takes seconds
         from shoal.cli.run.train import run
 
         return run(request, environment, signals, unprepared=unprepared)
