@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Public name -> the module that defines it. Loaded on first use, so that `import shoal` needs no torch.
+# Public name -> the module that defines it. Modules load on first use, so that `import shoal` does not import torch.
 _HOMES = {
     "__version__": "shoal.runs.version",
     "Job": "shoal.job",
@@ -121,7 +121,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = found  # a loss asks in every step: the next time it is an attribute like any other
+        globals()[name] = found  # cached, since a loss function looks its name up in every step
         return found
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 

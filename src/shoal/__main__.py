@@ -1,4 +1,4 @@
-"""Entry point of `python -m shoal`: runs the `shoal` command."""
+"""Entry point of `python -m shoal`, which runs the `shoal` command."""
 
 from shoal.cli.main import main
 

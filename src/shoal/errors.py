@@ -1,6 +1,6 @@
-"""Exception tree: each leaf names what was given, what that conflicts with and what to write instead.
+"""Exceptions of shoal: each states what was given, what that conflicts with, and what to write instead.
 
-Each leaf is also the built-in exception that it refines.
+Each exception class also derives from the built-in exception that it refines.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
-# Letters of a cause, and of what to do, in an error's first line.
+# Maximum number of characters of the cause, and of the remedy, in an error's first line.
 _SHORT = 120
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's message, also where its `__str__` raises. A lone surrogate is shown by its number."""
+    """Return an exception's message, even if its `__str__` raises. Lone surrogates are escaped."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception as raised:
@@ -22,21 +22,21 @@ def text_of(error: BaseException) -> str:
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the `shoal` command; documented in docs/exit-codes.md."""
+    """Exit codes of the `shoal` command, documented in docs/exit-codes.md."""
 
     DONE = 0
-    FAILED = 1  # a fault inside shoal, or one that it could not name
+    FAILED = 1  # a fault inside shoal, or an unclassified one
     USER = 2  # the job, its data, its settings, the plan or the command line
     NONFINITE = 65  # stopped by `on_nonfinite="stop"`, or too many bad steps in a row
     RANK_LOST = 69  # a worker process died
     STORAGE = 73  # the last checkpoint could not be written
     INTEGRITY = 74  # no checkpoint in the run directory passes its checks
-    PREEMPTED = 75  # stopped on request after a checkpoint: `--resume` goes on
+    PREEMPTED = 75  # stopped on request after a checkpoint: continue with `--resume`
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a checkpoint
 
 
 class ShoalError(Exception):
-    """Base class of all errors: `given`, `conflict` and `remedy` are one sentence each."""
+    """Base class of all shoal errors. `given`, `conflict` and `remedy` are one sentence each."""
 
     exit_code = ExitCode.USER
 
@@ -46,8 +46,8 @@ class ShoalError(Exception):
         self.rank: int | None = None
         self.host: str | None = None
         self.traceback_text: str | None = None
-        self.traceback_file: str | None = None  # where it is kept
-        self.everywhere = False  # whether every rank raises now, so that they can still do something together
+        self.traceback_file: str | None = None  # the file that the traceback was written to
+        self.everywhere = False  # whether every rank raises this error now, so that collectives still work
 
     def __str__(self) -> str:
         return f"{self.given}; {self.conflict}; {self.remedy}"
@@ -56,10 +56,10 @@ class ShoalError(Exception):
         return (_rebuild, (type(self), self.given, self.conflict, self.remedy))
 
     def render(self) -> str:
-        """The message as people meet it: where and what in one line, then the three beats, one a line.
+        """Return the message for the terminal: a first line with rank and type, then given, conflict and remedy.
 
-        A failure of a rank has its cause and what to do in the first line too, cut short: a log is often searched for
-        that line alone.
+        The first line of a rank's failure also has the cause and the remedy, truncated, since people often search logs
+        for that line only.
         """
         where, short = "", ""
         if self.rank is not None:
@@ -95,7 +95,7 @@ class CommandError(ShoalError, ValueError):
 
 
 class JobFileError(ShoalError, ImportError):
-    """A job file is missing, does not load, or has no such function."""
+    """A job file is missing, fails to load, or lacks the requested function."""
 
 
 class SettingError(ShoalError, ValueError):
@@ -107,31 +107,31 @@ class JobError(ShoalError, ValueError):
 
 
 class JobMismatchError(ShoalError, ValueError):
-    """A resume was asked from the checkpoint of another job."""
+    """The checkpoint to resume belongs to another job."""
 
 
 class PlanError(ShoalError, ValueError):
-    """A plan has unknown keys, wrong types or values, or asks for what this version does not execute."""
+    """A plan has unknown keys, wrong types or values, or requests a feature that this version does not execute."""
 
 
 class HardwareError(ShoalError, ValueError):
-    """A cluster's name or file says nothing that is known, or contradicts itself."""
+    """A cluster name or cluster file is unknown or contradicts itself."""
 
 
 class RunDirectoryError(ShoalError, FileExistsError):
-    """The run directory already holds a run, or holds none to resume."""
+    """The run directory already contains a run, or contains no run to resume."""
 
 
 class InUseError(RunDirectoryError):
-    """Another run uses the directory."""
+    """Another run is using the run directory."""
 
 
 class DataError(ShoalError, RuntimeError):
-    """A dataset is empty, raised, or returned something that cannot be trained on."""
+    """A dataset is empty, raised an exception, or returned a sample that cannot be trained on."""
 
 
 class DatasetNotFoundError(ShoalError, FileNotFoundError):
-    """A dataset is neither on this machine nor to be fetched."""
+    """A dataset is not on this machine and cannot be downloaded."""
 
 
 class LossError(ShoalError, TypeError):
@@ -139,55 +139,55 @@ class LossError(ShoalError, TypeError):
 
 
 class UserCodeError(ShoalError, RuntimeError):
-    """The job's own code (model, loss, optimizer, metric, schedule) raised."""
+    """The job's own code (model, loss, optimizer, metric, schedule) raised an exception."""
 
 
 class OutOfMemoryError(ShoalError, MemoryError):
-    """The model, its state or one grain alone does not fit in the memory of a rank."""
+    """The model, its training state or a single grain does not fit in the memory of a rank."""
 
 
 class NonFiniteError(ShoalError, ArithmeticError):
-    """The loss or the gradient is NaN or infinite and the job's policy is to stop."""
+    """The loss or the gradient is NaN or infinite, and the job's policy is to stop."""
 
     exit_code = ExitCode.NONFINITE
 
 
 class LaunchError(ShoalError, OSError):
-    """The processes could not be started or could not find each other."""
+    """The worker processes could not start or could not connect to each other."""
 
 
 class RankLostError(ShoalError, ChildProcessError):
-    """A worker process died without a word."""
+    """A worker process died without reporting an error."""
 
     exit_code = ExitCode.RANK_LOST
 
 
 class PeerError(ShoalError, ConnectionError):
-    """Another rank failed, this one did not; never the root cause."""
+    """Another rank failed; this rank did not. It is never the root cause."""
 
     exit_code = ExitCode.RANK_LOST
 
 
 class FencedError(ShoalError, RuntimeError):
-    """A later generation of the run's processes has begun: this one may write nothing any more."""
+    """A later generation of the run's processes has started, so this process must not write any more."""
 
     exit_code = ExitCode.RANK_LOST
 
 
 class CollectiveError(ShoalError, ValueError):
-    """A collective got a tensor that it does not take, or ranks called different collectives."""
+    """A collective received an unsupported tensor, or ranks called different collectives."""
 
 
 class CertificateError(ShoalError, ValueError):
-    """The certificate does not cover the run that demands one."""
+    """The certificate does not cover the run that requires it."""
 
 
 class NotDeterministicError(ShoalError, RuntimeError):
-    """A job gives different results for the same inputs, so that nothing can be compared with it."""
+    """A job gives different results for the same inputs, so that no comparison is possible."""
 
 
 class StorageError(ShoalError, OSError):
-    """A checkpoint that has to be there could not be written or read."""
+    """A required checkpoint could not be written or read."""
 
     exit_code = ExitCode.STORAGE
 
@@ -205,11 +205,11 @@ class InternalError(ShoalError, RuntimeError):
 
 
 class SettingWarning(UserWarning):
-    """A setting has no effect where it stands."""
+    """A setting has no effect in its place."""
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The known name closest to `name`, as a hint to append; empty where none is close."""
+    """Return a hint to append that names the known name closest to `name`, or "" if none is close."""
     import difflib
 
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -217,7 +217,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def from_json(document: Mapping[str, Any]) -> ShoalError:
-    """An error from the JSON value of `failures.to_json` in another process."""
+    """Rebuild an error from the JSON value that `failures.to_json` made in another process."""
     kind: type[ShoalError] = globals().get(document["kind"], InternalError)
     error = kind(**{name: str(document[name]) for name in ("given", "conflict", "remedy")})
     error.rank, error.host, error.traceback_text = document["rank"], document["host"], document.get("traceback")

@@ -1,4 +1,4 @@
-"""Job: a training problem as a frozen value of callables and numbers, without torch and the number of devices."""
+"""Job: a training problem as a frozen value of callables and numbers, without torch or the number of devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.plans.grains import grain_size
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """Training length in passes over the data; a fraction ends inside a pass, at a whole step."""
+    """Training length in passes over the data. A fractional length ends inside a pass, at a whole step."""
 
     count: float
 
@@ -27,27 +27,29 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Training length in samples; the last step is short where they do not divide."""
+    """Training length in samples. The last step is short if the batch size does not divide the length."""
 
     count: int
 
 
 Length = Epochs | Steps | Samples
 
-# What a step makes of the values that its microbatches leave in a buffer: docs/exactness.md.
+# How a step combines the values that its microbatches leave in a buffer: docs/exactness.md.
 BUFFER_RULES = ("mean", "sum", "total", "min", "max", "last", "same")
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name is one that the pattern names, in which * stands for one part."""
+    """Check whether a dotted name matches a pattern in which * stands for one part."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(one in ("*", part) for one, part in zip(wanted, parts, strict=True))
 
 
 class Progress(float):
-    """Fraction of the training that is done, in [0, 1]: a float that also knows its step.
+    """Fraction of the training that is done, as a float in [0, 1] with the step number.
 
-    `step` counts from 0, `num_steps` is the job's own length, `samples` is how many samples came before this step.
+    `step`: number of this step, from 0.
+    `num_steps`: length of the whole job in steps.
+    `samples`: number of samples before this step.
     """
 
     step: int
@@ -55,7 +57,7 @@ class Progress(float):
     samples: int
 
     def __new__(cls, step: int, num_steps: int, samples: int) -> Progress:
-        """Progress before `step` (from 0) of `num_steps`."""
+        """Create the progress before `step` (from 0) of `num_steps` steps."""
         self = super().__new__(cls, min(1.0, step / max(1, num_steps)))
         self.step, self.num_steps, self.samples = step, num_steps, samples
         return self
@@ -66,14 +68,14 @@ class WarmupCosine:
     """Learning-rate multiplier: linear from 0 over `warmup` of the run, then half a cosine down to `floor`.
 
     Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), with linear warm-up as in Goyal et al. (arXiv 1706.02677).
-    The first step uses one step's worth of warm-up, not zero, so that no step is wasted.
+    The first step uses one step's worth of warm-up instead of zero, so that it is not wasted.
     """
 
     warmup: float = 0.0
     floor: float = 0.0
 
     def __call__(self, progress: float) -> float:
-        """The multiplier at `progress` in [0, 1]."""
+        """Return the multiplier at `progress` in [0, 1]."""
         one_step = 1.0 / getattr(progress, "num_steps", math.inf)
         if progress < self.warmup:
             return min(1.0, (progress + one_step) / self.warmup)
@@ -82,7 +84,14 @@ class WarmupCosine:
 
 
 def warmup_cosine(warmup: float = 0.0, floor: float = 0.0) -> WarmupCosine:
-    """A schedule: linear warm-up over the fraction `warmup` of the run, then a cosine down to `floor`."""
+    """Return a learning-rate schedule with linear warm-up and cosine decay.
+
+    Args:
+        warmup: fraction of the run, in [0, 1), over which the multiplier rises linearly.
+        floor: multiplier at the end of the cosine, in [0, 1].
+
+    Raises: JobError if an argument is out of range.
+    """
     if not (0.0 <= warmup < 1.0 and 0.0 <= floor <= 1.0):
         raise JobError(
             given=f"warmup_cosine(warmup={warmup}, floor={floor})",
@@ -96,36 +105,42 @@ def warmup_cosine(warmup: float = 0.0, floor: float = 0.0) -> WarmupCosine:
 class Job:
     """Training problem: model, loss, optimizer, data, batch, length and seed.
 
-    model: builds the module; called once on every rank with the generators seeded by `seed`.
-    loss: (model, batch) -> (total, weight): a scalar sum over the batch's samples or tokens, and how many they were.
-    optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter).
-    train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of them) sharing their first dim, an
-        iterable stream, or a callable without arguments that returns one of these. eval_data also as a dict of several
-        such sets by name: their metrics are "NAME/accuracy", "NAME/loss". A dict of tensors alone is one set.
-    metrics: name -> (model, batch) -> (sum, count); evaluation divides the two sums over all samples.
-    global_batch: samples in one optimizer step, whatever the number of devices.
-    grains: groups that the global batch is divided into; also the largest possible number of data ranks. None: as fits
-        the job, `shoal.plans.grains.default_grains`.
-    length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
-    clip_norm: largest global gradient norm, None for no clipping. clip_value: largest magnitude of each element of the
-        gradient, the mean over the batch; None for no such clipping. One of both at most. seed: of everything random.
-    collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch; None: as
-        a DataLoader says, new ones where there is none.
-    on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
-        on without the bad step, or stop.
-    fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
-    buffers: name -> rule of buffers that a forward changes, where the rule that the first batch shows is not the one:
-        {"head.load": "sum"}. Names as `named_buffers()` gives them, * for one part. mean: of the microbatches' values,
-        weighted by samples. sum: of what each microbatch adds. total: of their values. min, max: of their values.
-        last: the value of the last samples. same: every microbatch leaves the same value.
-    watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
-        kept as checkpoints/best.
-    callbacks: hooks into a run, each a shoal.Callback; every process makes its own by loading the job file.
-    allow_state: names of attributes and variables that change from forward to forward and are known not to matter, as
-        module names joined with the attribute's: "encoder.cache", "blocks.*.calls"; `*` stands for one part.
-    predict: (model, batch) -> outputs, for `shoal predict`: a tensor with a row per sample, or a dict of such. None:
-        those of the model for the batch, or for its first part where that is a tuple.
-    Raises: JobError with every mistake at once.
+    model: function that builds the module. Every rank calls it once, with generators seeded by `seed`.
+    loss: (model, batch) -> (total, weight): the scalar sum over the batch's samples or tokens, and their number.
+    optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter)
+        pairs.
+    train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of tensors) with the same first dim, an
+        iterable stream, or a function without arguments that returns one of these. eval_data may also be a dict of
+        several sets by name, with metrics "NAME/accuracy" and "NAME/loss". A dict that has only tensors is one set.
+    metrics: name -> (model, batch) -> (sum, count). Evaluation divides the sums over all samples.
+    global_batch: number of samples in one optimizer step, for any number of devices.
+    grains: number of groups in the global batch, which is also the largest number of data ranks. Default None: chosen
+        from the job by `shoal.plans.grains.default_grains`.
+    length: Epochs, Steps or Samples. Default: Epochs(1).
+    schedule: function of progress in [0, 1] that returns a multiplier for every learning rate.
+    clip_norm: largest global gradient norm, or None for no clipping.
+    clip_value: largest magnitude of each element of the gradient (the mean over the batch), or None. At most one of
+        clip_norm and clip_value may be set.
+    seed: seed of all random numbers.
+    collate: list of samples -> batch. Default None: torch's default.
+    shuffle: whether each epoch has a new order. Default None: the setting of the DataLoader if the data are one, else
+        True.
+    on_nonfinite: action on a NaN or infinite loss or gradient. "skip" skips the step, "rollback" returns to the last
+        checkpoint and continues without the bad step, and "stop" (default) ends the run.
+    fuse: whether neighbouring grains may share a forward. Set False for losses that compare the samples of a batch.
+    buffers: name -> rule, such as {"head.load": "sum"}, for buffers that a forward changes, if the rule inferred from
+        the first batch is wrong. Names are from `named_buffers()`; * stands for one part. "mean" averages the
+        microbatches' values, weighted by samples. "sum" adds up the microbatches' increments, "total" their values.
+        "min", "max": smallest or largest value. "last": value after the last samples. "same": all microbatches leave
+        the same value.
+    watch: for example "accuracy:max" or "loss:min". After each best evaluation so far, the checkpoint is stored as
+        checkpoints/best.
+    callbacks: hooks into a run, each a shoal.Callback. Every process creates its own by loading the job file.
+    allow_state: names of attributes and variables that change between forwards without effect on results. A name is the
+        module's name joined with the attribute's: "encoder.cache", "blocks.*.calls"; `*` stands for one part.
+    predict: (model, batch) -> outputs, for `shoal predict`: a tensor with one row per sample, or a dict of such
+        tensors. Default None: the model's output for the batch, or for its first part if the batch is a tuple.
+    Raises: JobError that lists every mistake.
     """
 
     model: Callable[[], Any]
@@ -162,7 +177,7 @@ class Job:
 
     @property
     def num_grains(self) -> int:
-        """Groups that the global batch is divided into. Raises: JobError where the job's default is not known yet."""
+        """Number of grains in the global batch. Raises: JobError if the job's default is not known yet."""
         if self.grains is None:
             raise JobError(
                 given="Job(grains=None)",
@@ -173,39 +188,39 @@ class Job:
 
     @property
     def grain_size(self) -> int:
-        """Samples in a full grain. Raises: as `num_grains`."""
+        """Number of samples in a full grain. Raises: JobError as `num_grains`."""
         return grain_size(self.global_batch, self.num_grains)
 
     @property
     def watched(self) -> tuple[str, bool] | None:
-        """The metric that decides which checkpoint is the best, and whether the largest is; None for none."""
+        """The metric that selects the best checkpoint, and whether larger is better; None if none is watched."""
         watch = next(iter(self._watches()), None)
         name, _, best = (watch or "").rpartition(":")
         return (name, best == "max") if watch is not None else None
 
     def _watches(self) -> list[str]:
-        """What `watch` says, and callbacks that say the same, as KeepBest does."""
+        """Return the distinct values of `watch` on the job and on callbacks such as KeepBest."""
         said = [self.watch, *(getattr(callback, "watch", None) for callback in self.callbacks)]
         return list(dict.fromkeys(watch for watch in said if watch is not None))
 
     @property
     def evaluation_sets(self) -> dict[str, Any]:
-        """Evaluation data by name; a single set has the name "". Nothing where there are none."""
+        """Evaluation data by name. A single set has the name ""; the dict is empty without evaluation data."""
         data = self.eval_data
         if not isinstance(data, Mapping) or not data or not all(isinstance(name, str) for name in data):
             return {} if data is None else {"": data}
-        # A dict of tensors or arrays is what one sample has, by name.
+        # A dict of tensors or arrays is one set: the fields of its samples, by name.
         return {"": data} if all(hasattr(value, "shape") for value in data.values()) else dict(data)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of what an evaluation gives: the loss, the job's metrics, and those that callbacks add."""
+        """Names of the values of an evaluation: the loss, the job's metrics, and metrics that callbacks add."""
         sets = self.evaluation_sets or {"": None}
         own = tuple(named_metric(of, name) for of in sets for name in ("loss", *self.metrics))
         return own + tuple(name for callback in self.callbacks for name in callback.metric_names(own))
 
     def without_effect(self) -> list[str]:
-        """The settings that have no effect, a sentence each."""
+        """Return one sentence for each setting that has no effect."""
         found = []
         if self.metrics and self.eval_data is None:
             names = ", ".join(map(str, self.metrics))
@@ -221,7 +236,7 @@ class Job:
         return found
 
     def doubtful(self) -> list[str]:
-        """Settings that contradict what a metric is called, a sentence each."""
+        """Return one sentence for each setting that contradicts the usual direction of the metric it names."""
         found = []
         asked = [(repr(watch), *watch.rpartition(":")[::2]) for watch in [self.watch] if watch is not None]
         for callback in self.callbacks:
@@ -236,9 +251,9 @@ class Job:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """The numbers that define the training, as JSON: what a resume compares.
+        """Return the numbers that define the training, as JSON, for a resume to compare.
 
-        `shuffle` is what happens once the data are opened (`shoal.data.opened`); until then None counts as True.
+        `shuffle` is resolved when the data are opened (`shoal.data.opened`). Until then None counts as True.
         """
         length = {"kind": type(self.length).__name__.lower(), "count": self.length.count}
         return {
@@ -256,18 +271,18 @@ class Job:
 
 
 def named_metric(evaluation_set: str, metric: str) -> str:
-    """Name of a metric of an evaluation set: the metric's own where the set has no name."""
+    """Return a metric's name with the evaluation set as a prefix, or the metric's own name for an unnamed set."""
     return f"{evaluation_set}/{metric}" if evaluation_set else metric
 
 
-# What other trainers put before the names of an evaluation's metrics.
+# Prefixes that other trainers give to the names of evaluation metrics.
 _STAGES = ("val", "valid", "validation", "eval", "test", "dev")
 _SMALLEST = ("loss", "error", "perplexity", "mse", "rmse", "mae", "wer", "cer")
 _LARGEST = ("accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "bleu", "rouge", "r2", "iou", "dice")
 
 
 def meant_metric(name: str, known: Sequence[str]) -> str:
-    """The metric of an evaluation that was probably meant by a name which is none: by `val_loss`, `loss`."""
+    """Return the known metric that an unknown name most likely means, for example `loss` for `val_loss`."""
     import difflib
 
     stage, _, rest = name.replace("/", "_").partition("_")
@@ -277,7 +292,7 @@ def meant_metric(name: str, known: Sequence[str]) -> str:
 
 
 def contradiction(metric: str, mode: str) -> str | None:
-    """The other mode, where a metric's name says that its best is not the one that `mode` says."""
+    """Return the mode that fits the metric's name if it differs from `mode`, else None."""
     words = metric.lower().replace("/", "_").replace("-", "_").split("_")
     best = "min" if any(w in _SMALLEST for w in words) else "max" if any(w in _LARGEST for w in words) else mode
     return best if best != mode else None

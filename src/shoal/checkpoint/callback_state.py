@@ -1,4 +1,4 @@
-"""Checkpointed state of callbacks: JSON values and whole tensors, and tensors cut as the parameters are."""
+"""Checkpointed state of callbacks: JSON values, whole tensors, and tensors that are sharded like the parameters."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from shoal.checkpoint.store import SavedCheckpoint
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 from shoal.parallel.model.tensor_slice import TensorSlice
 
-# The key of a checkpoint's document, the group of its whole tensors, and the beginning of groups cut as parameters are.
+# GROUP: key in the checkpoint's document and group of whole tensors. _CUT: prefix of groups sharded like parameters.
 GROUP, _CUT = "callbacks", "callback-"
 AVERAGES = f"{_CUT}EMA"
 
 
 class KeptCallbacks(Protocol):
-    """Callbacks of a run as far as checkpoints know them."""
+    """Interface of a run's callbacks to checkpoints."""
 
     def states(self) -> Mapping[str, Mapping[str, Any]]:
-        """Each one's state, by its name."""
+        """Return the state of each callback by the callback's name."""
 
     def parameter_tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Each one's tensors of parameters, by its name and theirs."""
+        """Return each callback's tensors of parameters: callback name -> parameter name -> tensor."""
 
     def restore(self, states: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Takes up states; lines about those that are not."""
+        """Restore callback states. Return a message for each state that no callback takes."""
 
     def differ(self, digests: Sequence[Mapping[str, str] | None]) -> list[str]:
-        """Notes callbacks whose states are not the same on all ranks."""
+        """Record the callbacks whose states differ between ranks."""
 
     def saved(self, folder: Path | str) -> None:
-        """A checkpoint was taken."""
+        """Notify the callbacks that a checkpoint was saved to `folder`."""
 
 
 def group_of(key: str) -> str:
-    """Group of a checkpoint's tensors that a callback has for parameters."""
+    """Return the name of the tensor group for a callback's per-parameter tensors."""
     return f"{_CUT}{key}"
 
 
 @dataclass(frozen=True)
 class CallbackState:
-    """State of a run's callbacks on one rank; `document` JSON, `tensors` by group."""
+    """State of a run's callbacks on one rank: a JSON `document`, and `tensors` by group."""
 
     document: dict[str, Any]
     tensors: dict[str, TensorSlices]
 
     @classmethod
     def of(cls, callbacks: KeptCallbacks, model: ShardedModel) -> CallbackState:
-        """State at this moment; tensors are the callbacks' own. Raises: UserCodeError for what is no state."""
+        """Collect the current state; tensors are not copied. Raises: UserCodeError for unsupported state."""
         whole: dict[str, Tensor] = {}
 
         def leaf(path: str, tensor: Tensor) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class CallbackState:
         return cls(document, tensors)
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each callback's whole state, to compare ranks by."""
+        """Return the SHA-256 of each callback's JSON state and whole tensors, to compare ranks."""
         found = {}
         for key, state in self.document.items():
             digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
@@ -85,7 +85,10 @@ class CallbackState:
 
 
 def restore(saved: SavedCheckpoint, callbacks: KeptCallbacks, model: ShardedModel) -> list[str]:
-    """Gives callbacks their state, cut for this rank; lines about what has no taker. Raises: ManifestError."""
+    """Restore callbacks from a checkpoint, with tensors cut for this rank. Return messages on unused state.
+
+    Raises: ManifestError.
+    """
     known: Mapping[str, Mapping[str, Any]] = saved.document["tensors"]
     targets = _room(known.get(GROUP, {}), {})
     fill(saved, GROUP, targets)
@@ -104,7 +107,7 @@ def restore(saved: SavedCheckpoint, callbacks: KeptCallbacks, model: ShardedMode
 
 
 def _room(known: Mapping[str, Any], parts: Mapping[str, TensorSlice], *, only: bool = False) -> TensorSlices:
-    """Memory for tensors of a checkpoint, whole or cut as `parts`; `only`: no others than these."""
+    """Allocate memory for tensors of a checkpoint, whole or cut as in `parts`. `only`: skip tensors without a part."""
     found: TensorSlices = {}
     for path, entry in known.items():
         if only and path not in parts:

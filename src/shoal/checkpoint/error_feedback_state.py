@@ -1,4 +1,4 @@
-"""Checkpointed state of gradient compression (error feedback, PowerSGD's factors), loaded by any number of ranks."""
+"""Checkpointed state of gradient compression (error feedback, PowerSGD factors), which any number of ranks can load."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from shoal.distributed.mesh import Mesh
 from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.parallel.model.tensor_slice import TensorSlice
 
-# The group of a checkpoint's tensors, and the key of its document.
+# Tensor group of a checkpoint, and key in its document.
 GROUP = "compression"
 
 
 @dataclass(frozen=True)
 class CompressedState:
-    """Compression state of a run; `names` are those of the trainable parameters, in the order of the strategy."""
+    """Compression state of a run. `names`: names of the trainable parameters, in the order of the strategy."""
 
     compression: Compression
     mesh: Mesh
     names: Sequence[str]
 
     def held(self) -> TensorSlices:
-        """Residuals of this rank by parameter name and rank; PowerSGD's factors, which are equal on all ranks."""
+        """Return this rank's residuals by parameter name and rank, and PowerSGD factors, identical on all ranks."""
         found: TensorSlices = {}
         for index, tensor in self.compression.withheld_of():
             found[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor
@@ -38,13 +38,19 @@ class CompressedState:
         return found
 
     def document(self) -> dict[str, Any]:
-        """The rest of it, of all ranks. Collective: all ranks, a JSON gather."""
+        """Return the scheme, its fallback, and the loss unit of each rank's residuals, as JSON.
+
+        Collective: all ranks, a JSON gather.
+        """
         compression = self.compression
         units = self.mesh.gather_json(compression.unit)
         return {"scheme": compression.scheme, "fell_back": compression.fell_back, "units": units}
 
     def restore(self, saved: SavedCheckpoint) -> list[str]:
-        """Takes it up; lines about what is not taken up. Raises: ManifestError where files lack some of it."""
+        """Restore the state from a checkpoint. Return messages on dropped state.
+
+        Raises: ManifestError if tensors are missing.
+        """
         compression, document = self.compression, saved.document.get(GROUP)
         known: Mapping[str, Any] = saved.document["tensors"].get(GROUP, {})
         same = document is not None and document["scheme"] == compression.scheme
@@ -63,7 +69,7 @@ class CompressedState:
             return [_dropped(document["scheme"], "this plan has no feedback")]
         own = dict(compression.withheld_of())
         if len(units) == self.mesh.num_data_ranks:
-            if units[self.mesh.rank]:  # else it holds nothing, and after a fall-back it has written nothing
+            if units[self.mesh.rank]:  # else this rank has no residuals; after a fallback it wrote none
                 rank = self.mesh.rank
                 fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in own.items()})
             compression.unit = units[self.mesh.rank]
@@ -72,7 +78,7 @@ class CompressedState:
         return []
 
     def _share(self, saved: SavedCheckpoint, own: Mapping[int, Tensor], units: list[float]) -> None:
-        """An equal part of what all ranks of another layout held back together."""
+        """Give this rank an equal part of the sum of residuals from ranks of another layout."""
         ranks = self.mesh.num_data_ranks
         for rank in (rank for rank, unit in enumerate(units) if unit):
             found = {index: torch.empty_like(tensor, device="cpu") for index, tensor in own.items()}
@@ -83,7 +89,7 @@ class CompressedState:
 
 
 def left_behind(saved: SavedCheckpoint) -> list[str]:
-    """Line for people where a checkpoint has residuals that this plan cannot send."""
+    """Return a message if a checkpoint has residuals that this plan cannot send, since it does not compress."""
     document = saved.document.get(GROUP)
     if document is None or not any(document["units"]):
         return []

@@ -1,4 +1,4 @@
-"""Export of a checkpoint's weights: safetensors files as Hugging Face lays them out, one tensor in memory at a time."""
+"""Export of a checkpoint's weights to safetensors files in the Hugging Face layout, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shoal.errors import RunDirectoryError, ShoalError, StorageError
 from shoal.parallel.model.adapters.transformers import ADAPTER_NAMES
 from shoal.runs.directory import read_json
 
-_METADATA = {"format": "pt"}  # what Transformers asks of a file
+_METADATA = {"format": "pt"}  # metadata that Transformers requires in a file
 _ADAPTER = "adapter_config.json"
 _CONFIGS = ("config.json", "generation_config.json")
-# Files of a tokenizer by the names that Transformers saves them under.
+# File names under which Transformers saves a tokenizer.
 _TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
@@ -33,7 +33,7 @@ _TOKENIZER = (
 class Exported:
     """Result of an export: files, number of tensors, their bytes, and whether Transformers can build the model.
 
-    `adapter`: whether they are a peft model's adapter alone.
+    `adapter`: whether the files are only the adapter of a peft model.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """Form of an export: the most bytes of a shard, the dtype of floating-point tensors (None: as trained)."""
+    """Format of an export: maximum bytes of a shard, and dtype of floating-point tensors (None: as trained)."""
 
     max_shard_bytes: int
     dtype: torch.dtype | None = None
@@ -59,11 +59,16 @@ def export(
     config: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Exported:
-    """Writes weights to a new or empty folder, whole or not at all; tied tensors once; of a peft model the adapter.
+    """Write weights to a new or empty folder, atomically. Tied tensors are written once.
 
-    `config`: a folder with the files of a Transformers model's configuration. `tokenizer`: one whose files are copied.
-    Raises: RunDirectoryError where the folder has anything, or there is no tokenizer; IntegrityError where the
-    checkpoint is damaged; StorageError where the disk refuses.
+    For a peft model, only the adapter is written.
+
+    Args:
+        config: folder with the configuration files of a Transformers model.
+        tokenizer: folder whose tokenizer files are copied.
+
+    Raises: RunDirectoryError if the folder is not empty or the tokenizer is missing; IntegrityError if the checkpoint
+    is damaged; StorageError if the folder cannot be written.
     """
     _refuse_taken(folder)
     copied = _tokenizer_files(tokenizer) if tokenizer is not None else []
@@ -110,7 +115,7 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 def _write(weights: CheckpointWeights, folder: Path, form: ExportFormat) -> tuple[int, list[tuple[torch.dtype, int]]]:
-    """All bytes, and dtype and bytes of each tensor."""
+    """Write the model's safetensors shards and index. Return the total bytes, and each tensor's dtype and bytes."""
     dtypes, sizes = _dtypes_and_sizes(weights, {key: key for key in sorted(weights.once().values())}, form)
     shards = list(_shards(sizes, form.max_shard_bytes))
     placed: dict[str, str] = {}
@@ -128,7 +133,7 @@ def _write(weights: CheckpointWeights, folder: Path, form: ExportFormat) -> tupl
 def _write_adapter(
     weights: CheckpointWeights, folder: Path, form: ExportFormat, names: Mapping[str, str]
 ) -> tuple[int, list[tuple[torch.dtype, int]]]:
-    """As `_write`, of the tensors under these names, into the one file that peft reads."""
+    """Write the tensors in `names` to the one file that peft reads. Return the same as `_write`."""
     dtypes, sizes = _dtypes_and_sizes(weights, names, form)
     _write_file(weights, folder / "adapter_model.safetensors", names, dtypes)
     return sum(sizes.values()), [(dtypes[name], sizes[name]) for name in dtypes]
@@ -137,7 +142,7 @@ def _write_adapter(
 def _dtypes_and_sizes(
     weights: CheckpointWeights, names: Mapping[str, str], form: ExportFormat
 ) -> tuple[dict[str, torch.dtype], dict[str, int]]:
-    """By name in the file; `names` has the key in the checkpoint."""
+    """Return dtype and bytes by name in the file; `names` maps these names to keys in the checkpoint."""
     dtypes = {name: _dtype(weights.dtype(key), form) for name, key in names.items()}
     return dtypes, {n: dtypes[n].itemsize * torch.Size(weights.shape(key)).numel() for n, key in names.items()}
 
@@ -159,7 +164,7 @@ def _dtype(trained: torch.dtype, form: ExportFormat) -> torch.dtype:
 
 
 def _shards(sizes: dict[str, int], most: int) -> Iterator[Sequence[str]]:
-    """Keys in order, as many in a shard as fit; one that is larger has a shard of its own."""
+    """Yield the keys of each shard, in order. A tensor larger than a shard has a shard of its own."""
     keys: list[str] = []
     size = 0
     for key, own in sizes.items():
@@ -172,7 +177,7 @@ def _shards(sizes: dict[str, int], most: int) -> Iterator[Sequence[str]]:
 
 
 def _configure(source: Path, folder: Path, dtypes: set[torch.dtype]) -> bool:
-    """Copies the configuration, with the dtype of the weights where they have one; whether there is any."""
+    """Copy the model configuration, updated with the weights' dtype if there is only one. Return whether it exists."""
     config = read_json(source / _CONFIGS[0])
     if config is None:
         return False

@@ -1,4 +1,4 @@
-"""Copy of a run at an address with one of its checkpoints, for commands that read files."""
+"""Local copy of a remote run and one of its checkpoints, for commands that read files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shoal.runs.directory import RunDirectory
 
 @contextlib.contextmanager
 def with_checkpoint(run: str, step: Step = "last") -> Iterator[Path]:
-    """A run directory: `run` itself; of one at an address a copy that has the checkpoint of a step, for a context.
+    """Yield a local run directory that has the checkpoint of `step`.
 
-    Nothing is written back. Raises: CommandError, RunDirectoryError of the address, or where it has no such checkpoint.
+    A local run is used in place. A run at an address is copied to a temporary folder, and nothing is written back.
+    Raises: CommandError or RunDirectoryError if the address is wrong or has no such checkpoint.
     """
     if not is_address(run):
         yield Path(run)
@@ -30,7 +31,10 @@ def with_checkpoint(run: str, step: Step = "last") -> Iterator[Path]:
 
 
 def fetch_with_checkpoint(run: str, folder: Path, step: Step) -> None:
-    """Copies the own files of the run at an address and the checkpoint of a step here. Raises: as `with_checkpoint`."""
+    """Copy the run's own files and the checkpoint of a step from an address to `folder`.
+
+    Raises: CommandError or RunDirectoryError as `with_checkpoint`.
+    """
     fetch_to_read(run, folder)
     address, model = RunAddress(run), RunDirectory(folder).model
     try:

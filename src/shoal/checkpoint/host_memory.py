@@ -1,7 +1,7 @@
-"""Snapshots of what all ranks of a host hold, in memory that they map: each copies its share, the first rank has all.
+"""Checkpoint snapshots in memory that all ranks of a host share: each rank copies its part, the first has the whole.
 
-So one copy of the training state that ranks share is written by a thread beside the training, as a copy each is. The
-memory has no name: the kernel frees it with the last process that maps it, however those end.
+A thread can then write the single copy of state that ranks share while training continues. The memory has no name, so
+the kernel frees it with the last process that maps it, however the processes end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Content = dict[str, dict[str, Tensor]]
 
 
 class HostMemory:
-    """Memory for snapshots that all ranks of a host map, kept from one to the next as SnapshotMemory is."""
+    """Shared snapshot memory of a host, reused from one snapshot to the next like SnapshotMemory."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -37,10 +37,11 @@ class HostMemory:
         self._content: Content = {}
 
     def copied(self, held: Mapping[str, TensorSlices], written: Index) -> Content | None:
-        """Copies of what all ranks hold, on each of them, which stay until the next; None where it cannot be opened.
+        """Return copies of the tensors of all ranks, valid until the next call; None without shared memory.
 
-        Nobody may read the snapshot before any more. Collective: all ranks, JSON gathers. Raises: on every rank, where
-        a copy did on any.
+        The caller makes sure that no one still reads the previous snapshot.
+        Raises: on every rank, if copying failed on any rank.
+        Collective: all ranks, JSON gathers.
         """
         self._lay_out(written)
         if self._region is None:
@@ -49,7 +50,7 @@ class HostMemory:
         return self._content
 
     def _lay_out(self, written: Index) -> None:
-        """Gives each tensor its place, and opens the memory anew where they take more or less of it."""
+        """Assign each tensor its place, and reallocate the memory if the total size changed."""
         if written == self._written:
             return
         starts, end = _starts(written)
@@ -65,9 +66,9 @@ class HostMemory:
 
     def _open(self, num_bytes: int) -> None:
         mesh = self._mesh
-        with contextlib.suppress(LaunchError):  # which every rank has then
+        with contextlib.suppress(LaunchError):  # every rank raises it together
             self._region = open_region(mesh.gather_json, mesh.rank, mesh.world_size, -(-num_bytes // mesh.world_size))
-        mesh.gather_json(None)  # each has set a part of it to zero, which others write to
+        mesh.gather_json(None)  # wait: each rank zeroes a part of the memory that others write to
 
     def _copy(self, held: Mapping[str, TensorSlices]) -> None:
         mesh = self._mesh
@@ -81,7 +82,7 @@ class HostMemory:
 
 
 def _starts(written: Index) -> tuple[dict[tuple[str, str], tuple[int, torch.dtype, tuple[int, ...]]], int]:
-    """The byte at which each tensor of a file begins, its dtype and shape; and where the last one ends."""
+    """Return each tensor's offset in bytes, dtype and shape by (file, path), and the total bytes."""
     found, end = {}, 0
     for tensors in written.values():
         for path, entry in tensors.items():

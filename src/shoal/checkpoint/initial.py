@@ -1,4 +1,4 @@
-"""Initial weights of a run, taken from a source into this rank's part of a model, with a report."""
+"""Initial weights of a run: loading from a source into this rank's part of a model, and a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.runs.initial_weights import InitialWeights, NameRules
 
 @dataclass(frozen=True)
 class TakenWeights:
-    """Report of initial weights: the source, its SHA-256, and tensors by what became of them."""
+    """Report on initial weights: the source, its SHA-256, and the tensors loaded, converted or unmatched."""
 
     source: Path
     origin: str
@@ -35,7 +35,7 @@ class TakenWeights:
     matches: Matches
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value for job.json."""
+        """Return the JSON value for job.json."""
         return {
             "from": str(self.source),
             "sha256": self.sha256,
@@ -48,7 +48,7 @@ class TakenWeights:
         }
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         changed = "".join(f"; {count} converted from {kind}" for kind, count in self.converted.items())
         first = f"initial weights: {self.num_taken} tensors of {self.origin}, SHA-256 {self.sha256[:16]}...{changed}"
         own = "initial weights: as the job's model() makes it, "
@@ -61,11 +61,12 @@ class TakenWeights:
 
 
 def take_weights(wanted: InitialWeights, sharded_model: ShardedModel) -> TakenWeights:
-    """Fills this rank's part of a model from a source that every host can read.
+    """Load this rank's part of a model from a source that every host can read.
 
-    The source is read a tensor at a time, and hashed once on each host. Collective: all ranks, JSON gathers. Raises: on
-    every rank, JobMismatchError with the differences that are not allowed, LaunchError where hosts have other weights,
-    and as `weights_of`.
+    The source is read one tensor at a time and hashed once on each host.
+    Raises: on every rank: JobMismatchError with the differences that are not allowed; LaunchError if hosts have
+    different weights; errors of `weights_of`.
+    Collective: all ranks, JSON gathers.
     """
     mesh = sharded_model.mesh
     weights, matches = together(mesh, lambda: _matched(wanted, sharded_model))
@@ -77,7 +78,7 @@ def take_weights(wanted: InitialWeights, sharded_model: ShardedModel) -> TakenWe
 
 
 def _matched(wanted: InitialWeights, sharded_model: ShardedModel) -> tuple[StoredWeights, Matches]:
-    """The same on every rank: of what other ranks hold the names and shapes are known too."""
+    """Match the whole model with the source. The result is the same on every rank, for all ranks' parts."""
     weights, parts = weights_of(wanted.source), sharded_model.division.parts
 
     def shape(name: str, tensor: Tensor) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ def _remedy(kinds: Collection[str]) -> str:
 
 
 def _digest(mesh: Mesh, weights: StoredWeights) -> str:
-    """SHA-256 of the source's tensors by their sorted keys; of a run's checkpoint it is the weights_sha256."""
+    """Return the SHA-256 of the source's tensors by sorted key. For a run's checkpoint it is the weights_sha256."""
     hosts = mesh.gather_json(mesh.host)
     first = hosts.index(mesh.host) == mesh.rank
     mine = together(mesh, lambda: sha256_of(weights[key] for key in sorted(weights)) if first else None)
@@ -123,6 +124,6 @@ def _fill(sharded_model: ShardedModel, weights: StoredWeights, matches: Matches)
 
 
 def _kind(weights: StoredWeights, one: NamedTensor, keys: tuple[str, ...]) -> str:
-    """The conversion of a value in words, empty for none."""
+    """Return a tensor's dtype conversion in words, or "" if there is none."""
     source, target = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype(keys[0]), one.tensor.dtype))
     return f"{source} to {target}" if source != target else ""

@@ -1,4 +1,4 @@
-"""Checkpoint manager of a run: saves its state, in a thread or on all ranks together, and restores it."""
+"""Checkpoint manager of a run: saves the run's state, in a thread or on all ranks together, and restores it."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
 
 
 class AlsoKept(Protocol):
-    """Further state in a checkpoint, the same on all ranks."""
+    """Additional state in a checkpoint, the same on all ranks."""
 
     def state(self) -> Any:
-        """A JSON value."""
+        """Return the state as a JSON value."""
 
     def restore(self, saved: Any) -> None:
-        """From `state`. Raises: JobMismatchError."""
+        """Restore the value that `state` returned. Raises: JobMismatchError."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Model, optimizer, loader, strategy and callbacks, whose state a checkpoint saves.
+    """The objects that a checkpoint saves: model, optimizer, loader, strategy and callbacks.
 
-    `schedulers` of a loop of one's own, and which parameters it trains: `trainable`.
-    `has_one_copy`: whether ranks of one host have one of all state, by parts.
+    `schedulers`: learning-rate schedulers of a user's own training loop.
+    `trainable`: which parameters that loop trains.
+    `has_one_copy`: whether the ranks of one host together have a single copy of all state.
     """
 
     sharded_model: ShardedModel
@@ -60,7 +61,7 @@ class Trained:
 
 
 class Keeper:
-    """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
+    """Checkpoint manager of a run. `store` is None if the run writes no checkpoints."""
 
     def __init__(
         self,
@@ -70,7 +71,12 @@ class Keeper:
         every_steps: int | None,
         mtbf_seconds: float | None = None,
     ) -> None:
-        """`every_steps`: between two checkpoints, None where time decides; `mtbf_seconds`: between losses of ranks."""
+        """Create the manager.
+
+        Args:
+            every_steps: steps between two checkpoints; None if elapsed time decides.
+            mtbf_seconds: mean time between losses of ranks, in seconds.
+        """
         self._mesh, self._store, self._trained = mesh, store, trained
         self.every_steps = every_steps
         self._writer = CheckpointWriter(store, mtbf_seconds) if store is not None and mesh.rank == 0 else None
@@ -87,21 +93,24 @@ class Keeper:
         return CompressedState(compression, self._mesh, names)
 
     def due(self, step: int) -> bool:
-        """Whether this rank calls for a checkpoint; only rank 0 does."""
+        """Check whether this rank requests a checkpoint. Only rank 0 does."""
         if self._writer is None or step in (0, self._newest):
             return False
         return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
 
     def tell_failures(self, told: Callable[[str], None]) -> None:
-        """From now on `told` takes the reason why a checkpoint could not be written; on rank 0."""
+        """Set the function that rank 0 calls with the reason when a checkpoint could not be written."""
         if self._writer is not None:
             self._writer.told = told
 
     def save(self, state: RunState, wait: bool = False) -> None:
-        """Takes a snapshot after `state.step` steps and starts writing it; divided state but one copy's is written now.
+        """Take a snapshot after `state.step` steps and start writing it.
 
-        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank, where it waits and the newest snapshot
-        could not be written. Where the one before is still being written, and nobody waits, there is none.
+        A thread writes the snapshot if rank 0 or the host's shared memory has all state. Otherwise all ranks write it
+        before this call returns. If the previous snapshot is still being written, no snapshot is taken unless `wait` is
+        set.
+        Raises: StorageError, on every rank, if `wait` is set and the newest snapshot could not be written.
+        Collective: all ranks, JSON gathers.
         """
         if self._store is None:
             return
@@ -116,16 +125,20 @@ class Keeper:
             self._confirm(self._store)
 
     def save_best(self, state: RunState) -> None:
-        """Saves a state whose evaluation is the best; its checkpoint is kept as such. Collective: all ranks."""
-        self._newest = -1  # or what was saved before the evaluation would do
-        together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)  # or there is none
+        """Save a state with the best evaluation so far; its checkpoint is stored as the best.
+
+        Collective: all ranks.
+        """
+        self._newest = -1  # else `save` would skip a step that was saved before the evaluation
+        together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)  # or `save` skips
         self.save(state)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
-        """Saves `state` before an error ends the run, and says so in the error's remedy.
+        """Save `state` before an error ends the run, and add the outcome to the error's remedy. Raises nothing.
 
-        `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
-        is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.
+        `torn`: the reason why the model does not match the state; nothing is saved then. Nothing is saved either if
+            only some ranks have the error, since the others may wait in another collective.
+        Collective: all ranks, as `save`.
         """
         if self._store is None or state.step == 0 or isinstance(error, NonFiniteError):
             return
@@ -135,7 +148,7 @@ class Keeper:
             try:
                 self.save(state, wait=True)
                 said = f"step {state.step} is saved: --resume goes on from there"
-            except Exception as failure:  # the error at hand is the reason to end, and is to be told
+            except Exception as failure:  # the original error ends the run and is reported
                 first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
                 said = f"step {state.step} could not be saved: {first}"
         elif isinstance(error, PeerError):
@@ -151,9 +164,10 @@ class Keeper:
         return f"step {step} could not be saved: {why}; {kept}"
 
     def restart(self, state: RunState) -> None:
-        """Saves a state anew and removes the checkpoints of later steps, which are to be trained once more.
+        """Save a state again and remove the checkpoints of later steps, which will be trained again.
 
-        Collective: all ranks, JSON gathers. Raises: StorageError as `save`; then nothing is removed.
+        Raises: StorageError as `save`; nothing is removed then.
+        Collective: all ranks, JSON gathers.
         """
         if self._store is None:
             return
@@ -163,7 +177,10 @@ class Keeper:
             self._store.forget_after(state.step)
 
     def _confirm(self, store: Store) -> None:
-        """Raises: StorageError where the last save failed. Collective: all ranks, JSON gathers."""
+        """Wait for the writer and check the last save. Raises: StorageError if it failed.
+
+        Collective: all ranks, JSON gathers.
+        """
         together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)
         failure = self._writer.failure if self._writer is not None else None
         told = self._mesh.gather_json(str(failure) if failure is not None else None)[0]
@@ -196,11 +213,11 @@ class Keeper:
         return together(self._mesh, lambda: CallbackState.of(callbacks, model)) if callbacks is not None else None
 
     def _is_divided(self, compressed: CompressedState | None) -> bool:
-        """Whether a checkpoint needs more than rank 0 has."""
+        """Check whether a checkpoint needs state that rank 0 does not have."""
         return self._trained.sharded_model.divides_state or (compressed is not None and compressed.compression.carries)
 
     def save_alone(self, state: RunState) -> str | None:
-        """Writes what rank 0 has after the other ranks are gone; why there is no checkpoint, or None."""
+        """Write a checkpoint from rank 0 after the other ranks are gone. Return the reason if none was written."""
         compressed, places = self._compressed, self._trained.loader.state()
         if self._store is None:
             return "no checkpoints were asked for"
@@ -227,7 +244,7 @@ class Keeper:
         return document
 
     def _held(self, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
-        """This rank's tensors by group, themselves and no copies, and the optimizer's document."""
+        """Return this rank's tensors by group, not copied, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy=False)
         held = {"model": sharded_model.tensors(), "optimizer": sharded_model.state(tensors)}
@@ -245,10 +262,10 @@ class Keeper:
         return held, document
 
     def _hand_over(self, empty: Snapshot, hooked: CallbackState | None) -> None:
-        """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""
+        """Pass a snapshot to the writer thread if rank 0 has all state."""
         if self._writer is None:
             return
-        self._writer.wait()  # which reads from the memory that this snapshot goes to
+        self._writer.wait()  # the last write reads from the memory that this snapshot goes to
         held, optimizer = self._held(hooked)
         written = index([described(held)])
         document = {**empty.document, "optimizer": optimizer, "tensors": written}
@@ -256,14 +273,15 @@ class Keeper:
         self._writer.write(replace(empty, tensors=content, document=document))
 
     def _hand_over_parts(self, empty: Snapshot, hooked: CallbackState | None) -> bool:
-        """The snapshot with what each rank is the first to hold, to the thread that writes; whether there is memory.
+        """Pass a snapshot that all ranks of the host copied to the writer thread. Return False without shared memory.
 
-        Collective: all ranks. Raises: on every rank, where any could not copy; nothing is written then.
+        Raises: on every rank, if any rank could not copy; nothing is written then.
+        Collective: all ranks.
         """
 
         def ready() -> tuple[dict[str, TensorSlices], dict[str, Any]]:
             if self._writer is not None:
-                self._writer.wait()  # which reads from the memory that this snapshot goes to
+                self._writer.wait()  # the last write reads from the memory that this snapshot goes to
             return self._held(hooked)
 
         held, optimizer = together(self._mesh, ready)
@@ -277,10 +295,13 @@ class Keeper:
         return content is not None
 
     def _write_together(self, empty: Snapshot, hooked: CallbackState | None) -> None:
-        """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""
+        """Write a checkpoint in which each rank writes its own part, so that no rank needs the whole state.
+
+        Collective: all ranks.
+        """
         assert self._store is not None
         began = time.monotonic()
-        # Nothing changes while it is written.
+        # No copies: training waits while the checkpoint is written.
         held, optimizer = together(self._mesh, lambda: self._held(hooked))
         document = {**empty.document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, replace(empty, document=document), held)
@@ -288,16 +309,17 @@ class Keeper:
             self._writer.wrote(failure, time.monotonic() - began)
 
     def begin(self) -> None:
-        """Makes this run the one that writes where checkpoints are, before it judges or removes any.
+        """Take over the checkpoint store as its only writer, before this run checks or removes checkpoints.
 
-        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank.
+        Raises: StorageError, on every rank.
+        Collective: all ranks, JSON gathers.
         """
         store = self._store
         if store is not None:
             together(self._mesh, lambda: self._reached(store, store.take_over) if self._writer is not None else None)
 
     def send(self) -> None:
-        """Sends the run's own files to where it is, if that is an address. On rank 0. Raises: StorageError."""
+        """Send the run's own files to the run's address, if it has one. Call on rank 0. Raises: StorageError."""
         if self._store is not None:
             self._reached(self._store, self._store.send)
 
@@ -312,19 +334,22 @@ class Keeper:
             ) from error
 
     def clean(self) -> None:
-        """Removes what the writer of a killed run left half done. Before this one writes anything.
+        """Remove incomplete checkpoints of a killed run. Call before this run writes any.
 
-        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank.
+        Raises: StorageError, on every rank.
+        Collective: all ranks, JSON gathers.
         """
         store = self._store
         if store is not None:
             together(self._mesh, lambda: self._reached(store, store.clean) if self._writer is not None else None)
 
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
-        """Sets model, optimizer and loader from the newest good checkpoint; and lines about damaged ones.
+        """Restore model, optimizer and loader from the newest valid checkpoint.
 
-        None where there is none. Rank 0 judges; the others read the same one. Collective: all ranks, JSON gathers.
-        Raises: IntegrityError, StorageError, JobMismatchError; on every rank.
+        Rank 0 selects the checkpoint, and all ranks read it. Returns the run state, or None if there is no checkpoint,
+        and messages about damaged checkpoints.
+        Raises: IntegrityError, StorageError or JobMismatchError, on every rank.
+        Collective: all ranks, JSON gathers.
         """
         if self._store is None:
             return None, []
@@ -353,7 +378,7 @@ class Keeper:
             ) from error
 
     def _newest_good(self, store: Store) -> tuple[SavedCheckpoint | None, list[str]]:
-        """On rank 0, which judges; nothing on the others."""
+        """Select the newest valid checkpoint on rank 0. Other ranks return (None, [])."""
         if self._writer is None:
             return None, []
         self._writer.wait()
@@ -373,8 +398,8 @@ class Keeper:
         sharded_model, strategy = trained.sharded_model, trained.strategy
         held, parameters, absent = sharded_model.tensors(), dict(sharded_model.parameters()), sharded_model.absent()
         refuse_other_model(saved, held, absent)
-        # Of a name that is no parameter any more `load_optimizer` tells.
-        if trained.trainable is not None and "trainable" in document:  # an earlier version did not keep it
+        # `load_optimizer` reports names that are no longer parameters.
+        if trained.trainable is not None and "trainable" in document:  # earlier versions did not store it
             trained.trainable.restore(document["trainable"])
         taken_up = of_parameters(
             document["optimizer"],
@@ -389,7 +414,7 @@ class Keeper:
         fill(saved, "model", held)
         compressed = self._compressed
         self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)
-        if trained.schedulers is None:  # a loop of one's own sets the groups as it likes
+        if trained.schedulers is None:  # a user's own loop may set the groups itself
             self._notes = replaced + self._notes
         trained.loader.restore(document["streams"])
         if trained.schedulers is not None:
@@ -398,16 +423,16 @@ class Keeper:
             self._notes = self._notes + restore_callbacks(saved, trained.callbacks, sharded_model)
         self._newest = saved.step
         if self._writer is not None:
-            self._writer.failure = None  # that of a snapshot that is no longer the newest
+            self._writer.failure = None  # that failure is of a snapshot that is no longer the newest
         return RunState.from_json(document["run"], loss_scale)
 
     @property
     def writing(self) -> float | None:
-        """Seconds of a core that a checkpoint takes beside training; None where no thread has written one."""
+        """Mean CPU seconds that the writer thread takes for a checkpoint; None before the first one."""
         taken = self._writer.cpu_seconds if self._writer is not None else []
         return round(sum(taken) / len(taken), 6) if taken else None
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Wait until the current checkpoint is written."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""Folder of checkpoints on a file system, and what every place of checkpoints does."""
+"""Folder of checkpoints on a file system, and the interface of every place of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ from typing import Protocol
 
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 
-# Beginning of the names of folders that are being removed.
+# Prefix of folders that are being removed.
 GONE = ".gone-"
-# What reading a damaged checkpoint may give: a file gone, a link or folder in its place, a bad sector.
+# Errors of reading a damaged checkpoint: a missing file, a link or folder in its place, a bad sector.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
 
 
 class Place(Protocol):
-    """Place of checkpoints: a folder of each, which has files. All methods raise OSError where the disk refuses."""
+    """Place of checkpoints, with a folder of files for each. All methods raise OSError if the storage fails."""
 
     def shown(self, name: str = "") -> str:
-        """The place, or a folder in it, as a message names it."""
+        """Return the place, or a folder in it, as messages show it."""
 
     def names(self) -> list[str]:
-        """Folders that are there, whole or not."""
+        """Return the names of all folders, complete or not."""
 
     def check(self) -> None:
-        """Raises: OSError where another run has begun to write there since. Last before what moves or removes."""
+        """Check that no other run has begun to write here. Call just before moving or removing. Raises: OSError."""
 
     def make(self, name: str) -> None:
-        """Makes a folder that is not there yet."""
+        """Create a new folder."""
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
-        """Writes a file that is not there yet; its size and SHA-256."""
+        """Write a new file. Return its size and SHA-256."""
 
     def read(self, name: str, file: str, limit: int) -> bytes:
-        """The first `limit` bytes of a file. Raises: ManifestError where it is not there, or no file."""
+        """Return the first `limit` bytes of a file. Raises: ManifestError if the file is missing or not regular."""
 
     def move(self, name: str, new: str) -> None:
-        """Gives a folder another name, that none has."""
+        """Rename a folder to an unused name."""
 
     def copy(self, name: str, new: str) -> None:
-        """Copies a folder and its files."""
+        """Copy a folder with its files."""
 
     def remove(self, name: str) -> None:
-        """Removes a folder, where it is there; what refuses stays."""
+        """Remove a folder if it exists. Files that cannot be removed stay."""
 
     def sync(self, name: str = "") -> None:
-        """Returns once the names in the place, or in a folder of it, outlast a power cut."""
+        """Return once the names in the place, or in a folder of the place, survive a power failure."""
 
 
 class LocalPlace:
-    """Folder of checkpoints on a file system that this host has."""
+    """Folder of checkpoints on a file system of this host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def shown(self, name: str = "") -> str:
-        """Path of the folder."""
+        """Return the path of the folder."""
         return str(self.folder / name)
 
     def names(self) -> list[str]:
-        """Folders that are there."""
+        """Return the names of the folders."""
         return [path.name for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
     def check(self) -> None:
-        """Nothing: a lock keeps other runs away."""
+        """Do nothing: a lock already excludes other runs."""
 
     def make(self, name: str) -> None:
-        """Makes a folder that nobody else can read."""
+        """Create a folder that only the owner can access."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.folder / name).mkdir(mode=0o700)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
-        """Writes a file and syncs it."""
+        """Write and sync a file."""
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(self.folder / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as opened:
@@ -92,13 +92,16 @@ class LocalPlace:
         return FileEntry(size, digest.hexdigest())
 
     def read(self, name: str, file: str, limit: int) -> bytes:
-        """The first `limit` bytes of a regular file in a folder that is no link."""
+        """Return the first `limit` bytes of a regular file. The folder must not be a link."""
         with self.opened(name, file) as content:
             return content.read(min(limit, os.fstat(content.fileno()).st_size + 1))
 
     @contextlib.contextmanager
     def opened(self, name: str, file: str) -> Iterator[io.BufferedReader]:
-        """A regular file; a link could lead anywhere and a pipe could wait forever. Raises: ManifestError; OSError."""
+        """Open a regular file. Links and pipes are refused: a link may lead anywhere, a pipe may block.
+
+        Raises: ManifestError; OSError.
+        """
         if (self.folder / name).is_symlink():
             raise ManifestError(f"{name} is a link")
         try:
@@ -113,11 +116,11 @@ class LocalPlace:
             raise ManifestError(f"{file} cannot be read: {error.strerror}") from None
 
     def move(self, name: str, new: str) -> None:
-        """Renames a folder."""
+        """Rename a folder."""
         (self.folder / name).rename(self.folder / new)
 
     def copy(self, name: str, new: str) -> None:
-        """Gives the same bytes on disk a second name, where the file system can."""
+        """Copy a folder with hard links, or as files if the file system has no hard links."""
         (self.folder / new).mkdir(mode=0o700)
         for file in (self.folder / name).iterdir():
             try:
@@ -127,14 +130,14 @@ class LocalPlace:
         self.sync(new)
 
     def remove(self, name: str) -> None:
-        """Removes a folder, which has lost its name first: its writer, should one live, can no more make it whole."""
+        """Remove a folder. It is renamed first, so that a writer that is still alive cannot complete it."""
         gone = self.folder / f"{GONE}{uuid.uuid4().hex[:12]}"
         with contextlib.suppress(OSError):
             (self.folder / name).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def sync(self, name: str = "") -> None:
-        """Syncs the folder itself."""
+        """Sync the folder's own entry."""
         descriptor = os.open(self.folder / name, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: the size and SHA-256 of each of its files, sealed by its own."""
+"""Manifest of a checkpoint: the size and SHA-256 of each file, with a checksum of the manifest itself."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ MAX_MANIFEST_BYTES = 1 << 20
 
 
 class ManifestError(ValueError):
-    """A manifest is not the one that was written, or the files are not the ones that it names."""
+    """A manifest was altered, or the files do not match the manifest."""
 
 
 class FormatError(ManifestError):
-    """A checkpoint is of a format that this version does not read; it is not damaged."""
+    """A checkpoint has a format that this version does not read. The checkpoint is not damaged."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's size in bytes and the SHA-256 of its content, hexadecimal."""
+    """A file's size in bytes and the hexadecimal SHA-256 of its content."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> FileEntry:
-        """From a manifest, which may be forged. Raises: ValueError, KeyError, TypeError."""
+        """Parse an entry of a manifest, which may be forged. Raises: ValueError, KeyError or TypeError."""
         if set(entry) != {"size", "sha256"} or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
             raise ValueError(f"{entry} is no size with a SHA-256")
         return cls(_count(entry["size"]), entry["sha256"])
@@ -45,22 +45,22 @@ def _count(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint by name, and the step that it was taken after."""
+    """The files of a checkpoint by name, and the number of steps before the checkpoint."""
 
     step: int
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
-        """The manifest as canonical JSON that carries its own SHA-256."""
+        """Return the manifest as canonical JSON with its own SHA-256."""
         body = {"format": FORMAT, "step": self.step, "files": {k: asdict(v) for k, v in sorted(self.files.items())}}
         return seal(body)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """The manifest in a file's content.
+        """Parse the content of a manifest file.
 
-        Raises: ManifestError unless the content is, to the byte, what `to_bytes` writes: canonical form is demanded so
-        that not even a changed blank goes unnoticed.
+        Raises: ManifestError unless the content is byte for byte what `to_bytes` writes. The canonical form makes any
+        changed byte visible, even a blank.
         """
         if len(content) > MAX_MANIFEST_BYTES:
             raise ManifestError(f"the manifest has {len(content)} bytes, the limit is {MAX_MANIFEST_BYTES}")
@@ -83,13 +83,13 @@ class Manifest:
 
 
 def check_name(name: str) -> None:
-    """Raises: ManifestError for a name that could lead out of the checkpoint's directory."""
+    """Check that a file name stays in the checkpoint's directory. Raises: ManifestError."""
     if "/" in name or name in ("", ".", "..", MANIFEST_NAME) or "\\" in name or "\0" in name:
         raise ManifestError(f"the manifest names {name!r}, which is no plain file name")
 
 
 def seal(body: object) -> bytes:
-    """A manifest's content: its body as canonical JSON, and the SHA-256 of that."""
+    """Return a manifest's content: the body as canonical JSON, with the SHA-256 of that text."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"body":{text},"sha256":"{digest}"}}\n'.encode()

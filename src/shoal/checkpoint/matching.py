@@ -1,4 +1,4 @@
-"""Names of two state dicts side by side: the tensors that both have, and the differences."""
+"""Matching of the names of two state dicts: the tensors that both have, and the differences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shoal.checkpoint.state_dicts import StoredWeights
 from shoal.errors import CommandError, JobMismatchError
 from shoal.runs.initial_weights import DIFFERENCES, NameRules
 
-MOST_LINES = 20  # of one kind of difference in a message
+MOST_LINES = 20  # for each kind of difference in a message
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a model with all its names, the whole one's shape, and whether a state dict has it."""
+    """A tensor of a model with all its names, the shape of the whole tensor, and whether a state dict has it."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -28,16 +28,16 @@ class NamedTensor:
 
 @dataclass
 class Matches:
-    """The tensors of a model beside the keys of a source; `wrong` is what no rule allows."""
+    """The tensors of a model matched with the keys of a source. `wrong`: differences that no rule can allow."""
 
-    pairs: list[tuple[NamedTensor, tuple[str, ...]]] = field(default_factory=list)  # more keys than one: to be equal
+    pairs: list[tuple[NamedTensor, tuple[str, ...]]] = field(default_factory=list)  # several keys: equal values
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def refuse(self, weights: StoredWeights, rules: NameRules, remedy: Callable[[Collection[str]], str]) -> None:
-        """Raises: JobMismatchError with every difference that is not allowed; `remedy` is given their kinds."""
+        """Raise JobMismatchError with every difference that is not allowed. `remedy` receives the kinds."""
         kinds = {"wrong": self.wrong} | {kind: getattr(self, kind) for kind in DIFFERENCES if kind not in rules.allow}
         kinds = {kind: found for kind, found in kinds.items() if found}
         if kinds:
@@ -51,9 +51,9 @@ class Matches:
             )
 
     def _hint(self) -> str:
-        """Renaming of a prefix that would pair most of what is missing with what is unexpected, in words; or nothing.
+        """Return a hint on a prefix to rename that would match most missing tensors, or "".
 
-        Such a prefix is what wrappers leave: `module.`, `_orig_mod.`, `model0.` of a Session with several models.
+        Wrappers leave such prefixes: `module.`, `_orig_mod.`, `model0.` of a Session with several models.
         """
         there, here = ({line.partition(" ")[0] for line in lines} for lines in (self.unexpected, self.missing))
         found = Counter[tuple[str, str]]()
@@ -69,13 +69,13 @@ class Matches:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Each way to cut a dotted name in two."""
+    """Return each split of a dotted name into a prefix and a rest."""
     parts = name.split(".")
     return ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
 
 
 def short(lines: list[str], before: str = "") -> list[str]:
-    """The first of many lines, and how many more there are."""
+    """Return the first lines, and the number of further ones."""
     more = [f"{before}... and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
     return [before + line for line in lines[:MOST_LINES]] + more
 
@@ -83,14 +83,14 @@ def short(lines: list[str], before: str = "") -> list[str]:
 def named_tensors(
     model: nn.Module, shape: Callable[[str, Tensor], tuple[int, ...]] = lambda name, tensor: tuple(tensor.shape)
 ) -> list[NamedTensor]:
-    """Each parameter and buffer once; `shape` gives that of the whole tensor, by the first of its names."""
+    """Return each parameter and buffer once. `shape` returns the shape of the whole tensor by its first name."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     saved = {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    for key, value in saved.items():  # a model may give a tensor another key than its name
+    for key, value in saved.items():  # a state dict may have another key for a tensor than its name
         if id(value) in names and key not in names[id(value)]:
             names[id(value)].append(key)
     persistent = {id(value) for value in saved.values()}
@@ -101,7 +101,7 @@ def named_tensors(
 
 
 def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRules) -> Matches:
-    """The tensors of a model beside those of a source. Raises: CommandError for a renaming without effect."""
+    """Match the tensors of a model with the tensors of a source. Raises: CommandError for a renaming without effect."""
     tensors, place = list(tensors), _place(weights)
     keys = _by_name(weights, rules)
     found = Matches()
@@ -128,7 +128,10 @@ def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRul
 
 
 def value_of(weights: StoredWeights, keys: tuple[str, ...]) -> Tensor:
-    """The whole value under keys of which the model makes one tensor. Raises: JobMismatchError where they differ."""
+    """Return the whole value of a tensor that the source may store under several keys.
+
+    Raises: JobMismatchError if the keys' values differ.
+    """
     value = weights[keys[0]]
     for key in keys[1:]:
         if not torch.equal(value, weights[key]):
@@ -146,7 +149,7 @@ def _place(weights: StoredWeights) -> str:
 
 
 def _by_name(weights: StoredWeights, rules: NameRules) -> dict[str, str]:
-    """By name in the model the key of the source. Raises: CommandError."""
+    """Return the source's key for each name in the model. Raises: CommandError."""
     found: dict[str, str] = {}
     used = set()
     for key in [*weights, *sorted(weights.all_names - set(weights))]:

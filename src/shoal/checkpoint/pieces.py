@@ -1,4 +1,4 @@
-"""Sharded tensors in checkpoints: each rank writes its slices to one file and reads any other slices from all files."""
+"""Sharded tensors in checkpoints: each rank writes its own slices, and reads any slices from all files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
 from shoal.parallel.model.tensor_slice import TensorSlice
 
-# By group ("model", "optimizer") and path: dtype, shape of the whole, and of each file that has some of it the ranges.
+# Group ("model", "optimizer") -> path -> dtype, shape of the whole tensor, and the index ranges in each file.
 Index = dict[str, dict[str, dict[str, Any]]]
 
 
-# A file is written, checked and read as a whole: where a rank has only a part of a model, it has so much memory for it.
+# Largest size of a file with several tensors. A file is read as a whole, so ranks need this much memory to load.
 FILE_BYTES = 32 << 20
 
 
 def file_name(group: str, rank: int, world_size: int, number: int) -> str:
-    """A file of one rank's share of a group; of one rank alone there is one, and it has the group's name."""
+    """Return the name of a file with a rank's part of a group: the group's name if there is only one rank."""
     return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}.{number}"
 
 
 def described(held: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
-    """This rank's slices and the file of each, for the other ranks. JSON values."""
+    """Return this rank's slices and the file number of each, as JSON for the other ranks."""
     found = {}
     for group, tensors in held.items():
         told, number, size = entries(tensors), 0, 0
@@ -44,7 +44,7 @@ def described(held: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
 
 
 def index(told: list[dict[str, dict[str, Any]]]) -> Index:
-    """Which file has what, from what every rank `described`: each different part once, by the first that holds it."""
+    """Combine what every rank `described` into an index. The first rank that has a part writes it."""
     found: Index = {}
     for group in told[0]:
         own = [ranks[group] for ranks in told]
@@ -64,9 +64,9 @@ def share(
     world_size: int,
     taken: Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """This rank's files one after the other: name, and tensors on the CPU; where they are there already, they.
+    """Yield the name and CPU tensors of each file that this rank writes. CPU tensors are not copied.
 
-    `taken` gives other tensors for those of a file, copies on the CPU.
+    `taken`: function that returns CPU copies of a file's tensors instead.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for group, tensors in held.items():
@@ -84,7 +84,10 @@ def _on_cpu(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
-    """Copies a checkpoint's tensors to targets, one file in memory at a time. Raises: ManifestError where some lack."""
+    """Copy a checkpoint's tensors to targets, with one file in memory at a time.
+
+    Raises: ManifestError if tensors are missing.
+    """
     known = saved.document["tensors"].get(group, {})
     missing = {path: part.numel for path, (part, _) in targets.items()}
     absent = sorted(targets.keys() - known.keys())
@@ -104,16 +107,17 @@ def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
 
 
 def refuse_other_model(saved: SavedCheckpoint, held: TensorSlices, absent: set[str]) -> None:
-    """Raises: JobMismatchError where names, shapes or dtypes are not the model's; `absent` are held by other ranks."""
+    """Check names, shapes and dtypes against the model; `absent`: names on other ranks. Raises: JobMismatchError."""
     known = saved.document["tensors"]["model"].items()
     own = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(held).items()}
     refuse_differences(own, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
 
 
 def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, TensorSlices]) -> str | None:
-    """Writes a checkpoint of what all ranks hold, each its share; why it could not be written, or None.
+    """Write a checkpoint in which each rank writes its part. Return the reason if it failed, else None.
 
-    Collective: all ranks, JSON gathers. Either the checkpoint is there whole, or not at all.
+    The checkpoint is written completely or not at all.
+    Collective: all ranks, JSON gathers.
     """
     written = index(mesh.gather_json(described(held)))
     aside, failure = _attempt(lambda: store.begin(snapshot.step)) if mesh.rank == 0 else (None, None)
@@ -143,7 +147,7 @@ T = TypeVar("T")
 
 
 def _attempt(write: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What came of it, and what a disk said that refused, or that memory ran out."""
+    """Call `write`. Return the result and the text of a disk or memory error, one of which is None."""
     try:
         return write(), None
     except OSError as error:

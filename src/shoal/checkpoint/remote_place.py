@@ -1,7 +1,7 @@
-"""Place of checkpoints at an address that fsspec reaches. Object stores have no folders and no renaming.
+"""Place of checkpoints at an address that fsspec reaches. Object stores have no folders and cannot rename.
 
-A folder is what its files' names begin with, and one with a manifest is whole: the manifest is written last, and
-removed first. A folder gets another name as a copy, which the server makes.
+A folder is a common prefix of file names. It is complete if it has a manifest, which is written last and removed first.
+A rename is a copy on the server and a removal.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from shoal.runs.address import CHECKPOINTS, RunAddress, make_parent
 
 
 class RemotePlace:
-    """Place of checkpoints at a run's address; the process that has taken it over begins and names folders."""
+    """Place of checkpoints at a run's address.
+
+    Only the process that took the place over may create and rename folders.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = RunAddress(address)
-        self._mark: dict[str, Any] = {}  # of this run, once it writes here
+        self._mark: dict[str, Any] = {}  # this run's owner mark, once it has taken the place over
 
     def shown(self, name: str = "") -> str:
-        """Address of the folder."""
+        """Return the address of the folder."""
         return "/".join(part for part in (self._address.text, CHECKPOINTS, name) if part)
 
     def names(self) -> list[str]:
-        """Folders that are whole, and hidden ones. What a killed writer has left of others is none."""
+        """Return the names of complete folders and of hidden ones.
+
+        Incomplete folders of a killed writer do not count.
+        """
         found: dict[str, set[str]] = {}
         for path in self._address.paths(CHECKPOINTS):
             name, _, file = path.partition("/")
@@ -35,16 +41,16 @@ class RemotePlace:
         return [name for name, files in found.items() if MANIFEST_NAME in files or name.startswith(".")]
 
     def check(self) -> None:
-        """Raises: OSError where another run has begun there since this one took the place over."""
+        """Check that no other run has taken the place over since. Raises: OSError."""
         if self._mark:
             self._address.check_owner(self._mark)
 
     def make(self, name: str) -> None:
-        """Nothing: a folder is its files. Raises: OSError where another run has begun there since."""
+        """Check the ownership only: folders exist through their files. Raises: OSError if another run took over."""
         self._address.check_owner(self._mark)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
-        """Sends a file in parts, as they come."""
+        """Upload a file in parts."""
         digest, size = hashlib.sha256(), 0
         with self._address.files() as files:
             path = self._path(name, file)
@@ -57,7 +63,7 @@ class RemotePlace:
         return FileEntry(size, digest.hexdigest())
 
     def read(self, name: str, file: str, limit: int) -> bytes:
-        """The first `limit` bytes of a file."""
+        """Return the first `limit` bytes of a file."""
         try:
             with self._address.files() as files:
                 found: bytes = files.cat_file(self._path(name, file), start=0, end=limit)
@@ -66,38 +72,38 @@ class RemotePlace:
             raise ManifestError(f"{file} cannot be read: it is not there") from None
 
     def move(self, name: str, new: str) -> None:
-        """Copies a folder to where no other is whole, and removes it under its old name.
+        """Copy a folder to a new name, replacing an incomplete one, and remove the old name.
 
-        Raises: OSError where it was being written and lacks a file: a run that began since has removed it.
+        Raises: OSError if a new checkpoint lacks a file, since a run that began later removed it.
         """
-        if name.startswith(".tmp-"):  # others may be damaged, and are moved as they are
+        if name.startswith(".tmp-"):  # damaged checkpoints are moved unchecked
             self._refuse_torn(name)
         self.remove(new)
         self.copy(name, new)
         self.remove(name)
 
     def copy(self, name: str, new: str) -> None:
-        """Copies a folder, its manifest last."""
+        """Copy a folder, with the manifest last."""
         with self._address.files() as files:
             for file in sorted(self._files(name), key=lambda file: file == MANIFEST_NAME):
                 make_parent(files, self._path(new, file))
                 files.cp_file(self._path(name, file), self._path(new, file))
 
     def remove(self, name: str) -> None:
-        """Removes a folder, its manifest first."""
+        """Remove a folder, with the manifest first."""
         with contextlib.suppress(OSError), self._address.files() as files:
             for file in sorted(self._files(name), key=lambda file: file != MANIFEST_NAME):
                 files.rm_file(self._path(name, file))
 
     def sync(self, name: str = "") -> None:
-        """Nothing: what was sent is there."""
+        """Do nothing: uploaded files are already durable."""
 
     def take_over(self, folder: Path) -> None:
-        """Makes this run, of a folder here, the one that writes at the address."""
+        """Make the run in the local `folder` the only writer at the address."""
         self._mark = self._address.own(folder)
 
     def send(self, folder: Path) -> None:
-        """Sends the run's own files, which are in a folder here, to beside the checkpoints."""
+        """Upload the run's own files from the local `folder`, next to the checkpoints."""
         self._address.send(folder)
 
     def _refuse_torn(self, name: str) -> None:

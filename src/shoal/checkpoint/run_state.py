@@ -1,4 +1,4 @@
-"""Training progress besides tensors, as a checkpoint has it."""
+"""Training progress other than tensors, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from shoal.parallel.base import StepSums
 
 @dataclass
 class RunState:
-    """Training progress besides tensors: counters, sums and schedules. The same on all ranks.
+    """Training progress other than tensors: counters, sums and schedules. It is the same on all ranks.
 
-    `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
-    there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen;
-    `grains` is the job's number of them; `best` the best evaluation; `bad_samples`, by id with what they raised, are
-    not read any more.
-    Nothing random is here: every draw is a function of seed, step and grain.
+    `step`: number of finished steps.
+    `digest`: digest of the ids of all samples read so far.
+    `bad_steps`: findings by step; a rollback skips these steps when it reaches them again.
+    `server`: state of the guard against stale parameters.
+    `grains`: the job's number of grains.
+    `bad_samples`: error text by sample id; these samples are no longer read.
+    Random state is not stored, since every draw is a function of seed, step and grain.
     """
 
     step: int = 0
@@ -37,7 +39,7 @@ class RunState:
     bad_samples: dict[int, str] = field(default_factory=dict)
 
     def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
-        """Whether this step's metrics are the best; notes them then."""
+        """Check whether this step's metrics are the best so far, and store them in `best` if so."""
         name, largest = watched
         value, best = metrics.get(name, math.nan), self.best
         if not math.isfinite(value):
@@ -49,28 +51,28 @@ class RunState:
         return True
 
     def advance(self, sums: StepSums, skipped: str | None) -> None:
-        """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
+        """Count a step with these sums. `skipped`: the reason why the update was skipped, as in Update."""
         self.adapt(skipped)
         self.count(sums, skipped)
 
     def adapt(self, skipped: str | None) -> None:
-        """The loss scale after an update."""
+        """Adjust the loss scale after an update."""
         if skipped in (None, "overflow"):
             self.loss_scale = self.loss_scale.after(skipped == "overflow")
 
     def count(self, sums: StepSums, skipped: str | None) -> None:
-        """Counts a step, and its samples."""
+        """Count a step and its samples."""
         self.samples += sums.num_samples
         self.digest = chain_digest(self.digest, sums.digest)
         self.loss = sums.loss if math.isfinite(sums.loss) else None
         if skipped is not None:
             self.skipped_steps += 1
-        elif self.step > max(self.bad_steps, default=-1):  # not while replaying what came before a bad step
+        elif self.step > max(self.bad_steps, default=-1):  # not while steps before a bad step are replayed
             self.bad_streak = 0
         self.step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value of this state."""
+        """Return the state as a JSON value."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
         return {
@@ -82,9 +84,9 @@ class RunState:
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
-        """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
+        """Restore the state from `to_json`. The current plan decides whether the loss scale is dynamic."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
+        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON keys are strings
         bad_samples = {int(sample): said for sample, said in document.get("bad_samples", {}).items()}
         return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps, "bad_samples": bad_samples})

@@ -32,13 +32,13 @@ _ALWAYS = ("state", "groups")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once however many names it has, on the CPU and owned by the result."""
+    """Return CPU copies of parameters and buffers by name; tied tensors have one entry."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: _owned(tensor) for name, tensor in named}
 
 
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Sets parameters and buffers. Raises: JobMismatchError where names, shapes or dtypes are not the model's."""
+    """Set parameters and buffers. Raises: JobMismatchError if names, shapes or dtypes differ from the model's."""
     named = dict([*model.named_parameters(), *model.named_buffers()])
     refuse_differences(
         {name: f"{t.dtype} {list(t.shape)}" for name, t in named.items()},
@@ -50,7 +50,7 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_differences(mine: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """Raises: JobMismatchError where a checkpoint has other names than the model, or of one another dtype and shape."""
+    """Compare the model's names, dtypes and shapes with a checkpoint's. Raises: JobMismatchError if they differ."""
     wrong = [f"{n}: not in the checkpoint" for n in mine.keys() - saved.keys()]
     wrong += [f"{n}: not in the model" for n in saved.keys() - mine.keys()]
     both = mine.keys() & saved.keys()
@@ -66,16 +66,16 @@ def refuse_differences(mine: Mapping[str, str], saved: Mapping[str, str]) -> Non
 def optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, copy: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's tensors by path, and a JSON document of everything else, by parameter name.
+    """Return the optimizer's tensors by path, and a JSON document of all other state by parameter name.
 
-    With those of the optimizers that it holds, in the document's `inner`, and the attributes that its steps change.
-    The tensors are copies on the CPU, or without `copy` this rank's own memory of them.
+    Inner optimizers are in the document's `inner`; attributes that steps change are included. The tensors are CPU
+    copies or, without `copy`, this rank's own memory.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
 
     def leaf(device: torch.device, path: str, tensor: Tensor) -> dict[str, Any]:
-        """`device` is the parameter's: what the optimizer keeps on the host beside it is marked."""
+        """Store a tensor; `device` is the parameter's. Tensors that the optimizer keeps on the host are marked."""
         tensors[path] = tensor
         return {TENSOR: path} if tensor.device.type == device.type else {TENSOR: path, _HOST: True}
 
@@ -116,7 +116,7 @@ def optimizer_state(
 
 
 def _entries(part: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """What a part keeps for parameters, or under names of its own, and no part before it does."""
+    """Return a part's state entries that no earlier part shares."""
     found = [(p, values) for p, values in part.state.items() if id(values) not in seen]
     seen.update(id(values) for _, values in found if isinstance(values, dict))
     return found
@@ -129,13 +129,13 @@ def _groups(part: Any, seen: set[int]) -> list[dict[str, Any]]:
 
 
 def documents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The documents in one of `optimizer_state`: the optimizer's own under "", and of those that it holds."""
+    """Split a document of `optimizer_state`: the optimizer's own part under "", and the inner optimizers' parts."""
     own = {key: value for key, value in document.items() if key != "inner"}
     return {"": own, **document.get("inner", {})}
 
 
 def of_parameters(document: Mapping[str, Any], wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """The document with the states of some parameters alone."""
+    """Return the document with only the states of wanted parameters."""
     first, *inner = (
         (where, {**own, "state": {name: values for name, values in own["state"].items() if wanted(name)}})
         for where, own in documents_of(document).items()
@@ -144,9 +144,9 @@ def of_parameters(document: Mapping[str, Any], wanted: Callable[[str], bool]) ->
 
 
 def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
+    """Merge the optimizer documents of all ranks: the first state of each parameter, and groups with equal values.
 
-    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
+    Ranks may have different groups, for example stages of a pipeline if the job groups parameters by name.
     """
     merged: dict[str, dict[str, Any]] = {}
     for document in documents:
@@ -172,10 +172,10 @@ def load_optimizer(
     *,
     adds_groups: bool = False,
 ) -> list[str]:
-    """Sets the optimizer's state; what of its own settings the checkpoint's replace, a sentence each.
+    """Set the optimizer's state. Return a sentence for each of its settings that the checkpoint replaces.
 
-    `adds_groups`: groups that the optimizer lacks are added to it, since a loop of one's own had added them.
-    Raises: JobMismatchError where the optimizers that it holds, or the parameter groups, are not the same.
+    `adds_groups`: add groups that the optimizer lacks, since a user's own loop had added them.
+    Raises: JobMismatchError if the inner optimizers or the parameter groups differ.
     """
     parameters = dict(model.named_parameters())
     held = {**parameters, **dict(model.named_buffers())}
@@ -221,7 +221,7 @@ def load_optimizer(
         for name, values in own.get("state", {}).items():
             parameter = parameters[name]
             decoded = decode(values, functools.partial(leaf, parameter.device))
-            # torch's own optimizers keep their step counter on the CPU, unless told to capture or fuse the step.
+            # torch's own optimizers keep their step counter on the CPU, unless the step is captured or fused.
             counter = decoded.get("step")
             if isinstance(counter, Tensor) and not on_device.get(id(parameter)):
                 decoded["step"] = counter.cpu()
@@ -239,7 +239,7 @@ def _add_groups(
     saved_groups: list[dict[str, Any]],
     leaf: Callable[[dict[str, Any]], Tensor],
 ) -> None:
-    """Adds the groups of trainable parameters that no group has."""
+    """Add saved groups of trainable parameters that are in no group yet."""
     names = {id(p): name for name, p in parameters.items()}
     known = {names[id(p)] for group in part.param_groups for p in group["params"]}
     for saved in saved_groups[len(own) :]:
@@ -258,7 +258,7 @@ def _load_groups(
     *,
     remedy: str,
 ) -> list[str]:
-    """Sets the values of groups; as `load_optimizer`."""
+    """Set the values of groups and return the replaced settings, as `load_optimizer`."""
     names = {id(p): name for name, p in parameters.items()}
     mine = [[names[id(p)] for p in group["params"]] for group in own]
     homes = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
@@ -273,20 +273,20 @@ def _load_groups(
         )
     replaced: list[str] = []
     for group, numbers in zip(own, found, strict=True):
-        for number in numbers:  # one, or none for a group that is empty on this rank
+        for number in numbers:  # one number, or none if the group is empty on this rank
             values = decode(saved_groups[number or 0]["values"], leaf)
             replaced += _replaced(group, values) if is_torchs(part) else ()
             group.update(values)
     return replaced
 
 
-# The job's own rates are set before each step; how torch's optimizers compute is the engine's choice.
+# The engine sets the learning rates before each step and chooses the implementation of torch's optimizers.
 _NOT_TRAINED_WITH = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
-_MOVED_BY_CYCLES = ("momentum", "betas")  # by torch's schedulers that have a base_momentum
+_MOVED_BY_CYCLES = ("momentum", "betas")  # changed by torch's schedulers with a base_momentum
 
 
 def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:
-    """The settings in a group of one of torch's optimizers, none of which changes them, that are not as saved."""
+    """Yield a sentence for each setting in a group of a torch optimizer that differs from the saved value."""
     left = (*_NOT_TRAINED_WITH, *(_MOVED_BY_CYCLES if "base_momentum" in saved else ()))
     for name, value in group.items():
         held = saved.get(name, value)
@@ -298,15 +298,16 @@ def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[st
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    """A DTensor where the parameter is one and the value has its shape."""
+    """Return the value as a DTensor if the parameter is a DTensor with the value's local shape."""
     divided = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape
     return laid_out(value, parameter) if divided else value
 
 
 def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:
-    """A JSON value of `what` something keeps; `leaf` gives that of a tensor, with the key TENSOR, from its path.
+    """Return the JSON value of state that a `what` (such as "callback") keeps.
 
-    Raises: UserCodeError for what is no state.
+    `leaf` returns the JSON value of a tensor, with the key TENSOR, from the tensor's path.
+    Raises: UserCodeError for values that cannot be stored.
     """
     if isinstance(value, Tensor):
         return leaf(path, value)
@@ -328,7 +329,7 @@ def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[
 
 
 def decode(value: Any, leaf: Callable[[dict[str, Any]], Tensor]) -> Any:
-    """From `encode`; `leaf` gives a tensor from its JSON value."""
+    """Return the value that `encode` converted; `leaf` returns a tensor from its JSON value."""
     if isinstance(value, list):
         return [decode(item, leaf) for item in value]
     if not isinstance(value, dict):
@@ -348,12 +349,12 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def weights_sha256(state_dict: Mapping[str, Any]) -> str:
-    """SHA-256 over a state dict's tensors: names sorted, raw little-endian bytes, nothing else; hexadecimal."""
+    """Return the hexadecimal SHA-256 of a state dict's raw little-endian tensor bytes, in sorted order of names."""
     return sha256_of(state_dict[name] for name in sorted(state_dict) if isinstance(state_dict[name], Tensor))
 
 
 def sha256_of(tensors: Iterable[Tensor | None]) -> str:
-    """SHA-256 over the bytes of tensors, one after the other; those that are None add nothing."""
+    """Return the hexadecimal SHA-256 of the concatenated bytes of tensors; None is skipped."""
     digest = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
@@ -362,8 +363,8 @@ def sha256_of(tensors: Iterable[Tensor | None]) -> str:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, little-endian: its own memory where it lies on the CPU in one piece."""
-    # Through uint8, since numpy has no bfloat16; torch runs on little-endian hosts only.
+    """Return the little-endian bytes of a tensor, without a copy if the tensor is contiguous on the CPU."""
+    # uint8, since numpy has no bfloat16; torch runs on little-endian hosts only.
     flat = tensor.detach().to("cpu").contiguous().flatten()
     array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return array.data

@@ -1,4 +1,4 @@
-"""State dicts in files of other programs: safetensors, torch's own, and folders as Hugging Face lays them out."""
+"""State dicts in files of other programs: safetensors, torch files, and folders in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from shoal.runs.directory import read_json
 
 FILE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_model.safetensors"
-_ADAPTER = "default"  # what get_peft_model calls an adapter; in the model's names, and not in the file's
+_ADAPTER = "default"  # get_peft_model's name of an adapter, in the model's names but not in the file's
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SHOWN = 8  # entries of a file in a message
+_SHOWN = 8  # maximum number of entries in a message
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """Whole tensors under the keys of a state dict, on the CPU; one is read when it is asked for."""
+    """Whole CPU tensors under the keys of a state dict. Each tensor is read on access."""
 
-    origin: str  # in words
+    origin: str  # description for messages
 
     @property
     @abc.abstractmethod
     def names(self) -> Mapping[str, str]:
-        """By key the name of the tensor: keys that are known to be one tensor have one name."""
+        """Tensor name by key. Keys of tied tensors have the same name."""
 
     @property
     def all_names(self) -> set[str]:
-        """The names of all tensors, of buffers that no state dict has too."""
+        """The names of all tensors, including buffers that are in no state dict."""
         return set(self.names.values())
 
     def once(self) -> dict[str, str]:
-        """By tensor's name one key: the one that training calls it by, else its first."""
+        """Return one key for each tensor name: the key equal to the name if there is one, else the first."""
         found: dict[str, str] = {}
         for key, name in self.names.items():
             if key == name or name not in found:
@@ -46,20 +46,20 @@ class StoredWeights(Mapping[str, Tensor]):
         return found
 
     def key_of(self, name: str) -> str:
-        """Key that a name of a model has here."""
+        """Return the key in these weights of a name in a model."""
         return name
 
     def is_whole(self, name: str) -> bool:
-        """Whether a tensor of that name in a model belongs to these weights; else the model's own value is meant."""
+        """Check whether these weights should contain a model's tensor of that name."""
         return True
 
     @abc.abstractmethod
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
+        """Return the shape of a tensor without reading the tensor."""
 
     @abc.abstractmethod
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of a tensor, which is not read."""
+        """Return the dtype of a tensor without reading the tensor."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -72,10 +72,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 class SafetensorsWeights(StoredWeights):
-    """Weights in safetensors files, each key in one of them."""
+    """Weights in safetensors files with distinct keys."""
 
     def __init__(self, origin: str, files: list[Path]) -> None:
-        """Raises: IntegrityError for a file that is none; RunDirectoryError for a key in two files."""
+        """Open the files. Raises: IntegrityError for an invalid file; RunDirectoryError for a key in two files."""
         self.origin = origin
         self._files: dict[str, Any] = {}
         for path in files:
@@ -110,7 +110,7 @@ class SafetensorsWeights(StoredWeights):
 
 
 class AdapterWeights(SafetensorsWeights):
-    """Weights of a peft adapter, for a peft model whose base is what the model's own code makes it."""
+    """Weights of a peft adapter. The model's own code supplies the base weights."""
 
     def key_of(self, name: str) -> str:
         parts = [part for part in name.split(".") if part not in (_ADAPTER, "modules_to_save")]
@@ -124,10 +124,13 @@ class TorchWeights(StoredWeights):
     """Weights in a file of torch.save: a state dict, alone or under one key of a dict."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: IntegrityError for a file that is none or has more than data; RunDirectoryError for other content."""
+        """Load the file.
+
+        Raises: IntegrityError for a file that is invalid or has code; RunDirectoryError for other content.
+        """
         try:
             found = _read(path)
-        except Exception as error:  # of damaged and foreign files everything is raised
+        except Exception as error:  # damaged and foreign files raise any type of error
             raise unreadable(path, error) from error
         self.origin = str(path)
         inner = {key: value for key, value in found.items() if _is_state_dict(value)} if isinstance(found, dict) else {}
@@ -160,7 +163,7 @@ class TorchWeights(StoredWeights):
 def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # torch's format before 1.6 cannot be mapped
+    except RuntimeError:  # the format of torch before 1.6 cannot be memory-mapped
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -173,9 +176,9 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def state_dict_of(path: Path) -> StoredWeights:
-    """The weights in a file, or in a folder with model.safetensors, an index of shards, or a peft adapter.
+    """Return the weights in a file, or in a folder with model.safetensors, an index of shards, or a peft adapter.
 
-    Raises: RunDirectoryError where there are none; IntegrityError where a file cannot be read, or code would be run.
+    Raises: RunDirectoryError if there are none; IntegrityError if a file is unreadable or contains code.
     """
     if path.is_file():
         return SafetensorsWeights(str(path), [path]) if path.suffix == ".safetensors" else TorchWeights(path)
@@ -203,7 +206,7 @@ def state_dict_of(path: Path) -> StoredWeights:
 
 
 def unreadable(path: Path, error: Exception) -> IntegrityError:
-    """The error for a file that is not what its name says."""
+    """Create the error for a file that contains no readable state dict."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return IntegrityError(
         given=str(path),

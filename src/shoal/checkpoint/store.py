@@ -1,4 +1,4 @@
-"""Checkpoint directories: tensor files and their manifest, written aside, renamed, and verified in full before use."""
+"""Checkpoint directories: written under a temporary name, renamed when complete, and verified before use."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ STATE_NAME, _TENSORS = "state.json", ".safetensors"
 
 
 def directory_name(step: int) -> str:
-    """The name of the directory of a checkpoint taken after `step` steps."""
+    """Return the directory name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contents of a checkpoint: CPU tensors by file and name, and a JSON document; `best`: of all up to now."""
+    """Contents of a checkpoint: CPU tensors by file and name, and a JSON document.
+
+    `best`: whether it is the best so far.
+    """
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -47,7 +50,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint; its tensors are read a file at a time. `checked`: all of its files are what was written."""
+    """A checkpoint whose tensors are read one file at a time. `checked`: whether all files are already verified."""
 
     place: Place
     name: str
@@ -57,22 +60,22 @@ class SavedCheckpoint:
 
     @property
     def folder(self) -> Path:
-        """Its folder on disk; checkpoints at an address are read by the run alone."""
+        """The checkpoint's folder on disk. Checkpoints at an address have none."""
         assert isinstance(self.place, LocalPlace), "it is read from a run directory on disk"
         return self.place.folder / self.name
 
     @property
     def step(self) -> int:
-        """The step that it was taken after."""
+        """Number of steps before the checkpoint."""
         return self.manifest.step
 
     @property
     def names(self) -> list[str]:
-        """Its files of tensors, without their ending."""
+        """Names of the tensor files, without suffix."""
         return sorted(n.removesuffix(_TENSORS) for n in self.manifest.files if n.endswith(_TENSORS))
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file. Raises: ManifestError where it is not what was written; OSError."""
+        """Return the tensors of one file. Raises: ManifestError if the file was altered; OSError."""
         file = f"{name}{_TENSORS}"
         content = _verified(self.place, self.name, file, self.manifest.files[file], hashed=not self.checked)
         try:
@@ -82,7 +85,7 @@ class SavedCheckpoint:
         return found
 
     def verified(self, name: str) -> Path:
-        """The path of one file of tensors on this host, whose bytes are what was written. Raises: as `read`."""
+        """Verify one tensor file on this host and return its path. Raises: ManifestError; OSError."""
         assert isinstance(self.place, LocalPlace), "it is read from a run directory on disk"
         file = f"{name}{_TENSORS}"
         entry = self.manifest.files.get(file)
@@ -98,12 +101,12 @@ class SavedCheckpoint:
 
 
 def open_folder(folder: Path) -> SavedCheckpoint:
-    """The checkpoint in a folder on disk. Raises: as `open_in`."""
+    """Open the checkpoint in a folder on disk. Raises: as `open_in`."""
     return open_in(LocalPlace(folder.parent), folder.name)
 
 
 def open_in(place: Place, name: str) -> SavedCheckpoint:
-    """The checkpoint of that name, of which each file is checked when it is read. Raises: ManifestError; OSError."""
+    """Open a checkpoint by name; each file is verified when it is read. Raises: ManifestError; OSError."""
     manifest = Manifest.from_bytes(place.read(name, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
     if STATE_NAME not in manifest.files:
         raise ManifestError(f"its files do not hold a training state: {STATE_NAME!r}")
@@ -115,7 +118,7 @@ def open_in(place: Place, name: str) -> SavedCheckpoint:
 
 
 class Store:
-    """Checkpoints in one place, of which the newest `keep` remain."""
+    """Checkpoints in one place. Only the newest `keep` and the best remain."""
 
     def __init__(
         self,
@@ -125,52 +128,60 @@ class Store:
         fence: Fence | None = None,
         remote: RemotePlace | None = None,
     ) -> None:
-        """`keep`: how many of the newest, None for all; `mark`: of the newest one's step; `fence`: of who writes.
+        """Create the store.
 
-        `remote`: where they are, if not in `folder` on disk.
+        Args:
+            folder: local folder of the checkpoints.
+            keep: number of newest checkpoints to keep; None keeps all.
+            mark: record of the newest checkpoint's step.
+            fence: check that this process may still write.
+            remote: place of the checkpoints if they are not in `folder`.
         """
         self.folder, self.keep, self._mark, self._fence = folder, keep, mark or NewestMark(None), fence or Fence()
         self.place: Place = remote or LocalPlace(folder)
         self._remote = remote
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, oldest first; whether they are good is not known yet."""
+        """Return the steps that have a checkpoint, oldest first, without verification."""
         names = self.place.names()
         return sorted(int(n[5:]) for n in names if n.startswith("step-") and n[5:].isdecimal())
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint on disk."""
+        """Return the folder of a step's checkpoint on disk."""
         return self.folder / directory_name(step)
 
     def shown(self, step: int) -> Path | str:
-        """The folder of a step's checkpoint: its path, or its address as text."""
+        """Return the path or the address of a step's checkpoint, for messages."""
         return self.path(step) if self._remote is None else self._remote.shown(directory_name(step))
 
     def write(self, snapshot: Snapshot) -> None:
-        """Writes a checkpoint: either it is there whole, or not at all. Raises: OSError where the disk does."""
+        """Write a checkpoint completely or not at all. Raises: OSError."""
         aside = self.begin(snapshot.step)
         try:
             files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
             self.commit(aside, snapshot.step, files, snapshot.document, best=snapshot.best)
         except BaseException:
             self.place.remove(aside)
-            self._fence.check()  # whose next generation removes what lies aside
+            self._fence.check()  # a fenced process leaves the cleanup to the next generation
             raise
 
     def begin(self, step: int) -> str:
-        """A new folder for the files of a checkpoint, which `commit` makes one; its name. Raises: OSError."""
+        """Create a temporary folder for a checkpoint, to be completed by `commit`, and return its name.
+
+        Raises: OSError.
+        """
         aside = f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
         self.place.make(aside)
         return aside
 
     def add(self, aside: str, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
-        """Writes one file of tensors; its name and the manifest's entry for it. Raises: OSError."""
+        """Write one file of tensors. Return its name and manifest entry. Raises: OSError."""
         return f"{name}{_TENSORS}", self.place.write(aside, f"{name}{_TENSORS}", *tensor_file_chunks(tensors))
 
     def commit(
         self, aside: str, step: int, files: dict[str, FileEntry], document: dict[str, Any], *, best: bool = False
     ) -> None:
-        """Seals what is in the folder and gives it its name; the oldest beyond `keep` go. Raises: OSError."""
+        """Write the manifest, rename the folder to its final name, and remove old checkpoints. Raises: OSError."""
         place, target = self.place, directory_name(step)
         content = json.dumps(document, sort_keys=True).encode()
         files = {**files, STATE_NAME: place.write(aside, STATE_NAME, content)}
@@ -187,12 +198,15 @@ class Store:
         self.send()
 
     def _check(self) -> None:
-        """Raises: FencedError, OSError where others write here now. Last before anything is moved or removed."""
+        """Check that no other process writes here. Call just before moving or removing.
+
+        Raises: FencedError, OSError.
+        """
         self._fence.check()
         self.place.check()
 
     def _name(self, aside: str, target: str) -> None:
-        """Gives a folder its name; one that has it, as of the same step before a rollback, steps aside first."""
+        """Rename a folder to its final name. An existing folder of that name, from before a rollback, is replaced."""
         place, old = self.place, f".old-{target}-{uuid.uuid4().hex[:12]}"
         self._check()
         if target in place.names():
@@ -209,7 +223,7 @@ class Store:
             place.sync()
 
     def keep_best(self, step: int) -> None:
-        """Makes the checkpoint of a step the best, which stays until there is a better one. Raises: OSError."""
+        """Store a copy of a step's checkpoint as the best, replacing the previous best. Raises: OSError."""
         aside = f".tmp-{BEST_NAME}-{uuid.uuid4().hex[:12]}"
         try:
             self.place.copy(directory_name(step), aside)
@@ -219,7 +233,7 @@ class Store:
             raise
 
     def mend_best(self, step: int) -> None:
-        """Makes the checkpoint of a step the best where a killed writer had not come to that. Raises: OSError."""
+        """Store a step's checkpoint as the best if a killed writer did not get to it. Raises: OSError."""
         try:
             there = open_in(self.place, BEST_NAME).step == step
         except ManifestError:
@@ -228,14 +242,14 @@ class Store:
             self.keep_best(step)
 
     def open(self, step: int) -> SavedCheckpoint:
-        """The checkpoint of a step, of which each file is checked when it is read. Raises: as `read`."""
+        """Open the checkpoint of a step; each file is verified when it is read. Raises: ManifestError; OSError."""
         found = open_in(self.place, directory_name(step))
         if found.step != step:
             raise ManifestError(f"it is the checkpoint of step {found.step}")
         return found
 
     def read(self, step: int) -> SavedCheckpoint:
-        """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it; OSError."""
+        """Return the fully verified checkpoint of a step. Raises: ManifestError that states the damage; OSError."""
         found = self.open(step)
         held = {name: found.read(name).keys() for name in found.names}
         try:
@@ -248,11 +262,11 @@ class Store:
         return replace(found, checked=True)
 
     def newest_good(self) -> tuple[SavedCheckpoint | None, list[str]]:
-        """The newest checkpoint that passes, and a line about each that did not; the latter are renamed to `.bad`.
+        """Return the newest valid checkpoint, and a message for each damaged one, which is renamed to `.bad`.
 
-        None where there never was a checkpoint. Raises: IntegrityError where there were some and none passes, or the
-        newest is of another format; OSError where one cannot be read now (permission, a network disk away), which
-        proves nothing against it.
+        The checkpoint is None if the run never had one.
+        Raises: IntegrityError if no checkpoint is valid or the newest has another format; OSError if a checkpoint
+        cannot be read now (permission, network disk), which does not prove damage.
         """
         found = self.steps()
         complaints: list[str] = []
@@ -282,33 +296,33 @@ class Store:
         return None, complaints
 
     def forget_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps."""
+        """Remove the checkpoints of later steps."""
         for later in [s for s in self.steps() if s > step]:
             self._check()
             self.place.remove(directory_name(later))
 
     def damaged(self) -> list[str]:
-        """Names of damaged checkpoints' folders."""
+        """Return the names of damaged checkpoints' folders."""
         return sorted(name for name in self.place.names() if name.startswith("step-") and ".bad" in name)
 
     def hold(self, until: contextlib.ExitStack) -> None:
-        """Takes the folder for this process alone until that closes, and cleans it. Raises: as `claim`."""
+        """Lock the folder for this process until `until` closes, and clean it. Raises: as `claim`."""
         until.enter_context(claim(self.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
         self.clean()
 
     def take_over(self) -> None:
-        """Makes this run the one that writes to an address. On disk a lock says so. Raises: OSError."""
+        """Make this run the only writer at an address. On disk, a lock does this. Raises: OSError."""
         if self._remote is not None:
-            self._fence.check()  # a process that stood still is not to take it from its followers
+            self._fence.check()  # a process that was paused must not take the place from its successors
             self._remote.take_over(self.folder.parent)
 
     def send(self) -> None:
-        """Sends the run's own files, where it is one at an address. Raises: OSError."""
+        """Upload the run's own files if the run is at an address. Raises: OSError."""
         if self._remote is not None:
             self._remote.send(self.folder.parent)
 
     def clean(self) -> None:
-        """Removes what a killed writer left half done, and puts back what it had moved aside last."""
+        """Remove incomplete folders of a killed writer, and restore folders that it had renamed."""
         self._check()
         for name in (n for n in self.place.names() if n.startswith((".old-step-", f".old-{BEST_NAME}-"))):
             before = name.removeprefix(".old-").rpartition("-")[0]
@@ -329,7 +343,7 @@ class Store:
 
 
 def name_of(store: Store, step: Step, run: str) -> str:
-    """Name of the folder of a step's checkpoint, of the run of that path or address. Raises: RunDirectoryError."""
+    """Return the folder name of a step's checkpoint. `run`: path or address for messages. Raises: RunDirectoryError."""
     steps, given = store.steps(), f"{run} with step {step}"
     if isinstance(step, str) and step not in ("last", "best"):
         raise RunDirectoryError(given=given, conflict="no such step", remedy='write "last", "best" or a number')

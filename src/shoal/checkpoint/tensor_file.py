@@ -1,4 +1,4 @@
-"""Tensor files: safetensors, written without a copy of what is in them."""
+"""Tensor files in the safetensors format, written without a copy of the tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.checkpoint.state import raw
 
-# What the format calls the dtypes.
+# Dtype names of the safetensors format.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,10 +35,10 @@ _ALIGNMENT = 8
 
 
 def tensor_file_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in order: its header, then each tensor's own memory. Raises: KeyError for other dtypes.
+    """Yield the bytes of a file: the header, then each tensor's own memory. Raises: KeyError for other dtypes.
 
-    The library's `save` makes the whole file in memory first; at the end of a run that fills its memory there is no
-    room for that, and a failed allocation of the library's ends the process or leaves it standing.
+    The library's `save` first builds the whole file in memory. If a run has used up its memory, that allocation fails
+    and ends or hangs the process.
     """
     order, header = tensor_file_head({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     yield header
@@ -49,8 +49,8 @@ def tensor_file_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memory
 def tensor_file_head(
     described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[list[str], bytes]:
-    """The names in the order of their data, and the header of a file with tensors of such dtypes and shapes."""
-    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))  # each at a multiple of its size
+    """Return the names in the order of their data, and the header of a file with these dtypes and shapes."""
+    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))  # aligned to item size
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:

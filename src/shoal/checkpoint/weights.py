@@ -1,4 +1,4 @@
-"""Weights of a checkpoint of any layout, or of another program's file: whole tensors, or a model filled with them."""
+"""Weights of a checkpoint of any layout or of another program's file, as whole tensors or loaded into a model."""
 
 from __future__ import annotations
 
@@ -31,54 +31,54 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class CheckpointWeights(StoredWeights):
-    """Whole tensors of a checkpoint under the keys of the model's state dict; one is read when it is asked for.
+    """Whole tensors of a checkpoint under the keys of the model's state dict, each read on access.
 
-    They are on the CPU, in the dtype that the training kept them in. Each file is checked once, when it is first read.
-    `ema`: averaged by the callback EMA, of what that averages.
+    The tensors are on the CPU in the dtype of the training. Each file is verified when it is first read.
+    `ema`: use the averages of the callback EMA, for the tensors that it averages.
     """
 
     def __init__(self, saved: SavedCheckpoint, *, ema: bool = False) -> None:
-        """Raises: RunDirectoryError where averaged weights are asked for and the run has none."""
+        """Open the weights. Raises: RunDirectoryError if `ema` is set and the run has no averages."""
         self._saved, self.origin = saved, f"a checkpoint of step {saved.step}{', averaged' if ema else ''}"
         tensors: dict[str, dict[str, Any]] = saved.document["tensors"]
         self._entries: dict[str, dict[str, Any]] = {**tensors["model"], **tensors.get(EVALUATED, {})}
         if ema:
             self._entries |= averages(saved)
-        # A checkpoint without keys is of an earlier version: each tensor has the first of its names.
+        # Checkpoints of earlier versions have no keys: each tensor has the first of its names.
         self._names: dict[str, str] = saved.document.get("keys") or {name: name for name in self._entries}
         self._files: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
-        """The step that the checkpoint was taken after."""
+        """Number of steps before the checkpoint."""
         return self._saved.step
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """The training state besides tensors, as JSON."""
+        """The training state other than tensors, as JSON."""
         return self._saved.document
 
     @property
     def names(self) -> Mapping[str, str]:
-        """By key the name of the tensor: tied keys have one name."""
+        """Tensor name by key. Keys of tied tensors have the same name."""
         return self._names
 
     @property
     def all_names(self) -> set[str]:
-        """The names of all tensors, of buffers that no state dict has too."""
+        """The names of all tensors, including buffers that are in no state dict."""
         return set(self._entries)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor, which is not read."""
+        """Return the shape of a tensor without reading the tensor."""
         return tuple(self._entry(key)["shape"])
 
     def dtype(self, key: str) -> torch.dtype:
-        """Dtype of a tensor, which is not read."""
+        """Return the dtype of a tensor without reading the tensor."""
         found: torch.dtype = getattr(torch, self._entry(key)["dtype"])
         return found
 
     def __getitem__(self, key: str) -> Tensor:
-        """The tensor, whole. Raises: KeyError; IntegrityError where a file that has some of it is damaged."""
+        """Return the whole tensor. Raises: KeyError; IntegrityError if a file with a part of the tensor is damaged."""
         entry = self._entry(key)
         try:
             return self._read(self._names.get(key, key), entry)
@@ -137,15 +137,21 @@ def load(
     rename: Mapping[str, str] | None = None,
     ema: bool = False,
 ) -> nn.Module | StoredWeights:
-    """Weights in the model `into`, which is returned, or as a mapping of whole tensors that are read lazily.
+    """Load weights into a model, or return them as a mapping of whole tensors that are read lazily.
 
-    `source`: a run directory or its address, a directory of checkpoints, one checkpoint, a safetensors file, a file of
-    torch.save, or a folder as Hugging Face lays it out. `step`: of a run the last checkpoint, the best by the metric
-    that the job watches, or the one after step N. `rename`: old prefix -> new prefix of names. Values take the model's
-    dtypes and devices. With `strict` false, tensors that only one side has stay as they are. `ema`: the averaged
-    weights of a run with the callback EMA. Needs no process group, GPU or job.
-    Raises: RunDirectoryError where there are no such weights; IntegrityError where they are damaged, or are no data;
-    JobMismatchError with names and shapes where they are of another model. The model is then as it was.
+    No process group, GPU or job is needed.
+
+    Args:
+        source: a run directory or its address, a directory of checkpoints, one checkpoint, a safetensors file, a file
+            of torch.save, or a folder in the Hugging Face layout.
+        into: model to fill, which is returned. Values take the model's dtypes and devices.
+        step: checkpoint of a run: "last" (default), "best" by the metric that the job watches, or a number of steps.
+        strict: if False, tensors that only the source or only the model has are ignored.
+        rename: old prefix -> new prefix of names.
+        ema: load the averaged weights of a run with the callback EMA.
+
+    Raises: RunDirectoryError if the weights do not exist; IntegrityError if they are damaged or not plain data;
+    JobMismatchError if names or shapes differ. The model is unchanged then.
     """
     text = os.fspath(source)
     weights = _weights_at(text, step, ema) if is_address(text) else weights_of(Path(text), step, ema=ema)
@@ -159,7 +165,7 @@ def load(
         if one.tensor.is_meta or hasattr(one.tensor, "to_local")
     ]
     matches.refuse(weights, rules, _remedy)
-    values = [value_of(weights, keys) for _, keys in matches.pairs]  # all, before the first changes the model
+    values = [value_of(weights, keys) for _, keys in matches.pairs]  # read all values before the model changes
     with torch.no_grad():
         for one, _ in matches.pairs:
             one.tensor.copy_(values.pop(0))
@@ -167,7 +173,7 @@ def load(
 
 
 def _weights_at(source: str, step: Step, ema: bool) -> StoredWeights:
-    """Weights of the run at an address, of which a copy is here for as long as they are."""
+    """Load the weights of a run at an address from a temporary copy, which is deleted with the weights."""
     folder = tempfile.mkdtemp(prefix="shoal-run-")
     try:
         fetch_with_checkpoint(source, Path(folder), step)
@@ -186,9 +192,9 @@ def _remedy(kinds: Collection[str]) -> str:
 
 
 def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredWeights:
-    """The weights of a run or a checkpoint, averaged where `ema` says so; or in a file or folder of another program.
+    """Return the weights of a run, a checkpoint, or a file or folder of another program. `ema`: averaged weights.
 
-    Raises: RunDirectoryError where there are none; IntegrityError where they are damaged.
+    Raises: RunDirectoryError if there are none; IntegrityError if they are damaged.
     """
     if not (path.is_file() or _is_other(path)):
         return CheckpointWeights(find(path, step), ema=ema)
@@ -202,7 +208,7 @@ def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredW
 
 
 def averages(saved: SavedCheckpoint) -> dict[str, dict[str, Any]]:
-    """Entries of the averaged weights of a checkpoint. Raises: RunDirectoryError where it has none."""
+    """Return the entries of a checkpoint's averaged weights. Raises: RunDirectoryError if there are none."""
     found: dict[str, dict[str, Any]] | None = saved.document["tensors"].get(AVERAGES)
     if found is None:
         raise _no_average(saved.folder)
@@ -218,15 +224,15 @@ def _no_average(path: Path) -> RunDirectoryError:
 
 
 def _is_other(folder: Path) -> bool:
-    """Whether another program wrote a folder: a checkpoint that has lost its manifest is none."""
+    """Check whether another program wrote a folder. A checkpoint without a manifest does not count."""
     own = any((folder / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
     return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME))
 
 
 def find(path: Path, step: Step = "last") -> SavedCheckpoint:
-    """The checkpoint of a step in a run directory or a directory of checkpoints, or the checkpoint that `path` is.
+    """Open the checkpoint of a step in a run directory or folder of checkpoints, or the checkpoint at `path`.
 
-    Raises: RunDirectoryError where there is none; IntegrityError where it is damaged; nothing is renamed.
+    Nothing is renamed. Raises: RunDirectoryError if there is none; IntegrityError if it is damaged.
     """
     folder = path if (path / MANIFEST_NAME).is_file() else _folder_of(path, step)
     try:
@@ -248,7 +254,7 @@ def _folder_of(path: Path, step: Step) -> Path:
 
 
 def damaged(folder: Path, error: Exception) -> IntegrityError:
-    """The error for a checkpoint that is not what was written."""
+    """Create the error for a damaged checkpoint."""
     others = [s for s in Store(folder.parent).steps() if folder.name != Store(folder.parent).path(s).name]
     other = f"step {others[-1]} has another" if others else "restore it from a copy"
     return IntegrityError(given=f"the checkpoint {folder}", conflict=f"it is damaged: {error}", remedy=other)

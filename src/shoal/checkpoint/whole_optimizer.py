@@ -1,4 +1,4 @@
-"""Optimizer as a whole: itself, the optimizers that it holds, their groups, and attributes that its steps change."""
+"""State of a whole optimizer: inner optimizers, their groups, and attributes that steps change."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from shoal.distributed.process_setup import is_torchs
 from shoal.errors import UserCodeError
 from shoal.numerics.python_state import copy_of_count
 
-# A leaf of a document that stands for a tensor, from its path; and the tensor of such a leaf.
+# Leaf: makes the JSON value that stands for a tensor at a path. Read: returns the tensor of such a value.
 Leaf = Callable[[str, Tensor], dict[str, Any]]
 Read = Callable[[dict[str, Any], torch.device | None], Tensor]
 
-# A checkpoint's group of the parameters as they are evaluated, where an optimizer trains with others.
+# Checkpoint group of the parameters' evaluation values, if an optimizer trains with other values.
 EVALUATED = "evaluated"
-# The beginning of the paths of tensors that belong to no parameter.
+# Path prefix of tensors that belong to no parameter.
 ATTRIBUTES = "attributes"
 _BASELINE = "_shoal_baseline"
-# Attributes of torch's base class; a scheduler marks the optimizer with the last.
+# Attributes of torch's base class and of its schedulers, and the baseline of `begin`.
 _TORCHS = (
     "state",
     "param_groups",
@@ -55,13 +55,13 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "frozenset": frozenset,
 }
 _ITERATORS: tuple[Any, ...] = (GeneratorType, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
-# Objects of these modules belong to the process: a logger leads to all loggers and their files.
+# Objects of these modules belong to the process: a logger refers to all loggers and their files.
 _OF_PROCESS = ("logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "io")
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
 
 
 def parts(optimizer: Any) -> dict[str, Any]:
-    """The optimizer under "", and each optimizer that it holds under its place, as "parts[0]"; each once."""
+    """Return the optimizer under "", and each inner optimizer under its path, such as "parts[0]"."""
     found: dict[str, Any] = {"": optimizer}
     if not is_torchs(optimizer):
         _find(optimizer, "", found, {id(optimizer)})
@@ -88,7 +88,7 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are its own."""
+    """Return the object's own attributes that may be state."""
     module = type(value).__module__.partition(".")[0]
     if module in _OF_PROCESS:
         return {}
@@ -101,7 +101,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The parameter groups of the optimizer and of those that it holds, each once."""
+    """Return the distinct parameter groups of the optimizer and its inner optimizers."""
     if is_torchs(optimizer):
         return list(optimizer.param_groups)
     every = [group for part in parts(optimizer).values() for group in part.param_groups]
@@ -109,24 +109,24 @@ def groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
-    """The groups that have a learning rate, of optimizers as in `parts`."""
+    """Return the distinct groups with a learning rate, of optimizers as in `parts`."""
     every = {id(group): group for part in held for group in part.param_groups}
     return [group for group in every.values() if "lr" in group]
 
 
 def states(optimizer: Any) -> Iterator[dict[str, Any]]:
-    """The state of each parameter, in the optimizer and in those that it holds."""
+    """Yield the state of each parameter, in the optimizer and its inner optimizers."""
     for part in parts(optimizer).values():
         yield from part.state.values()
 
 
 # ----------------------------------------------------------------------------------------------------------- attributes
 def begin(optimizer: Any) -> None:
-    """Notes the attributes of an optimizer before its first step: those that differ later are part of its state.
+    """Record an optimizer's attributes before the first step. Attributes that differ later belong to its state.
 
-    Others are not: a rank number that an optimizer keeps is not to come from a checkpoint of another layout. The note
-    is an attribute of the optimizer, since all who ask for its state have the optimizer alone.
-    Raises: UserCodeError for an iterator among the attributes, whose place no checkpoint can keep.
+    Unchanged attributes are not stored: a rank number, for example, must not come from a checkpoint of another layout.
+    The record is an attribute of the optimizer, since callers that need the state have only the optimizer.
+    Raises: UserCodeError for an iterator among the attributes, since its position cannot be stored.
     """
     if is_torchs(optimizer):
         return
@@ -141,17 +141,18 @@ def begin(optimizer: Any) -> None:
 
 
 def containers(optimizer: Any) -> set[int]:
-    """Identities of what has the states and groups of the optimizer and of those that it holds."""
-    own = ("state", "param_groups")  # not where these are properties, which may make a new object each time
+    """Return the ids of the containers of states and groups, in the optimizer and its inner optimizers."""
+    own = ("state", "param_groups")  # properties are excluded: they may return new objects
     held = [vars(part) for part in parts(optimizer).values()]
     return {id(attributes[name]) for attributes in held for name in own if name in attributes}
 
 
 def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, aside: set[int]) -> dict[str, Any]:
-    """JSON value of each attribute of `part` that its steps have changed, or that has tensors.
+    """Return the JSON value of each attribute of `part` that steps have changed or that has tensors.
 
-    `names` of the model's tensors, by identity; `aside`: as `containers`, which attributes may refer to.
-    Raises: UserCodeError for an object that only a step has made.
+    `names`: names of the model's tensors by id.
+    `aside`: ids from `containers`, which attributes may refer to.
+    Raises: UserCodeError for an object that exists only after a step.
     """
     baseline: dict[str, str] = getattr(part, _BASELINE, {})
     found: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
 def restore_attributes(
     part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read, aside: set[int]
 ) -> None:
-    """Sets attributes from `attributes`; those that it has not get the values of before the first step."""
+    """Set attributes from `attributes`. Attributes that are not in `saved` get their values before the first step."""
     baseline = getattr(part, _BASELINE, None)
     if baseline is None:
         return
@@ -192,23 +193,24 @@ def restore_attributes(
 
 
 class _Encoder:
-    """Conversion of an attribute to a JSON value: numbers, texts, tensors and generators, in containers and objects.
+    """Conversion of an attribute to JSON: numbers, strings, tensors and generators in containers and objects.
 
-    `has_objects`: the value has some that `restored` cannot make, and that the live attribute must have.
+    `has_objects`: whether the value has objects that `restored` cannot create, so that the live attribute must have
+        them.
     """
 
     def __init__(self, names: Mapping[int, str], aside: set[int], leaf: Leaf | None = None) -> None:
         self._names, self._leaf = names, leaf
         self._seen = set(aside)
         self.has_state = self.has_tensors = self.has_objects = self.has_others = False
-        self._iterator = ""  # the type of one that has values left
+        self._iterator = ""  # type of an iterator with values left
 
     def plain(self, value: Any) -> str:
-        """The JSON text without tensors, to compare."""
+        """Return the JSON text without tensors, for comparison."""
         return json.dumps(self.encode(value, ""))
 
     def refuse_iterator(self, name: str, part: Any) -> None:
-        """Raises: UserCodeError where the attribute `name` of `part` has an iterator with values left."""
+        """Raise UserCodeError if the attribute `name` of `part` contains an iterator with values left."""
         if self._iterator:
             raise UserCodeError(
                 given=f"the attribute {name} of optimizer {type(part).__name__}, with a {self._iterator}",
@@ -235,7 +237,7 @@ class _Encoder:
         if isinstance(value, np.ndarray):
             try:
                 return {_ARRAY: self._tensor(torch.from_numpy(value.copy()), path)}
-            except TypeError:  # of texts or objects
+            except TypeError:  # an array of strings or objects
                 return self._same()
         if isinstance(value, torch.Generator):
             return {_GENERATOR: self._tensor(value.get_state(), path)}
@@ -279,14 +281,14 @@ class _Encoder:
 
 
 def _bits(value: Any) -> Any:
-    """The bit generator of one of NumPy's generators."""
+    """Return the bit generator of a NumPy generator."""
     return value._bit_generator if isinstance(value, np.random.RandomState) else value.bit_generator
 
 
 def restored(  # noqa: C901 - a case for each kind of value
     saved: Any, live: Any, parameters: Mapping[str, Tensor], read: Read
 ) -> Any:
-    """The value of a document from `_Encoder`; what of `live` is not part of a state stays."""
+    """Return the value of a document from `_Encoder`. Parts of `live` that are not state stay unchanged."""
 
     def again(document: Any, own: Any) -> Any:
         return restored(document, own, parameters, read)
@@ -340,7 +342,7 @@ def restored(  # noqa: C901 - a case for each kind of value
             return type(live)(*found) if hasattr(live, "_fields") else _KINDS[kind](found)
         case {"$object": own}:
             for name, document in own.items():
-                object.__setattr__(live, name, again(document, getattr(live, name, None)))  # it may be frozen
+                object.__setattr__(live, name, again(document, getattr(live, name, None)))  # the object may be frozen
             return live
         case dict():
             tensor = read(saved, live.device if isinstance(live, Tensor) else None)
@@ -354,7 +356,7 @@ def restored(  # noqa: C901 - a case for each kind of value
 
 # --------------------------------------------------------------------------------------------------- train() and eval()
 def with_modes(optimizer: Any) -> list[Any]:
-    """The outermost of the optimizer and those that it holds which have `train` and `eval`, as schedule-free ones."""
+    """Return the outermost optimizers that have `train` and `eval`, such as schedule-free ones."""
     found: dict[str, Any] = {}
     for where, part in parts(optimizer).items():
         known = any(not outer or where.startswith((f"{outer}.", f"{outer}[")) for outer in found)
@@ -364,7 +366,7 @@ def with_modes(optimizer: Any) -> list[Any]:
 
 
 def to_train(optimizer: Any) -> None:
-    """Calls `train` of optimizers that have it, which must come before a step. Raises: UserCodeError."""
+    """Call `train` of optimizers that have it, which is required before a step. Raises: UserCodeError."""
     for part in with_modes(optimizer):
         _call(part, "train")
 
@@ -378,10 +380,11 @@ def _call(part: Any, mode: str) -> None:
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: Any) -> Iterator[list[Tensor]]:
-    """A context in which parameters have the values that the optimizer's `eval` gives; these parameters, or none.
+    """Switch parameters to the values of the optimizer's `eval` within a context. Yield the affected parameters.
 
-    What `eval` and `train` do is rounded: afterwards parameters, states, groups and attributes are those of before, bit
-    for bit. Memory: once more the parameters and the states. Raises: UserCodeError.
+    `eval` and `train` round values. Afterwards, parameters, states, groups and attributes are restored bit for bit from
+    copies, which need memory for all parameters and states.
+    Raises: UserCodeError.
     """
     modes = with_modes(optimizer)
     if not modes:
@@ -413,9 +416,9 @@ def _plain_attributes(part: Any) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ a state_dict's extras
 def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: Iterable[Tensor]) -> dict[str, Any]:
-    """Further entries of an optimizer's own `state_dict`, as JSON: those in no attribute, group or parameter's state.
+    """Return entries of an optimizer's own `state_dict` that no attribute, group or parameter state has, as JSON.
 
-    `known`: tensors that the document has already.
+    `known`: tensors that the document already has.
     """
     if not _own_state_dict(part):
         return {}
@@ -431,7 +434,7 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
 
 
 def load_extras(part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read) -> None:
-    """Gives `extras` to the optimizer's own `load_state_dict`. Raises: UserCodeError where it raised."""
+    """Pass `extras` to the optimizer's own `load_state_dict`. Raises: UserCodeError if that raises."""
     if saved and _own_state_dict(part):
         values = {key: restored(document, None, parameters, read) for key, document in saved.items()}
         try:
@@ -456,7 +459,7 @@ def _state_dict(part: Any) -> Mapping[Any, Any]:
 
 
 def _has(value: Any, places: set[Any]) -> bool:
-    """Whether a value has a tensor of these places, or is the state dict of an optimizer."""
+    """Check whether a value contains a tensor at these places, or an optimizer's state dict."""
     if isinstance(value, Tensor):
         return _place(value) in places
     if isinstance(value, Mapping):
@@ -465,5 +468,5 @@ def _has(value: Any, places: set[Any]) -> bool:
 
 
 def _place(tensor: Tensor) -> Any:
-    own: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no memory itself
+    own: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory itself
     return own.untyped_storage().data_ptr(), own.storage_offset(), tuple(own.shape)

@@ -1,4 +1,4 @@
-"""Writer of checkpoints: a thread beside the training, and how long to leave between two."""
+"""Writer of checkpoints: a background thread, and the interval between two checkpoints."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from shoal.checkpoint.store import Snapshot, Store
 
-# By default a checkpoint may take about 1 % of the time between two, within these limits.
+# By default, writing takes about 1 % of the time between two checkpoints, within these limits of the interval.
 _SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
-# Where ranks are lost often, more of the time.
+# If ranks are lost often, writing may take more of the time.
 _MOST_SHARE, _SOONEST_WITH_LOSSES_SECONDS = 0.1, 0.5
-# A write before that is not done after so long is left alone, and the training goes on without another.
+# How long to wait for the previous write before training continues without a new checkpoint.
 _PATIENCE_SECONDS = 5.0
 
 
 class SnapshotMemory:
-    """Memory on the host that snapshots are copied into, kept from one to the next: fresh pages cost five times that.
+    """Host memory that snapshots are copied into. It is reused, since fresh pages cost five times as much.
 
-    On a host with a GPU it is pinned, so that the device copies into it directly.
+    On a host with a GPU the memory is pinned, so that the device copies into it directly.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Tensor] = {}
 
     def copied(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of tensors, contiguous and on the CPU, which stay until the group is copied again."""
+        """Return contiguous CPU copies of tensors, valid until the group is copied again."""
         return {name: self._copy((group, name), tensor) for name, tensor in tensors.items()}
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class SnapshotMemory:
 
 
 def interval_seconds(cost_seconds: float, mtbf_seconds: float | None) -> float:
-    """The time to leave between two checkpoints, from what one costs and the mean time between losses, where known.
+    """Return the interval between checkpoints from the cost of one and the mean time between failures, if known.
 
     Source: Young, A First Order Approximation to the Optimum Checkpoint Interval (CACM, 1974): sqrt(2 * cost * MTBF).
     """
@@ -57,9 +57,9 @@ def interval_seconds(cost_seconds: float, mtbf_seconds: float | None) -> float:
 
 
 class CheckpointWriter:
-    """Writer thread of a store. A disk that refuses, or hangs, is a warning, not the end of the training.
+    """Writer thread of a store. A disk that fails or hangs causes a warning and does not end the training.
 
-    `told` takes the reason why a checkpoint is not there.
+    `told`: function called with the reason when a checkpoint could not be written.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class CheckpointWriter:
         self._given_up: Future[float] | None = None
         self._cost_seconds = 0.0
         self._last = time.monotonic()
-        self.cpu_seconds: list[float] = []  # of this thread, for each checkpoint
+        self.cpu_seconds: list[float] = []  # CPU seconds of the writer thread for each checkpoint
         self.failure: OSError | None = None
         self.told: Callable[[str], None] = lambda reason: None
 
     def due(self) -> bool:
-        """Whether enough time has passed since the last one for the next to cost little, and that one is done."""
+        """Check whether the last write is done and long enough ago for a new checkpoint."""
         if self._pending is not None and not self._pending.done():
             return False
         return time.monotonic() - self._last >= interval_seconds(self._cost_seconds, self.mtbf_seconds)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Starts writing; waits first for the one before."""
+        """Wait for the previous write, then start writing a snapshot."""
         self.wait()
         self._pending = self._thread.submit(self._timed_write, snapshot)
         self._last = time.monotonic()
@@ -94,7 +94,7 @@ class CheckpointWriter:
         return time.monotonic() - began
 
     def is_free(self) -> bool:
-        """Whether the last one is done; waits a while for it, but not again for one that was waited for in vain."""
+        """Check whether the last write is done. Wait a few seconds for it, but only once for each write."""
         pending = self._pending
         if pending is None:
             return True
@@ -109,7 +109,7 @@ class CheckpointWriter:
         return True
 
     def wait(self) -> None:
-        """Waits until nothing is on its way; warns where it failed, and keeps the reason in `failure`."""
+        """Wait until no write is pending. A failed write causes a warning and sets `failure`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -121,14 +121,14 @@ class CheckpointWriter:
             self._warn(error)
 
     def wrote(self, failure: str | None, seconds: float) -> None:
-        """Notes what came of a checkpoint that the ranks wrote together."""
+        """Record the outcome of a checkpoint that all ranks wrote together."""
         self._last, self._cost_seconds = time.monotonic(), seconds
         self.failure = None if failure is None else OSError(failure)
         if failure is not None:
             self._warn(failure)
 
     def close(self) -> None:
-        """Waits and ends the thread."""
+        """Wait for the current write and end the thread."""
         self.wait()
         self._thread.shutdown()
 

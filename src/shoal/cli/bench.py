@@ -1,4 +1,4 @@
-"""The `shoal bench` command: starts measuring processes, as `shoal run` starts its own, and writes the result."""
+"""The `shoal bench` command: starts measuring processes and writes the result."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, d
 from shoal.planner.measure.processes import found_by
 from shoal.runs.directory import write_file
 
-_SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, all counts of ranks together
-_FEWEST_SECONDS = 3.0  # of computing with one count of ranks
-# Of the cores: what others may use before they are mentioned, and before threads that wait for each other mean nothing.
+_SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, for all numbers of ranks together
+_FEWEST_SECONDS = 3.0  # minimum of computing for each number of ranks
+# Shares of the cores used by others above which a note is printed, and above which measurements of threads are dropped.
 _BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
 
 
 def bench(options: BenchOptions) -> int:
-    """Measures this machine, prints and writes the result; as a rank, measures and hands over.
+    """Measure this machine, print and write the result. In a rank, measure and pass the values on.
 
-    Raises: CommandError, or what went wrong on a rank.
+    Raises: CommandError, or the error of a rank.
     """
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
@@ -69,7 +69,7 @@ def bench(options: BenchOptions) -> int:
     return 0
 
 
-# What a person may give that one of both measurements does not read, and why.
+# For each measurement, an option that it does not read, and the reason.
 _UNREAD = {
     "machine": ("sizes", "the sizes that a machine is measured with are those that shoal plan reads"),
     "collectives": ("quick", "collectives take as long as their sizes do: --sizes 64K,1M is quick"),
@@ -77,7 +77,7 @@ _UNREAD = {
 
 
 def _refuse_unread(options: BenchOptions) -> None:
-    """Raises: CommandError for an option of the other measurement."""
+    """Reject an option of the other measurement. Raises: CommandError."""
     name, why = _UNREAD[options.what]
     if getattr(options, name):
         other = next(what for what in _UNREAD if what != options.what)
@@ -113,28 +113,28 @@ def _ranks(text: str | None, num_gpus: int) -> int:
 
 
 def counts(ranks: int) -> list[int]:
-    """The numbers of processes to measure: one, its doubles, and the most."""
+    """Return the numbers of processes to measure: the powers of 2 below `ranks`, and `ranks`."""
     return sorted({1, ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power < ranks)})
 
 
 class Busy:
-    """Load of other programs on the cores, between the construction and the notes."""
+    """Load by other programs on the cores since construction."""
 
     def __init__(self) -> None:
         self._busy, self._own, self._began = busy_seconds(), _own_seconds(), time.monotonic()
 
     def share(self) -> float:
-        """The share of the cores that others used."""
+        """Return the share of the cores that other programs used."""
         lasted = max(1e-3, time.monotonic() - self._began)
         others = busy_seconds() - self._busy - (_own_seconds() - self._own)
         return max(0.0, others / lasted / cores())
 
 
 def undisturbed(found: Cluster, others: float) -> Cluster:
-    """The cluster with a note where others were at work, and without what they made useless.
+    """Return the cluster with a note if other programs were active, and with estimates for useless values.
 
-    Threads that wait for each other wait for whoever has the cores: a product of 0.1 ms took 70 on two busy cores. One
-    thread's own time is right all the same, so that many threads are then taken for so many of it.
+    Threads that wait for each other also wait for busy cores: a product of 0.1 ms took 70 ms on two busy cores. A
+    single thread's time remains valid, so n threads are estimated as n times one thread.
     """
     if others < _BUSY_SHARE:
         return found
@@ -154,7 +154,7 @@ def undisturbed(found: Cluster, others: float) -> Cluster:
 
 
 def busy_seconds() -> float:
-    """Seconds that all cores have worked since the system started; 0 where it does not say."""
+    """Return the seconds that all cores have worked since the system started, or 0 if unknown."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)[1:9]
     except OSError:
@@ -169,7 +169,7 @@ def _own_seconds() -> float:
 
 
 def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
-    """One for each count of processes that share the cores; else of one GPU by itself, and of exchanges between all."""
+    """Measure each number of processes that share the cores. With GPUs, measure one GPU alone and all together."""
     wanted = sorted({1, ranks}) if on_gpus else counts(ranks)
     seconds = _QUICK_SECONDS if quick else _SECONDS
     if not on_gpus:
@@ -184,14 +184,14 @@ def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
 
 
 def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:
-    """The cluster that measurements with growing counts of processes show; storage from the first."""
+    """Build the cluster from measurements with growing numbers of processes. Storage comes from the first."""
     when = time.strftime("%Y-%m-%d")
     first, last = measured[0], measured[-1]
     torch = first.facts.get("torch")
     model = found_gpus[0] if found_gpus else processor()
     source = f"measured by shoal bench on {when}, torch {torch}, {model}"
     alternatives: dict[int, Device] = {}
-    if found_gpus:  # with the catalogue's peaks, tile and price where it knows the model
+    if found_gpus:  # with peaks, tile and price from the catalogue if it has the model
         known = catalogued(kind) if (kind := kind_of(model)) else None
         facts = first.facts
         device = device_of(first, str(facts["model"]), int(facts["memory_bytes"]), source, known=known)
@@ -215,9 +215,9 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
 
 
 def divided(found: Cluster, quick: bool) -> Cluster:
-    """The cluster with what the engine takes on axes that divide a model, measured with all of its processes.
+    """Return the cluster with the engine's costs on axes that divide a model, measured with all processes.
 
-    Each axis in processes of its own, since each loads modules of its own.
+    Each axis has its own processes, since each loads its own modules.
     """
     ranks, device = found.devices_per_host, found.device
     if device.kind == "gpu" or ranks == 1:
@@ -254,7 +254,7 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(found: Cluster) -> str:
-    """A few lines for the terminal."""
+    """Return a few lines for the terminal."""
     lines = []
     for ranks, device in sorted({**found.alternatives, found.devices_per_host: found.device}.items()):
         peaks = ", ".join(f"{dtype} {value / 1e9:,.0f}" for dtype, value in device.flops.items())

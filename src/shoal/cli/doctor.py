@@ -1,4 +1,4 @@
-"""The `shoal doctor` command: an examination of this machine, or of a run that is on disk."""
+"""The `shoal doctor` command: an examination of this machine, or of a run on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNS = {Severity.OK: "ok", Severity.NOTE: "note", Severity.WARNING: "SLOW", Se
 
 
 def doctor(options: DoctorOptions) -> ExitCode:
-    """Examines this machine, or a run. Raises: CommandError, LaunchError; as `shoal.cli.doctor_of_run`."""
+    """Examine this machine, or a run. Raises: CommandError, LaunchError; as `shoal.cli.doctor_of_run`."""
     if options.run is not None:
         if options.hosts:
             raise CommandError(
@@ -23,7 +23,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
                 conflict="ports between hosts are of machines, and a run is given",
                 remedy="leave one of them out",
             )
-        from shoal.cli.doctor_of_run import examine  # plans and their reader, which a machine's examination needs not
+        from shoal.cli.doctor_of_run import examine  # imports plans, which are not needed for a machine
 
         return examine(options)
     given = {"--job": options.job, "--try": options.try_out, "--steps": options.steps}
@@ -37,7 +37,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
     facts = host_facts(Path(options.folder))
     checks = judged(facts)
     if options.hosts:
-        from shoal.launch.launchers.ssh_ports import between  # of other hosts, which few ask for
+        from shoal.launch.launchers.ssh_ports import between  # imported late: rarely used
 
         checks = (*checks, *between(options.hosts))
     if options.json:
@@ -49,7 +49,7 @@ def doctor(options: DoctorOptions) -> ExitCode:
 
 
 def lines(host: str, checks: tuple[HealthCheck, ...]) -> list[str]:
-    """Checks as people read them, and a last line that says what they come to."""
+    """Format checks for people, with a summary as the last line."""
     width = max(len(check.subject) for check in checks)
     found = [host]
     for check in checks:

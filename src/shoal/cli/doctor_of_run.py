@@ -1,4 +1,4 @@
-"""The `shoal doctor RUN` command: time that a run lost, by cause, what would bring it back, and trials of that."""
+"""The `shoal doctor RUN` command: a run's lost time by cause, remedies, and trials of the remedies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _UNSTEADY = 1.5
 
 @dataclass(frozen=True)
 class RunDiagnosis:
-    """Diagnosis of a run: times, causes, and the plan that the planner would choose, or why it was not asked."""
+    """Diagnosis of a run: times, causes, and the planner's choice.
+
+    `unasked`: the reason if the planner could not be used.
+    """
 
     times: RunTimes
     causes: tuple[LostTime, ...]
@@ -47,14 +50,14 @@ class RunDiagnosis:
 
     @property
     def remedies(self) -> Iterator[Remedy]:
-        """All of them."""
+        """All remedies of the causes, and the planner's choice."""
         yield from (remedy for loss in self.causes for remedy in loss.remedies)
         if self.chosen is not None:
             yield self.chosen
 
 
 def examine(options: DoctorOptions) -> ExitCode:
-    """Diagnoses a run. Raises: RunDirectoryError where none is, or its records are few; CommandError; LaunchError."""
+    """Diagnose a run. Raises: RunDirectoryError if there is no run or too few records; CommandError; LaunchError."""
     with run_reader(str(options.run)) as reader:
         return _examine(options, reader)
 
@@ -81,7 +84,7 @@ def _examine(options: DoctorOptions, reader: RunReader) -> ExitCode:
 
 
 def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
-    """Times of a run, and its causes of lost time. Raises: RunDirectoryError where its records are few."""
+    """Return the times of a run and its causes of lost time. Raises: RunDirectoryError if there are too few records."""
     traced = _traced_steps(files.path)
     untraced = [record for record in files.records if record.step not in traced]
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
@@ -95,7 +98,7 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
 
 
 def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[LostTime, ...]) -> RunDiagnosis:
-    """The diagnosis with the planner's numbers. Loads the job, of which no step is run."""
+    """Return the diagnosis with the planner's predictions. This loads the job but runs no step."""
     from shoal.planner.answer.answer import question  # torch
     from shoal.planner.diagnose.planned import base_of, planned_run, with_planner
 
@@ -114,7 +117,7 @@ def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[Lost
 
 
 def _traced_steps(path: Path) -> set[int]:
-    """Steps that a profiler made slower."""
+    """Return the steps that a profiler slowed down."""
     found: set[int] = set()
     for file in path.glob("trace-*.json.gz"):
         with contextlib.suppress(CommandError):
@@ -131,7 +134,7 @@ def _named(reader: RunReader) -> str:
 
 
 def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
-    """What only a trace shows, where the run has one."""
+    """Return the causes that only a trace shows, if the run has a trace."""
     newest = max(files.path.glob("trace-*.json.gz"), key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
         return []
@@ -144,7 +147,10 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
 
 
 def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]:
-    """A plan file of each remedy that is one, by its name, in the run directory where that can be written."""
+    """Write a plan file for each remedy that changes the plan, if the run directory is writable.
+
+    Return paths by name.
+    """
     kept, written = RunDirectory(files.path).plan, dict[str, Path]()
     folder = files.output_folder / "doctor"
     if not kept.exists() or folder.is_symlink():
@@ -160,7 +166,7 @@ def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]
 
 
 def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, remedies: Sequence[Remedy]) -> list[TrialResult]:
-    """The first remedies, as they ran."""
+    """Try the first remedies and return the results."""
     remedies = remedies[:_BEST]
     if not remedies:
         return []
@@ -169,9 +175,9 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, remedies: S
 
 
 def best_remedies(found: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
-    """Of each cause the best remedy that a run of the same job can show, and the plan that the planner would choose.
+    """Return each cause's best remedy that can be tried, and the plan that the planner would choose.
 
-    That comes second, since it is no cause; each name once.
+    The planner's plan is second, since it belongs to no cause. Each name occurs once.
     """
     best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
     named = {remedy.name: remedy for remedy in (*best[:1], chosen, *best[1:]) if remedy is not None}
@@ -179,7 +185,7 @@ def best_remedies(found: Sequence[LostTime], chosen: Remedy | None = None) -> li
 
 
 def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
-    """A run's job as a trial runs it: with the run's plan, settings, options and threads."""
+    """Return a run's job for a trial, with the run's plan, settings, options and threads."""
     last = files.attempts[-1] if files.attempts else None
     arguments = _settings(files.job.get("given"))
     for option in ("evaluate_every", "checkpoint_every"):
@@ -192,7 +198,7 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
 
 
 def _settings(given: Any) -> list[str]:
-    """The settings that a run was given, as words of the command. Raises: CommandError where no word says one."""
+    """Return a run's settings as command-line words. Raises: CommandError if a setting cannot be written as a word."""
     words: list[str] = []
     for name, setting in given.items() if isinstance(given, dict) else ():
         is_setting = isinstance(setting, str) or (isinstance(setting, dict) and "value" in setting)
@@ -201,26 +207,26 @@ def _settings(given: Any) -> list[str]:
 
 
 def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:
-    """Steps of a trial: some periods of what comes now and then, also where a remedy makes it rarer."""
+    """Return the number of steps of a trial: a few periods of rare events, also if a remedy makes them rarer."""
     longest = max(times.evaluation.every or 0.0, times.checkpoint.every or 0.0)
     wanted = max(_PERIODS * longest, 2.0 * max(remedy.period for remedy in remedies))
     return min(_MOST_STEPS, max(_LEAST_STEPS, round(wanted) + 3))
 
 
 def _variables(times: RunTimes) -> dict[str, str | None]:
-    """The threads that the run had, also where this shell would give others."""
+    """Return the environment variables that give a trial the run's number of threads."""
     if times.threads is None or times.device != "cpu":
         return {}
     return {"OMP_NUM_THREADS": str(times.threads)}
 
 
 def _trial_folder(files: RunFiles) -> Path:
-    """Where trials write: on the disk that the run has, or that of this folder."""
+    """Return the folder for trials: on the run's disk, or the current folder for a run at an address."""
     return files.path.absolute().parent if files.address is None else Path.cwd()
 
 
 def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
-    """The diagnosis as people read it."""
+    """Format the diagnosis for people."""
     times, chosen = found.times, found.chosen
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
@@ -252,7 +258,7 @@ def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
 
 
 def _cost(remedy: Remedy, times: RunTimes) -> str:
-    """What it costs, where the number of devices changes: in dollars where the plan has a price of a device-hour."""
+    """Describe the change of cost if a remedy changes the number of devices, in dollars if the plan has a price."""
     if remedy.cost == 1.0:
         return ""
     price = times.section("prediction").get("price_per_hour")
@@ -264,7 +270,7 @@ def _cost(remedy: Remedy, times: RunTimes) -> str:
 
 
 def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
-    """What to write for a remedy."""
+    """Return the command that applies a remedy."""
     variables = [f"{name}={value}" for name, value in remedy.variables.items() if value is not None]
     plan = ["--plan", str(plans[remedy.name])] if remedy.name in plans else []
     return " ".join([*variables, "shoal run JOBFILE", *plan, *remedy.arguments])

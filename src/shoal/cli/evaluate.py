@@ -1,4 +1,4 @@
-"""The `shoal evaluate` command: a job's evaluation on the weights of a checkpoint, by any number of ranks."""
+"""The `shoal evaluate` command: a job's evaluation on a checkpoint's weights, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.runs.request import devices_here
 
 
 def evaluate(options: EvaluateOptions) -> ExitCode:
-    """Evaluates, as a rank or with ranks on this host that it starts. Raises: ShoalError."""
+    """Evaluate as a rank, or start ranks on this host that do. Raises: ShoalError."""
     request = handed_over(EvaluateRequest)
     with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as found:
         return _evaluated(found, options)
@@ -44,7 +44,7 @@ def _evaluated(request: EvaluateRequest, options: EvaluateOptions) -> ExitCode:
 
 
 def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:
-    """The request in options. Raises: JobFileError, SettingError."""
+    """Create the request from options. Raises: JobFileError, SettingError."""
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     address = options.run if is_address(options.run) else None
     return EvaluateRequest(job, Path(options.run), options.step, options.ema, address, options.json, result)

@@ -1,4 +1,4 @@
-"""The `shoal export` command: weights of a checkpoint in files that other programs read."""
+"""The `shoal export` command: writes a checkpoint's weights to files for other programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def export(options: ExportOptions) -> ExitCode:
-    """Exports a checkpoint's weights, and says where. Raises: ShoalError."""
+    """Export a checkpoint's weights and print the file names. Raises: ShoalError."""
     folder, found, step = exported(options)
     which = f"step {step}{', averaged' if options.ema else ''}"
     print(f"exported {options.run} {which}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
@@ -35,7 +35,7 @@ def export(options: ExportOptions) -> ExitCode:
 
 
 def exported(options: ExportOptions) -> tuple[Path, Exported, int]:
-    """Folder with a checkpoint's weights, its description, and the step. Raises: ShoalError."""
+    """Export a checkpoint's weights. Return the folder, a description of it, and the step. Raises: ShoalError."""
     form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
     step, folder = step_of(options.step), output_of(options.run, options.output, "export")
     with with_checkpoint(options.run, step) as path:
@@ -46,20 +46,20 @@ def exported(options: ExportOptions) -> tuple[Path, Exported, int]:
 
 
 def output_of(run: str, given: str | None, name: str) -> Path:
-    """Where a command writes: where it was told to, or in the run directory; of one at an address in this folder."""
+    """Return a command's output path: the given one, else `name` in the run directory or, for an address, here."""
     if given:
         return Path(given)
     return Path(name) if is_address(run) else Path(run) / name
 
 
 def run_of(path: Path) -> RunDirectory:
-    """The run that a path names, or that the checkpoints or the checkpoint of this path are in."""
+    """Return the run directory at a path, or the one that contains the checkpoint or checkpoints at this path."""
     places = (path, path.absolute().parent, path.absolute().parent.parent)
     return RunDirectory(next((place for place in places if RunDirectory(place).job.exists()), path))
 
 
 def step_of(text: str) -> int | Literal["last", "best"]:
-    """A step as the command line has it. Raises: CommandError."""
+    """Parse a step from the command line. Raises: CommandError."""
     if text in ("last", "best"):
         return "best" if text == "best" else "last"
     if text.isascii() and text.isdecimal():

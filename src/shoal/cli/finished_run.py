@@ -1,4 +1,4 @@
-"""A run that is on disk, as Python reads it: its result, its records and the trained model."""
+"""Access from Python to a run on disk: its result, its records and the trained model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ _SHOWN = ("status", "steps", "train_loss", "metrics", "wall_seconds", "world_siz
 
 
 class Run:
-    """A run directory: `out` is its path, `result` and `job` are its files; `model()` is the trained model.
+    """A run directory: its path, its files and the trained model.
 
-    Of one at an address `out` is that, as text, and each look at a file is one at what is there then.
-    `job`: the job that was trained, which `model()` builds: a Job, a job function, or "file.py:function". The run that
-    `shoal.run` returns has it. No code that the directory names is run.
-    Raises: RunDirectoryError where no run began there.
+    Args:
+        out: path or address of the run directory. For an address, every access reads the current remote files.
+        job: the trained job, which `model()` builds: a Job, a job function, or "file.py:function". A run that
+            `shoal.run` returns already has it. Code that only the directory names is never executed.
+
+    Raises: RunDirectoryError if there is no run.
     """
 
     def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
@@ -54,35 +56,34 @@ class Run:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """How the run ended: `result.json`; empty where it has not."""
+        """Content of `result.json`; empty while the run has not ended."""
         with self._files() as files:
             return read_json(files.result) or {}
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """Description of the job that was trained, as far as names and numbers go: `job.json`."""
+        """Content of `job.json`: names and numbers that describe the trained job."""
         with self._files() as files:
             return read_json(files.job) or {}
 
     @property
     def records(self) -> list[StepRecord]:
-        """The records of all steps, in the order in which they were trained: `records.jsonl`."""
+        """Records of all steps in order of training, from `records.jsonl`."""
         with self._files() as files:
             return list(read_steps(files.records)) if files.records.exists() else []
 
     def model(self, into: Any = None, *, step: Step = "last", ema: bool = False) -> Any:
-        """The trained model, on the CPU: built as the job builds it, or `into`, with the weights of a checkpoint.
+        """Return the trained model on the CPU, built by the job or given as `into`, with the weights of a checkpoint.
 
-        `ema`: the averaged weights of a run with the callback EMA.
-
-        Raises: JobFileError where no job was given that builds it; otherwise as `shoal.load`.
+        `ema`: load the averaged weights of a run with the callback EMA.
+        Raises: JobFileError without a job to build the model; otherwise as `shoal.load`.
         """
         from shoal.checkpoint.weights import load as load_weights
         from shoal.numerics.isolation import generators_kept
         from shoal.training.lazy_modules import whole
 
         if into is None:
-            with generators_kept(), inside_run(os.environ):  # initial values are drawn, and overwritten
+            with generators_kept(), inside_run(os.environ):  # initial values are drawn and then overwritten
                 job = self._job()
                 into = whole(job.model(), job if job.grains is not None else replace(job, grains=1))
         return load_weights(self.out, into, step=step, ema=ema)
@@ -116,7 +117,7 @@ class Run:
             with run_reader(str(self.out)) as reader:
                 files = reader.read()
             return f"{table}{shown(account_of(files))}"
-        except (ShoalError, OSError):  # what is left of a run that was removed
+        except (ShoalError, OSError):  # the run was removed or is incomplete
             return table
 
     def _rows(self) -> list[tuple[str, Any]]:
@@ -126,7 +127,7 @@ class Run:
 
 
 def _lasting(target: str) -> str:
-    """A target that stays the same where the current folder changes: a path becomes an absolute one."""
+    """Return a target that does not depend on the current folder: relative paths become absolute."""
     text, _ = split_target(target)
     return os.path.abspath(target) if is_path(text) or os.sep in text else target
 

@@ -74,33 +74,34 @@ def run(
     on: str = "local",
     **job_settings: Any,
 ) -> Run:
-    """Trains a job with ranks of this host or of an engine, and returns when they are done; `shoal run` as a function.
+    """Train a job with ranks on this host or on an engine, and wait for the end; `shoal run` as a function.
 
     | argument | meaning |
     |---|---|
-    | `job` | a job function, a `shoal.Job`, or "file.py:function" as the command takes it |
-    | `settings` | parameters of the job function; further keywords are such too |
-    | `plan` | a plan's file, a `shoal.Plan`, or an answer of `shoal.plan` |
-    | `devices` | processes: one a GPU, or CPU processes; all GPUs, or 1 |
-    | `exact` | bit-identical on any number of devices |
+    | `job` | a job function, a `shoal.Job`, or "file.py:function" as for the command |
+    | `settings` | parameters of the job function, which may also be given as keywords |
+    | `plan` | a plan file, a `shoal.Plan`, or an answer of `shoal.plan` |
+    | `devices` | number of processes, one per GPU or on the CPU; default: all GPUs, or 1 |
+    | `exact` | bit-identical results on any number of devices |
     | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
-    | `out` | the run directory, or its address (s3://...); runs/NAME |
-    | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
-    | `steps` | end after this step; the schedule stays that of the job's own length |
-    | `resume`, `resume_if_exists` | go on from the newest good checkpoint; where there is a run, else begin one |
-    | `accept_changes` | resume although the job was changed |
-    | `checkpoint_every`, `evaluate_every`, `keep_checkpoints` | steps between them; how many are kept, or "all" |
-    | `require_certificate`, `no_telemetry` | train only what was verified: a file; no spans and no step records |
+    | `out` | the run directory, or its address (s3://...); default: runs/NAME |
+    | `max_microbatch`, `workers` | maximum number of samples in one forward; data-loading processes per rank |
+    | `steps` | end after this step; the schedule still follows the job's own length |
+    | `resume`, `resume_if_exists` | resume from the newest valid checkpoint; resume if there is a run, else start one |
+    | `accept_changes` | resume even if the job was changed |
+    | `checkpoint_every`, `evaluate_every`, `keep_checkpoints` | intervals in steps; number to keep, or "all" |
+    | `require_certificate`, `no_telemetry` | certificate file that must cover the run; no spans and step records |
     | `track`, `trace` | trackers, "tensorboard" or "mlflow:runs.db"; steps to profile for Perfetto, "10-12" |
-    | `bad_samples`, `check_replicas` | samples that may be left out; steps between comparisons of replicas |
-    | `max_restarts` | starts of lost ranks in a row that bring nothing new |
+    | `bad_samples`, `check_replicas` | maximum number of samples to skip; steps between comparisons of replicas |
+    | `max_restarts` | maximum number of consecutive restarts of lost ranks without progress |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
-    | `init_allow`, `init_rename` | with it: tensors that may differ, "missing,unexpected"; prefixes, old to new |
-    | `on` | where ranks are started: "local", or an engine with its options after a colon, "slurm:--time=60" |
+    | `init_allow`, `init_rename` | for init_from: tensors that may differ, "missing,unexpected"; prefixes, old to new |
+    | `on` | launcher of the ranks: "local", or an engine with options after a colon, "slurm:--time=60" |
 
-    Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a
-    checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75 (130 before the ranks).
-    Raises: the errors of the command; LaunchError inside of a rank.
+    Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. After an interrupt, a
+    checkpoint is saved before the call raises KeyboardInterrupt or, for SIGTERM, SystemExit with code 75 (130 before
+    the ranks start).
+    Raises: the errors of the command; LaunchError inside a rank.
     """
     return _run(dict(locals()))
 
@@ -121,29 +122,29 @@ def plan(
     samples: float | str | None = None,
     **job_settings: Any,
 ) -> Answer:
-    """The best layout of a job on a cluster, with what it takes and why not the others; `shoal plan` as a function.
+    """Search the best layout of a job on a cluster, with its costs and alternatives; `shoal plan` as a function.
 
     | argument | meaning |
     |---|---|
     | `job` | a job function, a `shoal.Job`, "file.py:function", or "hf:DIR" of a Hugging Face configuration |
-    | `settings` | parameters of the job function; further keywords are such too |
+    | `settings` | parameters of the job function, which may also be given as keywords |
     | `cluster` | "8xH100", "4x8xA100", "FILE.toml" or "here" |
     | `aim` | "fastest", "cheapest", "deadline=2h", "efficiency=0.8" or "widest=0.8" |
-    | `max_devices` | use at most so many devices |
-    | `seq`, `batch` | of "hf:DIR", tokens of a sequence, and sequences or images of a step |
+    | `max_devices` | maximum number of devices to use |
+    | `seq`, `batch` | for "hf:DIR": tokens of a sequence; sequences or images of a step |
     | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
-    | `mtbf` | hours between failures of one device, on average |
-    | `price` | US dollars of a device-hour; the catalogue's |
+    | `mtbf` | mean hours between failures of one device |
+    | `price` | US dollars per device-hour; default: from the catalogue |
     | `tokens`, `samples` | the job's length, for its time and cost |
 
-    Nothing is run on the cluster. The job is loaded in this process.
+    Nothing runs on the cluster. The job is loaded in this process.
     Raises: the errors of the command.
     """
     return _plan(dict(locals()))
 
 
 def _run(given: dict[str, Any]) -> Run:
-    """Trains by the arguments of `run`, by name."""
+    """Train with the arguments of `run`, by name."""
     if not is_worker(os.environ):
         refuse_rank(os.environ, "shoal.run")
     job = given["job"]
@@ -156,7 +157,7 @@ def _run(given: dict[str, Any]) -> Run:
     values["trace"] = None if given["trace"] is None else str(given["trace"])
     values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
     settings, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
-    # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.
+    # Handle signals before the folder exists: their default action would leave the job's pickle behind.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
         with at_address(options) as options:
@@ -165,7 +166,7 @@ def _run(given: dict[str, Any]) -> Run:
 
 
 def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
-    """Trains where the options say; the run directory. Raises: as `shoal.run`."""
+    """Train as the options say, and return the run directory. Raises: as `shoal.run`."""
     request = requested(options)
     if is_worker(os.environ):
         if options.max_restarts != RunOptions.max_restarts:
@@ -183,7 +184,7 @@ def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
-    """Looks at the job where only that tells whether ranks can be started, and trains. Raises: ShoalError."""
+    """Probe the job if only that shows whether ranks can start, then train. Raises: ShoalError."""
     stream, shown = progress_stream(other_stream())
     request = replace(request, shown_elsewhere=shown)
     found = look_aside(request, folder, signals, stream) if request.needs_look and not signals.received else None
@@ -195,7 +196,7 @@ def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Si
 
 
 def _plan(given: dict[str, Any]) -> Answer:
-    """Answers by the arguments of `plan`, by name."""
+    """Plan with the arguments of `plan`, by name."""
     job = given["job"]
     values = {name: given[name] for name in option_names(PlanOptions) if name in given}
     settings = settings_of("shoal.plan", PlanOptions, given)
@@ -211,7 +212,7 @@ def _plan(given: dict[str, Any]) -> Answer:
 
 
 def target_of(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
-    """The options `job` and `set` for a job that this call gives."""
+    """Return the options `job` and `set` for a job given in Python."""
     if isinstance(job, str | os.PathLike):
         return {"job": os.fspath(job), "set": tuple(settings.items())}
     return {
@@ -221,12 +222,12 @@ def target_of(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[s
 
 
 def _short(path: Path) -> Path:
-    """A path as the command is given it: from this folder on, where it is below."""
+    """Return the path relative to the current folder if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _plan_of(given: Any) -> str | Plan | None:
-    """A plan, or its file, of whatever has one."""
+    """Return the plan, or the path of its file, from any accepted value."""
     if given is None or isinstance(given, Plan):
         return given
     if isinstance(given, str | os.PathLike):
@@ -242,9 +243,9 @@ def _plan_of(given: Any) -> str | Plan | None:
 
 
 def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[str, Setting]:
-    """Settings of the job function.
+    """Return the settings of the job function.
 
-    Raises: JobError of what is no job; CommandError for a keyword that is no option and no parameter; SettingError.
+    Raises: JobError if `job` is no job; CommandError for a keyword that is neither option nor parameter; SettingError.
     """
     job, named = given["job"], given["job_settings"]
     if isinstance(job, str | os.PathLike):
@@ -268,7 +269,7 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
         )
     settings = {name: setting_of(name, value) for name, value in (given["settings"] or {}).items()}
     for name, setting in ((name, setting_of(name, value)) for name, value in named.items()):
-        if repr(settings.setdefault(name, setting)) != repr(setting):  # 1 is no True
+        if repr(settings.setdefault(name, setting)) != repr(setting):  # repr, since 1 == True
             raise SettingError(
                 given=f"settings={{{name!r}: {given['settings'][name]!r:.80}}}, {name}={named[name]!r:.80}",
                 conflict=f"{name} is set twice",
@@ -280,20 +281,20 @@ def settings_of(call: str, kind: type[Any], given: Mapping[str, Any]) -> dict[st
 def _parameters(job: Any) -> list[str]:
     try:
         return list(inspect.signature(job).parameters) if callable(job) else []
-    except (TypeError, ValueError):  # a callable of C
+    except (TypeError, ValueError):  # a callable implemented in C
         return []
 
 
 def _raise(ended: RunEnd, request: RunRequest) -> None:
-    """Raises: the error of a run; KeyboardInterrupt or SystemExit where this process or its ranks were to stop."""
+    """Raise the error of a run, or KeyboardInterrupt or SystemExit if this process or the ranks were stopped."""
     files = RunDirectory(request.out, request.address)
     if ended.error is not None:
         if ended.error.traceback_text and files.errors.is_dir():
             ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
         raise ended.error
-    if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # without a signal here: the ranks alone were told
+    if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # without signals here, only the ranks received them
         _stop(ended, files)
-    if ended.code != ExitCode.DONE:  # of an engine, which has printed why
+    if ended.code != ExitCode.DONE:  # an engine's code; the engine has printed the reason
         raise LaunchError(
             given=f"shoal.run(..., out={files.shown!r})",
             conflict=f"it ended with exit code {ended.code}",

@@ -40,17 +40,17 @@ def export(
     dtype: str | None = None,
     tokenizer: PathText | None = None,
 ) -> Path:
-    """Folder of a run's weights as safetensors, as Hugging Face lays them out; `shoal export` as a function.
+    """Export a run's weights as safetensors in the Hugging Face layout, and return the folder; as `shoal export`.
 
     | argument | meaning |
     |---|---|
     | `run` | a run directory, one checkpoint, or a `shoal.Run` |
-    | `output` | a new folder; RUN/export |
+    | `output` | a new folder; default: RUN/export |
     | `step` | "last", "best", or the step of a checkpoint |
-    | `ema` | the averaged weights of a run with the callback EMA |
-    | `max_shard_size` | the most bytes in a file: "5GB" |
+    | `ema` | use the averaged weights of a run with the callback EMA |
+    | `max_shard_size` | maximum size of a file: "5GB" |
     | `dtype` | "bfloat16", "float16" or "float32", for floating-point tensors |
-    | `tokenizer` | a folder, of which the tokenizer's files are copied |
+    | `tokenizer` | a folder from which the tokenizer's files are copied |
 
     Raises: the errors of the command.
     """
@@ -81,19 +81,19 @@ def evaluate(
     devices: int | None = None,
     **job_settings: Any,
 ) -> dict[str, Any]:
-    """Metrics of a job's evaluation on the weights of a run: {"metrics", "samples", "step", "run"}.
+    """Evaluate a job with a run's weights, and return {"metrics", "samples", "step", "run"}; as `shoal evaluate`.
 
     | argument | meaning |
     |---|---|
     | `job` | a job function, a `shoal.Job`, or "file.py:function" |
     | `run` | a run directory, one checkpoint, or a `shoal.Run` |
-    | `settings` | parameters of the job function; further keywords are such too; as those of the run otherwise |
+    | `settings` | parameters of the job function, also as keywords; default: the settings of the run |
     | `step` | "last", "best", or the step of a checkpoint |
-    | `ema` | the averaged weights of a run with the callback EMA |
-    | `devices` | processes: one a GPU, or CPU processes; all GPUs, or 1 |
+    | `ema` | use the averaged weights of a run with the callback EMA |
+    | `devices` | number of processes, one per GPU or on the CPU; default: all GPUs, or 1 |
 
-    Each process is a new interpreter, as of `shoal.run`. The command `shoal evaluate` prints the same.
-    Raises: the errors of the command; LaunchError inside of a rank; KeyboardInterrupt.
+    Each process is a new interpreter, as for `shoal.run`.
+    Raises: the errors of the command; LaunchError inside a rank; KeyboardInterrupt.
     """
     return _evaluate(dict(locals()))
 
@@ -110,21 +110,22 @@ def predict(
     devices: int | None = None,
     **job_settings: Any,
 ) -> dict[str, Tensor]:
-    """Outputs of a run's model for each sample of a data set, by name, with `ids`; in the order of the data.
+    """Return the outputs of a run's model by name, and `ids`, with one row per sample in the order of the data.
 
     | argument | meaning |
     |---|---|
-    | `job` | a job function, a `shoal.Job`, or "file.py:function"; its `predict` says what the outputs are |
+    | `job` | a job function, a `shoal.Job`, or "file.py:function"; its `predict` defines the outputs |
     | `run` | a run directory, one checkpoint, or a `shoal.Run` |
-    | `data` | a data set of any kind that a job takes; "train", "eval", an evaluation set's name; the job's eval_data |
-    | `output` | a new file, .npz or .safetensors, that they are kept in |
-    | `settings` | parameters of the job function; further keywords are such too; as those of the run otherwise |
+    | `data` | a dataset of any kind that a job takes, "train", "eval" (default), or an evaluation set's name |
+    | `output` | a new file, .npz or .safetensors, for the outputs |
+    | `settings` | parameters of the job function, also as keywords; default: the settings of the run |
     | `step` | "last", "best", or the step of a checkpoint |
-    | `ema` | the averaged weights of a run with the callback EMA |
-    | `devices` | processes, each with the whole model; 1 |
+    | `ema` | use the averaged weights of a run with the callback EMA |
+    | `devices` | number of processes, each with the whole model; default: 1 |
 
-    Each process is a new interpreter, as of `shoal.run`. The command `shoal predict` writes the file, of any size.
-    Raises: the errors of the command; LaunchError inside of a rank; KeyboardInterrupt.
+    Each process is a new interpreter, as for `shoal.run`. The command `shoal predict` only writes the file, of any
+    size.
+    Raises: the errors of the command; LaunchError inside a rank; KeyboardInterrupt.
     """
     return _predict(dict(locals()))
 
@@ -167,7 +168,7 @@ def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _values(call: str, kind: Any, given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Options of a call by name, its job as processes take it."""
+    """Return the options of a call by name, with the job prepared for other processes."""
     values = {name: given[name] for name in option_names(kind) if name in given}
     settings = settings_of(call, kind, given)
     return values | {"run": _path(given["run"]), "step": str(given["step"])} | target_of(given["job"], settings, folder)
@@ -178,7 +179,7 @@ def _path(run: RunLike) -> str:
 
 
 def _raise(error: Exception | None, code: int, signals: Signals) -> None:
-    """Raises: the error of the processes; KeyboardInterrupt or SystemExit where this one was to stop."""
+    """Raise the error of the processes, or KeyboardInterrupt or SystemExit if this process was stopped."""
     if signal.SIGINT in signals.received:
         raise KeyboardInterrupt
     if signals.received:

@@ -1,4 +1,4 @@
-"""Suggestions for misspelt commands and options, from the parsers' own options."""
+"""Suggestions for misspelt commands and options, from the options of the parsers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shoal.errors import nearest
 from shoal.runs.job_file import parameters_of
 
-# Words of other tools, by the option that says the same here; the first option that a command has is told.
+# Options of other tools by the equivalent options here. The first one that a command has is suggested.
 _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--devices", "--max-devices"): (
         *("gpus", "ngpus", "n-gpus", "num-gpus", "nproc", "nproc-per-node", "np", "processes", "num-processes"),
@@ -30,9 +30,9 @@ _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--exact",): ("deterministic", "reproducible", "bitwise"),
     ("--cluster",): ("hardware", "machine"),
 }
-# A flag of its own elsewhere is a value here.
+# Flags of other tools that are values of --precision here.
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "bf16"}
-# Degrees are a plan's.
+# Options of other tools for degrees, which are in a plan here.
 _DEGREES = {
     **dict.fromkeys(("tp", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"), "tensor"),
     **dict.fromkeys(("pp", "pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size"), "pipeline"),
@@ -40,7 +40,7 @@ _DEGREES = {
     **dict.fromkeys(("dp", "data-parallel", "data-parallel-size"), "data"),
     **dict.fromkeys(("fsdp", "zero", "zero-stage", "shard"), "shard"),
 }
-# What belongs to a job, by other words for it; the first is the one to write in a job function.
+# Synonyms of settings that belong to a job. The first is the suggested parameter name.
 _OF_JOBS: tuple[tuple[str, ...], ...] = (
     ("lr", "learning-rate", "learningrate"),
     ("epochs", "num-epochs", "max-epochs", "num-train-epochs", "epoch"),
@@ -53,7 +53,7 @@ _COMMANDS = {**dict.fromkeys(("train", "fit", "launch", "start"), "run"), **dict
 
 
 def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequence[str]) -> str:
-    """Suggestions for unknown words among `given`, to append to a remedy; `options`: those of each command."""
+    """Return suggestions for unknown words in `given`, to append to a remedy. `options`: options of each command."""
     if command is None or command not in options:
         word = next((word for word in given if not word.startswith("-")), "")
         meant = _COMMANDS.get(word)
@@ -66,7 +66,7 @@ def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequ
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """The keyword of a call from Python that another tool's word means, as a hint to append; or the nearest one."""
+    """Return a hint with the keyword of a Python call that another tool's word means, or the nearest keyword."""
     word = name.replace("_", "-").lower()
     for same, words in _SAME.items():
         own = (option[2:].replace("-", "_") for option in same)
@@ -106,7 +106,7 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
 
 
 def _setting(given: Sequence[str], name: str, value: str) -> Iterator[str]:
-    """`--set` of a parameter of the job function, where it has one for this."""
+    """Yield `--set` hints for parameters of the job function that match a name."""
     words = (word for word in given[1:] if not word.startswith("-"))
     parameters = next((found for found in map(parameters_of, words) if found), [])
     alike = next((words for words in _OF_JOBS if name in words), ())

@@ -1,4 +1,4 @@
-"""The `shoal` command: arguments in, exit code out; heavy modules are imported on demand."""
+"""The `shoal` command: takes arguments, returns an exit code, and imports heavy modules on demand."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from shoal.cli.output import unfailing_output
 from shoal.errors import CommandError, SettingWarning, ShoalError
 from shoal.launch.environment import FORK_FD
 
-# Threads of pools end by themselves once Python asks them to.
+# Time for threads to end. Threads of pools end when Python exits.
 _THREADS_SECONDS = 5.0
-# They may have a copy of a run that lies at an address in a temporary folder.
+# Commands that may have a temporary copy of a run at an address.
 _READING = ("report", "watch", "doctor", "export")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
+    """Run the command and return its exit code. Errors are printed without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and sys.path[:1] == [os.path.dirname(os.path.realpath(sys.argv[0]))]:
         del sys.path[0]  # the folder of the script `shoal`, which `python -m shoal` does not have
@@ -53,18 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _end_tidily()
     plans = arguments is None and given[:1] == ["plan"]
     if plans:
-        gc.disable()  # it takes a sixth of the imports and a third of a long search, and finds nothing
+        gc.disable()  # saves a sixth of the import time and a third of a long search
     with unfailing_output():
         code = _done(given)
     if arguments is None:
         if plans:
-            gc.freeze()  # the end of the process would look through the millions of objects of a large search
+            gc.freeze()  # else the exit scans millions of objects of a large search
         _end_without_threads(code)
     return code
 
 
 def _end_tidily() -> None:
-    """From here on SIGTERM and the terminal's end remove temporary folders first; again they change nothing."""
+    """Make SIGTERM and SIGHUP exit through Python, which removes temporary folders. Repeated signals are ignored."""
 
     def end(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -76,7 +76,7 @@ def _end_tidily() -> None:
 
 
 def _end_without_threads(code: int) -> None:
-    """Sees to it that this process ends soon, with the code: Python waits for threads, also those of the job."""
+    """End this process soon with the code, even if threads of the job's code would keep Python waiting."""
 
     def end() -> None:
         left = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not own)
@@ -108,7 +108,7 @@ def _done(given: list[str]) -> int:
 def _warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """shoal's own warnings are about what was written, not about where in shoal it was found."""
+    """Format a warning; shoal's own setting warnings have no file and line."""
     if issubclass(category, SettingWarning):
         return f"warning: {message}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
@@ -120,7 +120,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _RefusalError(Exception):
-    """What argparse objects to, before it is told with what was given."""
+    """An objection of argparse, before it becomes a CommandError."""
 
 
 def _parse(given: list[str]) -> argparse.Namespace:
@@ -146,7 +146,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """Of each command the options that it has."""
+    """Return the long options of each command."""
     found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {
         name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class _Command:
-    """A command: its module, which has a function of its name that is given its options, and its help."""
+    """A command: its module, which has a function of the command's name that takes the options, and its help."""
 
     module: str
     options: type[Any]

@@ -1,6 +1,6 @@
-"""Command-line options: fields of frozen values, from which each command's parser is made.
+"""Command-line options: fields of frozen values, from which each command's parser is built.
 
-Loads nothing heavy: `shoal --help` reads this.
+This module imports nothing heavy, since `shoal --help` reads it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ T = TypeVar("T")
 
 
 def _option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
-    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`.
+    """Create a field with arguments for argparse. Without `flags`, the option has the field's name.
 
-    `between`: LEAST:MOST is an answer too.
+    `least`: the option is a whole number of at least this value.
+    `between`: LEAST:MOST is also accepted.
     """
     told = {"flags": flags, "least": more.pop("least", None), "between": more.pop("between", False)}
     told["settings"] = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
@@ -50,7 +51,7 @@ class TrainingOptions:
     """Options that name a training and its devices."""
 
     job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
-    started_at: float = field(default_factory=time.time)  # of the command: no option
+    started_at: float = field(default_factory=time.time)  # start of the command; not an option
     plan: str | Plan | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")  # noqa: RUF009
     devices: int | str | None = _option(
         "processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1
@@ -120,7 +121,7 @@ class RunOptions(TrainingOptions):
         default="local",
     )
     dry_run: bool = _switch("print what would be started or submitted, and end")
-    address: str | None = None  # of the run directory, where `out` is a working copy of it: no option
+    address: str | None = None  # of the run directory if `out` is a working copy; not an option
 
 
 @dataclass(frozen=True)
@@ -287,16 +288,16 @@ def _options(kind: Any) -> list[Field[Any]]:
 
 
 def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """The options of a kind, in their order."""
+    """Add the options of a kind to a parser, in order."""
     for option in _options(kind):
         flags = option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",)
         default = None if option.default is MISSING else option.default
-        default = list(default) if isinstance(default, tuple) else default  # argparse appends
+        default = list(default) if isinstance(default, tuple) else default  # a list, since argparse appends to it
         parser.add_argument(*flags, default=default, **option.metadata["settings"])
 
 
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
-    """Parsed arguments as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
+    """Convert parsed arguments to options. Raises: CommandError for an invalid whole number."""
     values = {}
     for name in option_names(kind):
         value = getattr(parsed, name)
@@ -305,9 +306,9 @@ def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
 
 
 def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
-    """Options as the words of a command from which `options_of` makes the same; those at their default are left out.
+    """Convert options to command-line words from which `options_of` makes the same options. Defaults are omitted.
 
-    `without`: names to leave out. Raises: CommandError for a value that no word says.
+    `without`: names to skip. Raises: CommandError for a value that cannot be written as a word.
     """
     words: list[str] = []
     if "job" in option_names(type(options)) and not isinstance(options.job, str):
@@ -334,9 +335,9 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
 
 
 def _job_by_name(job: JobRequest) -> dict[str, Any]:
-    """The options `job` and `set` by which another process finds a job function of a file.
+    """Return the options `job` and `set` from which another process finds a job function in a file.
 
-    Raises: CommandError for a job that is in no file of its own.
+    Raises: CommandError if the job is not in a file of its own.
     """
     if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
         raise CommandError(
@@ -348,7 +349,7 @@ def _job_by_name(job: JobRequest) -> dict[str, Any]:
 
 
 def setting_text(name: str, setting: Setting) -> str:
-    """A setting as `--set` takes it. Raises: CommandError for a text that would be taken for another value there."""
+    """Return a setting in the form that `--set` takes. Raises: CommandError for a text that `--set` would convert."""
     held = setting["value"] if isinstance(setting, dict) else setting
     if isinstance(setting, str) or not isinstance(held, str):
         return setting if isinstance(setting, str) else "none" if held is None else json.dumps(held)
@@ -360,12 +361,12 @@ def setting_text(name: str, setting: Setting) -> str:
 
 
 def option_names(kind: Any) -> tuple[str, ...]:
-    """Names of a kind's options, in their order."""
+    """Return the names of a kind's options, in order."""
     return tuple(option.name for option in _options(kind))
 
 
 def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Values by name as a kind of options. Raises: CommandError as `options_of`."""
+    """Create options from values by name. Raises: CommandError as `options_of`."""
     checked = dict(values)
     for option in _options(kind):
         least = option.metadata["least"]
@@ -376,7 +377,7 @@ def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 def whole_number(name: str, text: Any, least: int) -> int | None:
-    """A number of at least `least`, of an option of that name. Raises: CommandError."""
+    """Parse a whole number of at least `least` for an option. Raises: CommandError."""
     if text is None:
         return None
     try:

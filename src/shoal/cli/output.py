@@ -1,4 +1,4 @@
-"""Standard output and error of a command, whose writes never fail: text that nobody takes is dropped."""
+"""Standard output and error of a command, whose writes never fail: text that cannot be written is dropped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STREAMS = (("stdout", 1, contextlib.redirect_stdout), ("stderr", 2, contextlib.
 
 
 class _UnfailingFile(io.FileIO):
-    """A file whose writes succeed: a closed pipe, a terminal that is gone or a full disk takes no more of the text."""
+    """File whose writes always succeed. A closed pipe, a lost terminal or a full disk drops the text."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -25,9 +25,9 @@ class _UnfailingFile(io.FileIO):
 
 @contextlib.contextmanager
 def unfailing_output() -> Iterator[None]:
-    """A context in which no print fails, neither of shoal nor of the job's own code, nor in processes forked in it.
+    """Run a context in which no print fails, in shoal, in the job's own code or in forked processes.
 
-    A stream that is not Python's own (a test's, a notebook's) stays; one that is closed already takes all.
+    A stream that is not Python's own (in a test or a notebook) is unchanged. A closed stream drops all text.
     """
     with contextlib.ExitStack() as redirected:
         for name, descriptor, redirect in _STREAMS:

@@ -27,13 +27,13 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.job_file import load, parse_target, written
 
 _QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
-_STEPS = 64  # of a search, between two looks at the clock
+_STEPS = 64  # of a search between two checks of the clock
 
 
 class SearchProgress:
-    """Progress of a search that takes more than two seconds: a line on stderr, renewed in place on a terminal.
+    """Progress of a search that takes more than two seconds: a line on stderr, updated in place on a terminal.
 
-    To a file or a pipe the line is written once.
+    In a file or a pipe, the line is written once.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
@@ -43,7 +43,7 @@ class SearchProgress:
         self._due = self._began + _QUIET_SECONDS
 
     def step(self) -> None:
-        """Counts one more node of the search."""
+        """Count one more node of the search."""
         self._num_steps += 1
         if self._num_steps % _STEPS == 0 and (now := self._clock()) >= self._due:
             self._due = now + _BETWEEN_SECONDS if self._is_terminal else float("inf")
@@ -53,14 +53,14 @@ class SearchProgress:
             self._stream.flush()
 
     def end(self) -> None:
-        """Clears the line of a terminal."""
+        """Clear the line on a terminal."""
         if self._is_terminal and self._width:
             self._stream.write(f"\r{' ' * self._width}\r")
             self._stream.flush()
 
 
 def plan(options: PlanOptions) -> ExitCode:
-    """Answers the question in the options. Raises: ShoalError where there is no answer."""
+    """Answer the question in the options. Raises: ShoalError if there is no answer."""
     if options.learn is not None:
         _refuse_beside_learn(options, options.learn)
         learn_from(options.learn)
@@ -80,9 +80,9 @@ def plan(options: PlanOptions) -> ExitCode:
 
 
 def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answer:
-    """The answer to the question in the options, about the job and the name that are `given` where it is of no file.
+    """Return the answer to the question in the options. `given`: the job and its name, if it is in no file.
 
-    Raises: ShoalError where there is no answer.
+    Raises: ShoalError if there is no answer.
     """
     if options.job is None and given is None:
         raise CommandError(
@@ -115,7 +115,7 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
 
 
 def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:
-    """The job, its name, and its precision: of a configuration bfloat16 on GPUs, where none is asked for."""
+    """Return the job, its name and its precision. The default for a configuration on GPUs is bfloat16."""
     target = given[1] if given is not None else str(options.job)
     if given is None and target.startswith(PREFIX):
         for setting in options.set:
@@ -144,7 +144,7 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
 
 
 def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
-    """Raises: CommandError for what a search would read, which `--learn` is not."""
+    """Reject options of a search together with `--learn`. Raises: CommandError."""
     given = [f.name for f in fields(options) if f.name != "learn" and getattr(options, f.name) != f.default]
     if given:
         names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)

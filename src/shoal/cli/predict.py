@@ -1,4 +1,4 @@
-"""The `shoal predict` command: outputs of a trained model for each sample of a data set, in one file."""
+"""The `shoal predict` command: writes a trained model's outputs for each sample of a dataset to one file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAIN, _EVAL = "train", "eval"
 
 
 def predict(options: PredictOptions) -> ExitCode:
-    """Predicts in this process, or with ranks on this host that it starts. Raises: ShoalError."""
+    """Predict in this process, or start ranks on this host that do. Raises: ShoalError."""
     request = handed_over(PredictRequest)
     if request is None:
         refuse_rank(os.environ, "shoal predict")
@@ -49,7 +49,7 @@ def _predicted(request: PredictRequest, devices: int) -> ExitCode:
 
 
 def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
-    """The request in options. Raises: JobFileError, SettingError, CommandError."""
+    """Create the request from options. Raises: JobFileError, SettingError, CommandError."""
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     output = output_of(options.run, options.output, "predictions.npz")
     refuse_file(output)
@@ -58,7 +58,10 @@ def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
 
 
 def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
-    """Predicts with the whole model on each rank, whatever layout trained it. Collective: all ranks."""
+    """Predict with the whole model on each rank, whatever layout trained it.
+
+    Collective: all ranks.
+    """
     job = request.loaded_job.job
     name, data = _data_of(job, request)
     with trained_engine(request, environment.world_size, environment, job) as (mesh, _, engine, saved):
@@ -76,7 +79,7 @@ def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
 
 
 def _data_of(job: Job, request: PredictRequest) -> tuple[str, Any]:
-    """The data that are meant, and what they are called. Raises: CommandError for what the job has not."""
+    """Return the requested data and their name. Raises: CommandError if the job does not have them."""
     if request.handed is not None:
         return "data", request.handed.fetch(None)
     sets = job.evaluation_sets

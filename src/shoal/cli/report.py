@@ -1,4 +1,4 @@
-"""The `shoal report` command: a page or JSON on one run or several."""
+"""The `shoal report` command: a page or JSON about one or several runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.runs.run_files import RunFiles, run_reader
 
 
 def report(options: ReportOptions) -> ExitCode:
-    """Reports on runs. Raises: RunDirectoryError where one is none."""
+    """Report on runs. Raises: RunDirectoryError if a directory has no run."""
     files = [_read(run) for run in options.runs]
     found = [account_of(one) for one in files]
     if options.json:
@@ -51,7 +51,7 @@ def _read(run: str) -> RunFiles:
 
 
 def account_of(files: RunFiles) -> Account:
-    """The account of a run, its steps compared with its plan's prediction also where it has no result yet."""
+    """Return the account of a run. Its steps are compared with the plan's prediction, even without a result."""
     told = files.plan.get("prediction")
     predicted = told if isinstance(told, dict) else {}
     device = files.attempts[-1].device if files.attempts else ""

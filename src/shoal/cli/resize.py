@@ -1,4 +1,4 @@
-"""The `shoal resize` command: a run that trains goes on with another number of processes."""
+"""The `shoal resize` command: continues a training run with another number of processes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOOK_SECONDS = 0.1
 
 
 def resize(options: ResizeOptions) -> ExitCode:
-    """Asks a run to go on with so many processes, and waits until it does.
+    """Request another number of processes for a run, and wait until the run uses it.
 
-    Raises: RunDirectoryError where no run is there; CommandError where none trains, or not one that can be resized;
-    PlanError where that number is none for its job and layout.
+    Raises: RunDirectoryError if there is no run; CommandError if the run does not train now or cannot be resized;
+    PlanError if the number does not fit its job and layout.
     """
     given = f"shoal resize {options.run} {options.devices}"
     if is_address(options.run):
@@ -48,7 +48,7 @@ def resize(options: ResizeOptions) -> ExitCode:
             remedy=f"stop it, and start it again with --resume --out {options.run} on so many",
         )
     plan = read_plan(directory.plan)
-    # The run's own GPUs: what is visible to this command says nothing of them. Without a number the run itself judges.
+    # The run's own GPUs, which this command may not see. If their number is unknown, the run itself checks.
     resized(plan, options.devices, read_json(directory.job) or {}, known.get("gpus", 0))
     if plan.degrees.world_size == options.devices:
         print(f"{options.run} trains on {_processes(options.devices)} already")
@@ -71,7 +71,7 @@ def resize(options: ResizeOptions) -> ExitCode:
 
 
 def _wait(directory: RunDirectory, options: ResizeOptions, given: str) -> None:
-    """Waits until the wish is granted, or nobody is there who could."""
+    """Wait until the request is granted. Raises: CommandError if the run has ended."""
     while wished(directory) == options.devices:
         if not is_held(directory.path):
             granted(directory)

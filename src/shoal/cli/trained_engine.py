@@ -1,4 +1,4 @@
-"""Engine of a job with the weights of a run, on ranks: `shoal evaluate` and `shoal predict` compute with it."""
+"""Engine of a job with the weights of a run on ranks, for `shoal evaluate` and `shoal predict`."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ _Value = TypeVar("_Value", bound="WeightsRequest")
 
 @dataclass(frozen=True)
 class WeightsRequest:
-    """Job, and weights of a run or checkpoint that its model gets: the last, the best or those of a step.
+    """A job, and the run or checkpoint whose weights its model gets. `step`: "last", "best" or a number.
 
-    `settings` of the job are those of the run where the request does not say.
+    Settings of the job default to the settings of the run.
     """
 
     job: JobRequest
     run: Path
     step: str = "last"
     ema: bool = False
-    address: str | None = None  # of the run, where `run` is a copy
+    address: str | None = None  # of the run, if `run` is a copy
 
     @property
     def shown(self) -> str:
-        """The run as the command was given it."""
+        """The run as the user gave it."""
         return self.address or str(self.run)
 
     @property
@@ -66,17 +66,17 @@ class WeightsRequest:
 
     @property
     def loaded_job(self) -> LoadedJob:
-        """The job with the settings and the number of grains of the run, where this call does not say."""
+        """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
         settings = {**of_run.get("given", {}), **dict(self.job.settings)}
         found = load(replace(self.job, settings=tuple(settings.items())))
         grains = of_run.get("grains")
         if found.job.grains is None and grains is not None:
-            return replace(found, job=replace(found.job, grains=grains))  # or the default is looked for
+            return replace(found, job=replace(found.job, grains=grains))  # saves computing the default
         return found
 
     def plan(self, devices: int) -> Plan:
-        """The run's plan on so many devices, without what is about updates alone."""
+        """Return the run's plan for `devices` devices, without the parts that concern only updates."""
         kept = run_of(self.run).plan
         plan = read_plan(kept) if kept.exists() else Plan()
         plan = plan.model_copy(update={"server": ServerSection()}).uncompressed
@@ -85,7 +85,7 @@ class WeightsRequest:
 
 @dataclass(frozen=True)
 class EvaluateRequest(WeightsRequest):
-    """A call of `shoal evaluate`. `result`: a file for what was found; it is printed where there is none."""
+    """A call of `shoal evaluate`. `result`: file for the result, which is printed if None."""
 
     json: bool = False
     result: Path | None = None
@@ -93,7 +93,10 @@ class EvaluateRequest(WeightsRequest):
 
 @dataclass(frozen=True)
 class PredictRequest(WeightsRequest):
-    """A call of `shoal predict`: of which data of the job, or of `handed` data; the file, or none to print of."""
+    """A call of `shoal predict`: the job's data by name or `handed` data, and the output file.
+
+    `quiet`: print nothing.
+    """
 
     output: Path = Path("predictions.npz")
     data: str | None = None
@@ -101,13 +104,13 @@ class PredictRequest(WeightsRequest):
     quiet: bool = False
 
     def plan(self, devices: int) -> Plan:
-        """The run's plan with the model whole on each of so many data ranks."""
+        """Return the run's plan with the whole model on each of `devices` data ranks."""
         return super().plan(1).with_sections(layout={"data": devices})
 
 
 @contextlib.contextmanager
 def on_this_host(request: _Value) -> Iterator[_Value]:
-    """The request with a copy of the run for a context, where that is at an address. Raises: as `with_checkpoint`."""
+    """Yield the request with a temporary copy of the run if the run is at an address. Raises: as `with_checkpoint`."""
     if request.address is None:
         yield request
         return
@@ -116,7 +119,7 @@ def on_this_host(request: _Value) -> Iterator[_Value]:
 
 
 def handed_over(kind: type[_Value]) -> _Value | None:
-    """The request of the process that has started this one, if one has."""
+    """Return the request that the parent process passed to this one, or None."""
     path = os.environ.pop(REQUEST_FILE, None)
     return loaded(kind, Path(path).read_text(encoding="utf-8")) if path is not None else None
 
@@ -124,7 +127,7 @@ def handed_over(kind: type[_Value]) -> _Value | None:
 def in_ranks(
     request: WeightsRequest, command: str, devices: int, signals: Signals | None = None, stream: TextIO | None = None
 ) -> LaunchEnd:
-    """End of ranks of this host that the request is handed over to. Raises: as `find`, before any is started."""
+    """Run the request in ranks on this host. Raises: as `find`, before any rank starts."""
     find(request.run, step_of(request.step))
     exact = request.plan(devices).execution.exact
     return launch(
@@ -144,7 +147,10 @@ def in_ranks(
 def trained_engine(
     request: WeightsRequest, devices: int, environment: Environment, with_data: Job | None = None
 ) -> Iterator[tuple[Mesh, Judged, Engine, SavedCheckpoint]]:
-    """Mesh, plan and engine, whose model has the weights of the checkpoint. Collective: all ranks."""
+    """Yield mesh, plan, engine and checkpoint; the engine's model has the weights of the checkpoint.
+
+    Collective: all ranks.
+    """
     plan = request.plan(devices)
     prepare_process(plan.execution.exact, max(1, cores() // environment.local_world_size))
     job = with_data or request.loaded_job.job

@@ -29,7 +29,7 @@ from shoal.verification.traced_run import left_out, read_outcome
 
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
-    """Verifies the run that is asked for, whose plan is judged. Raises: ShoalError where it cannot."""
+    """Verify the requested run, whose plan is complete. Raises: ShoalError if that is not possible."""
     folder = request.out / ".traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:

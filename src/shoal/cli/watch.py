@@ -1,4 +1,4 @@
-"""The `shoal watch` command: a run's account in a terminal, redrawn in place while it trains."""
+"""The `shoal watch` command: a run's account in a terminal, updated in place during training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.runs.directory import write_file
 from shoal.runs.run_files import RunFiles, RunReader, run_reader
 
 _EVERY_SECONDS, _SELDOM_SECONDS = 2.0, 15.0
-# A look comes after so many times what the last one took, and so does the whole account: together they take less than
-# a thousandth of a core.
+# A read, and the whole account, is repeated after this many times its own duration. Together they take less than a
+# thousandth of a core.
 _PATIENCE = 2500.0
 
 
 def watch(options: WatchOptions) -> ExitCode:
-    """Shows a run until it ends. Raises: RunDirectoryError where none is there, CommandError of the metrics' file."""
+    """Show a run until it ends. Raises: RunDirectoryError if there is no run; CommandError for the metrics' file."""
     with run_reader(options.run) as reader:
         return _watch(options, _Watched(reader))
 
@@ -45,7 +45,7 @@ def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
             try:
                 watched.look()
             except (RunDirectoryError, OSError) as error:
-                if watched.files.address is not None and error.__cause__ is not None:  # the way there, not the run
+                if watched.files.address is not None and error.__cause__ is not None:  # connection failed
                     print(f"note: {error}; looking again", file=sys.stderr)
                     continue
                 watched.gone = True
@@ -60,27 +60,27 @@ def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
 
 
 def pause(taken: float) -> float:
-    """Seconds between two looks of which one takes so many seconds of a core."""
+    """Return the seconds between two reads if one read takes `taken` CPU seconds."""
     return min(_SELDOM_SECONDS, max(_EVERY_SECONDS, _PATIENCE * taken))
 
 
 class _Watched:
-    """A run as of the last look: its newest records, and an account that is made anew as often as it is cheap."""
+    """A run at the last read: its newest records, and an account that is recomputed when that is cheap enough."""
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
         self._next, self._status = 0.0, ""
-        self.gone, self.accounting = False, 0.0  # seconds of the last look that made the account anew
+        self.gone, self.accounting = False, 0.0  # CPU seconds that the last read took for the account
         self.files: RunFiles
         self.account: Account
 
     @property
     def status(self) -> str:
-        """How it stands."""
+        """The current status of the run."""
         return self._status
 
     def look(self) -> None:
-        """Reads what is new. Raises: RunDirectoryError where the directory is gone."""
+        """Read the new records. Raises: RunDirectoryError if the directory is gone."""
         self.files = self._reader.read()
         status, now = status_of(self.files), time.monotonic()
         if now >= self._next or status != self._status:
@@ -93,7 +93,7 @@ class _Watched:
         self._status = status
 
     def lines(self, width: int) -> list[str]:
-        """What a terminal of so many columns shows."""
+        """Return the lines for a terminal of `width` columns."""
         return lines(self.account, self.files.records, width)
 
 
@@ -120,7 +120,7 @@ def _print(watched: _Watched) -> None:
 
 
 class _Lines:
-    """A line in a log for each look that brings something new."""
+    """Output to a log: one line for each read with news."""
 
     def __init__(self, watched: _Watched) -> None:
         self._watched, self._said = watched, ""
@@ -145,7 +145,7 @@ def _screen(watched: _Watched) -> Iterator[_Live | _Lines]:
 
 
 class _Live:
-    """The lines in place of those shown before, in a terminal of any size."""
+    """Output to a terminal of any size, in which new lines replace the old ones."""
 
     def __init__(self, watched: _Watched) -> None:
         from rich.console import Console

@@ -1,6 +1,6 @@
-"""Data loaders: the microbatches of this rank for each step, prefetched where that helps, and moved to the device.
+"""Data loaders: a rank's microbatches of each step, prefetched if possible, and moved to the device.
 
-A loader is told the step; it has no position of its own that could differ from the trainer's.
+The trainer passes the step number to the loader. The loader keeps no position of its own, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from shoal.numerics.flat import is_strided, strided_parts
 from shoal.numerics.isolation import generators_kept
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
-# So many steps of a small batch are drawn and digested at once, some tenths of a millisecond of one of them.
+# Limits of steps and samples whose ids are drawn and digested at once, which saves tenths of a millisecond per step.
 _STEPS_AHEAD, _SAMPLES_AHEAD = 16, 4096
-# In exact mode up to so many samples are read twice, for about so long.
+# In exact mode, up to this many samples are read twice, for up to about this many seconds.
 _REPEATED_SAMPLES, _REPEATED_SECONDS = 256, 0.2
 
 
 @dataclass  # made in every step
 class Microbatch:
-    """Neighbouring grains that share one forward; `batch` is the collate function's result.
+    """Neighbouring grains that share one forward. `batch`: result of the collate function.
 
-    `ids` holds one int64 array of sample ids a grain, `replaced` which sample was read in the place of one that could
-    not be. `read` makes a microbatch of some of the samples, read again.
-    `known_words`: `words`, where they were computed before.
+    `ids`: one int64 array of sample ids for each grain.
+    `replaced`: unreadable sample id -> id of the sample read in its place.
+    `read`: function that reads some of the samples again as a microbatch.
+    `known_words`: value of `words`, if already computed.
     """
 
     step: int
@@ -57,37 +58,37 @@ class Microbatch:
 
     @property
     def read_ids(self) -> tuple[Ids, ...]:
-        """The ids of the samples that were read."""
+        """The ids of the samples that were actually read."""
         return with_replaced(self.ids, self.replaced)
 
     @property
     def num_samples(self) -> int:
-        """Samples in all its grains."""
+        """Number of samples in all grains."""
         return sum([g.size for g in self.grains])
 
     @property
     def words(self) -> list[float]:
-        """The digests of its grains, added up."""
+        """The sum of the grains' digests."""
         return self.known_words or grain_words(self.step, [grain.index for grain in self.grains], self.read_ids)
 
     def split(self) -> list[Microbatch]:
-        """The same samples, read again, grain by grain."""
+        """Read the same samples again, as one microbatch per grain."""
         return [self.read((grain,), (ids,)) for grain, ids in zip(self.grains, self.ids, strict=True)]
 
     def samples(self) -> list[Microbatch]:
-        """The samples of a single grain, read again, one by one."""
+        """Read the samples of a single grain again, as one microbatch per sample."""
         (grain,), (ids,) = self.grains, self.ids
         alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
         return [self.read((one,), (ids[i : i + 1],)) for i, one in enumerate(alone)]
 
     def without_batch(self) -> Microbatch:
-        """The same, which keeps no tensors; dataclasses.replace would take three times as long."""
+        """Return a copy without tensors, in a third of the time of dataclasses.replace."""
         return Microbatch(self.step, self.grains, self.ids, None, self.read, self.known_words, self.replaced)
 
 
 @dataclass  # made in every step
 class StepData:
-    """One rank's microbatches of one step: `num_microbatches` of them, which may be none."""
+    """One rank's microbatches of one step. `num_microbatches` may be 0."""
 
     step: int
     epoch: int
@@ -96,14 +97,14 @@ class StepData:
 
 
 class Transfer:
-    """Moves batches by `move`; on CUDA from pinned memory, on a stream of its own."""
+    """Transfer of batches by `move`: on CUDA from pinned memory, on a separate stream."""
 
     def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
         self._move = move
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Any) -> Callable[[], Any]:
-        """Begins to move a batch; the result gives it, ready for use on the current stream."""
+        """Start moving a batch. The returned function returns the batch, ready for the current stream."""
         stream = self._stream
         if stream is None:
             return functools.partial(self._move, batch)
@@ -114,7 +115,7 @@ class Transfer:
         def ready() -> Any:
             current = torch.cuda.current_stream()
             current.wait_stream(stream)
-            # The allocator may give the memory away once the side stream is done with it; the current one is not yet.
+            # Else the allocator reuses the memory when the side stream is done, while the current stream still uses it.
             for leaf in tree_leaves(moved):
                 for part in strided_parts(leaf) if isinstance(leaf, Tensor) else ():
                     part.record_stream(current)
@@ -124,14 +125,14 @@ class Transfer:
 
 
 def _pin(value: Any) -> Any:
-    # torch pins blocks of numbers; what is sparse or nested is moved from where it lies.
+    # torch pins only strided tensors; sparse and nested ones are moved without pinning.
     movable = isinstance(value, Tensor) and value.is_cpu and is_strided(value) and not value.is_pinned()
     return value.pin_memory() if movable else value
 
 
 @dataclass(frozen=True)
 class DataRank:
-    """This rank's index among the data ranks, and their number."""
+    """This rank's index among the data ranks, and the number of data ranks."""
 
     rank: int
     num_ranks: int
@@ -139,7 +140,7 @@ class DataRank:
 
 @dataclass(frozen=True)
 class DataIncident:
-    """Incident of a loader: samples that cannot be read (`bad`, with what they raised), or else worker processes."""
+    """Incident of a loader: unreadable samples (`bad`, with error texts by id), or failed worker processes."""
 
     what: str
     done: str
@@ -148,65 +149,65 @@ class DataIncident:
 
 
 class Loader(ABC):
-    """Interface of data loaders: one rank's microbatches of each step. This one has no state beyond the step."""
+    """Interface of data loaders: one rank's microbatches of each step. The base class has no state."""
 
     may_draw = True  # whether reading may draw from this process's global generators
-    looks_ahead: bool  # whether a step may be read before the one in hand is committed
+    looks_ahead: bool  # whether a step may be read before the current one is committed
 
     def __init__(self) -> None:
-        self.incidents: list[DataIncident] = []  # that nobody was told of yet
+        self.incidents: list[DataIncident] = []  # not reported yet
 
     def leave_out(self, bad: Mapping[int, str]) -> None:  # noqa: B027
-        """Reads these samples no more. Raises: DataError where they are more than are allowed."""
+        """Skip these samples from now on. Raises: DataError if they are more than allowed."""
 
     def warn_of_incidents(self) -> None:
-        """Warns of what befell the reading, where no event log has a line for it."""
+        """Warn of incidents, for callers without an event log."""
         for incident in self.incidents:
             warnings.warn(f"{incident.what}; {incident.done}", RuntimeWarning, stacklevel=2)
         self.incidents.clear()
 
     @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Makes `step` the next one, in microbatches of so many grains."""
+        """Make `step` the next one, in microbatches of `grains_per_microbatch` grains."""
 
     @abstractmethod
     def step(self, step: int) -> StepData | None:
-        """This rank's part of `step`; None where the data have ended. Raises: DataError."""
+        """Return this rank's part of `step`, or None if the data have ended. Raises: DataError."""
 
     @abstractmethod
     def most_microbatches(self, step: int) -> int:
-        """How many microbatches the rank with most of them has in `step`."""
+        """Return the largest number of microbatches that a rank has in `step`."""
 
     @abstractmethod
     def filler(self, step: int) -> Microbatch:
-        """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
+        """Return a microbatch of `step` for a rank that has fewer than others, to be computed with weight zero."""
 
     def fillers(self, step: int) -> Iterator[Microbatch]:
-        """All microbatches of `step`, in an order that is the same on all ranks."""
+        """Yield all microbatches of `step`, in the same order on all ranks."""
         yield self.filler(step)
 
     def check_repeats(self, step: int) -> None:  # noqa: B027 - a stream is read once
-        """Read two grains of `step` twice, and samples all over the set. Raises: DataError where one differs."""
+        """Read two grains of `step`, and samples across the dataset, twice. Raises: DataError if a sample differs."""
 
     @abstractmethod
     def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
-        """So many grains of `step` in one microbatch, the first as far as this rank can read them; None without any.
+        """Return the first `count` grains of `step` that this rank can read, in one microbatch; None if there are none.
 
-        Of a map-style dataset they are the same on all ranks. Raises: DataError.
+        For a map-style dataset, the grains are the same on all ranks. Raises: DataError.
         """
 
     def commit(self) -> None:  # noqa: B027 - what a loader without a state has to do
-        """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
+        """Record that the last requested step was trained. Until then, a new request returns the same step."""
 
     def state(self) -> dict[str, Any]:
-        """State from which `restore` continues after the last committed step. JSON values."""
+        """Return the JSON state from which `restore` continues after the last committed step."""
         return {}
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:  # noqa: B027
-        """Takes up the states of all the ranks that saved them, whatever their number."""
+        """Restore the states that all ranks saved, for any number of ranks."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends worker processes."""
+        """End the worker processes."""
 
 
 class _Request(NamedTuple):
@@ -215,20 +216,20 @@ class _Request(NamedTuple):
     ids: tuple[Ids, ...]
 
 
-_Digested = tuple[_Request, list[float]]  # a request, and the digests of its grains, added up
+_Digested = tuple[_Request, list[float]]  # a request, and the sum of its grains' digests
 
 
 class _Fetcher(Dataset[Any]):
-    """The dataset of requests that a torch DataLoader serves: one item is one collated microbatch."""
+    """Dataset of requests for a torch DataLoader. Each item is one collated microbatch."""
 
     def __init__(self, source: MapSource, order: Order, quarantine: Quarantine | None) -> None:
         self.source, self.order, self.quarantine = source, order, quarantine
 
     def fetch(self, request: _Request) -> Fetched:
-        """The microbatch of a request. Raises: DataError."""
+        """Return the microbatch of a request. Raises: DataError."""
         keys: list[int] = []
         if self.source.has_epochs:
-            last = self.order.num_steps - 1  # a step after it may be read ahead, and belongs to no epoch
+            last = self.order.num_steps - 1  # steps beyond the last may be read ahead
             self.source.at_epoch(self.order.epoch(min(request.step, last)))
         if self.source.draws:
             keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
@@ -237,7 +238,7 @@ class _Fetcher(Dataset[Any]):
         return self.source.tolerant(self.quarantine, request.ids, keys)
 
     def __getitem__(self, request: _Request) -> Any:
-        """In a worker process, where an exception would lose its fields on the way: it comes as a value."""
+        """Fetch in a worker process. Errors are returned as values, since raised ones would lose their fields."""
         try:
             return self.fetch(request)
         except ShoalError as error:
@@ -245,9 +246,9 @@ class _Fetcher(Dataset[Any]):
 
 
 def _started(own: Callable[[int], object] | None, data: Any, worker: int) -> None:
-    """Calls a user's worker_init_fn in a worker process, where it finds its dataset as under torch's own loader.
+    """Initialize a worker process and call the user's worker_init_fn, which finds its dataset as under torch.
 
-    Requests to stop, which a scheduler sends to every process, are the rank's: it finishes its step with these samples.
+    Stop signals, which a scheduler sends to every process, are ignored: the rank still finishes its step.
     """
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
@@ -257,7 +258,7 @@ def _started(own: Callable[[int], object] | None, data: Any, worker: int) -> Non
 
 
 class MapLoader(Loader):
-    """Loader of a map-style dataset: everything but the samples themselves is arithmetic."""
+    """Loader of a map-style dataset. Which samples a rank reads is pure arithmetic."""
 
     looks_ahead = True
 
@@ -272,9 +273,11 @@ class MapLoader(Loader):
         reading: Mapping[str, Any] | None = None,
         bad_samples: int = 0,
     ) -> None:
-        """`reading`: further arguments of torch's DataLoader, for its worker processes.
+        """Create the loader.
 
-        `bad_samples`: how many that cannot be read are left out.
+        Args:
+            reading: further arguments of torch's DataLoader, for its worker processes.
+            bad_samples: maximum number of unreadable samples to skip.
         """
         super().__init__()
         self.may_draw = source.draws or workers > 0
@@ -295,7 +298,7 @@ class MapLoader(Loader):
         self._per_microbatch, self._next = grains_per_microbatch, step
 
     def move(self, place: DataRank) -> None:
-        """From now on reads what another data rank computes, and a step only once it is asked for."""
+        """Read the data of another data rank from now on, and read a step only when it is requested."""
         self.close()
         self._known = {}
         self._place, self.looks_ahead = place, False
@@ -317,7 +320,7 @@ class MapLoader(Loader):
             keys = [random_key(self._fetcher.order.seed, "data", step, grain.index) for grain in grains]
             with generators_kept():
                 source.check_repeats(self._order.ids(step, grains), keys)
-                # Some that are spread over the whole set: a transform may draw for some samples alone.
+                # Also samples across the whole set, since a transform may draw for some samples only.
                 until = time.monotonic() + _REPEATED_SECONDS
                 some = spread(np.arange(min(len(source), _REPEATED_SAMPLES)), len(source))
                 for ids in np.array_split(some, -(-len(some) // 8)):
@@ -329,7 +332,7 @@ class MapLoader(Loader):
         return self._read(step, tuple(grains), tuple(self._order.ids(step, grains))) if grains else None
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
-        """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""
+        """Return the sample ids that a data rank (default: this one) fetches for `step`, by microbatch."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
         ids, most = self._order.ids(step, mine), self._per_microbatch
         runs = zip(microbatches(mine, most), microbatches(ids, most), strict=True)
@@ -344,7 +347,10 @@ class MapLoader(Loader):
         return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
     def _own_requests(self, step: int) -> list[_Digested]:
-        """This rank's, of several steps at once: after a backward, whose data fill the caches, each call is dear."""
+        """Return this rank's requests of a step.
+
+        Several steps are computed at once, since each call is slow after a backward.
+        """
         if step not in self._known:
             count = max(1, min(_STEPS_AHEAD, _SAMPLES_AHEAD // self._order.global_batch))
             ahead = {number: self.requests(number) for number in range(step, step + count)}
@@ -373,12 +379,12 @@ class MapLoader(Loader):
         fetched: Fetched = found
         if self._quarantine is not None:
             read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
-            if not self._quarantine.known.keys().isdisjoint(read):  # a worker knows no more than when it was started
+            if not self._quarantine.known.keys().isdisjoint(read):  # not known when the worker started
                 fetched = self._fetcher.fetch(request)
         return self._noted(fetched)
 
     def _noted(self, fetched: Fetched) -> Fetched:
-        """What was read, once its bad samples are known here. Raises: DataError where they are too many."""
+        """Record bad samples and return the batch. Raises: DataError if there are too many."""
         if fetched.bad and self._quarantine is not None:
             new = self._quarantine.add(fetched.bad)
             if new:

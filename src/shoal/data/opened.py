@@ -1,4 +1,4 @@
-"""Data sources of a job or a session, opened once; the order of their samples, and the loader for them."""
+"""Opened data sources of a job or a session, the order of their samples, and their loaders."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 _Mistake = tuple[str, str, str]
 _MARKS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "num_workers", "drop_last")
 _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
-# A stream's length is unknown: one pass that no training comes to the end of by counting.
+# Assumed number of samples of a stream, whose real length is unknown.
 _ENDLESS = 1 << 62
 
 
 def is_loader(data: Any) -> bool:
-    """Whether `data` is a torch DataLoader, or has all that one has (as torchdata's StatefulDataLoader)."""
+    """Check whether `data` is a torch DataLoader or has its attributes, as torchdata's StatefulDataLoader."""
     return isinstance(data, DataLoader) or all(hasattr(data, name) for name in _MARKS)
 
 
 def refuse_batches(name: str, data: Any) -> None:
-    """Raises: DataError for another library's loader, which gives batches and hides what they are made of."""
+    """Reject another library's loader, which yields batches and hides the samples. Raises: DataError."""
     is_sized = hasattr(data, "__iter__") and hasattr(data, "__len__") and not hasattr(data, "__getitem__")
     if not is_sized or isinstance(data, IterableDataset) or not hasattr(data, "dataset"):
         return
@@ -55,10 +55,10 @@ def refuse_batches(name: str, data: Any) -> None:
 
 
 def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> Opened:
-    """The source in a loader, and how it is read; `shuffle` is None where that is a stream.
+    """Extract the data source and the reading options from a DataLoader. `shuffle` is None for a stream.
 
-    `global_batch` is what its batch size has to be, None where that is no matter. Raises: DataError with everything at
-    once that this version does not do as the loader says, and as `source_of`.
+    `global_batch`: the required batch size; None accepts any.
+    Raises: DataError that lists everything in the loader that shoal cannot reproduce, and as `source_of`.
     """
     mistakes = [*_batches(loader, collate, global_batch)]
     dataset, shuffle = loader.dataset, None
@@ -86,7 +86,7 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
 
 
 def _known(value: Any, kind: type) -> bool:
-    """Whether torch's own class, or torchdata's version of it: a subclass of a user's does as it likes."""
+    """Check for torch's or torchdata's own class, since a user's subclass may behave differently."""
     return isinstance(value, kind) and _is_torchs(type(value).__module__)
 
 
@@ -144,7 +144,7 @@ def _sampler(loader: Any) -> Any:
 
 
 def _order(loader: Any, global_batch: int | None) -> tuple[Any, bool] | _Mistake:
-    """The dataset that the sampler means and whether each epoch has a new order; or why it cannot be had."""
+    """Return the sampler's dataset and whether each epoch has a new order, or a mistake."""
     sampler, dataset = _sampler(loader), loader.dataset
     if _known(sampler, SequentialSampler) or _known(sampler, RandomSampler):
         if len(sampler.data_source) != len(dataset):
@@ -206,10 +206,14 @@ def _named(function: Any) -> str:
 def open_data(
     name: str, data: Any, collate: Collate | None, global_batch: int | None = None, shuffle: bool | None = None
 ) -> Opened:
-    """The data behind a dataset, tensors, a stream, a DataLoader, or a function that returns one of them.
+    """Open a dataset, tensors, a stream, a DataLoader, or a function that returns one of these.
 
-    `global_batch` is what the batch size of a DataLoader has to be; None where that is no matter. `shuffle` as written.
-    Raises: DataError where they are empty, of a kind that cannot be read, say what cannot be done, or were not built.
+    Args:
+        name: the data's name in messages.
+        global_batch: the required batch size of a DataLoader; None accepts any.
+        shuffle: the user's setting.
+
+    Raises: DataError if the data are empty, unsupported, contradictory or could not be built.
     """
     if isinstance(data, Opened):
         return data
@@ -226,17 +230,17 @@ def open_data(
 
 
 def open_evaluations(job: Job) -> dict[str, Opened]:
-    """Sources of a job's evaluation sets by name. Raises: DataError, as `open_data`."""
+    """Open a job's evaluation sets by name. Raises: DataError, as `open_data`."""
     return {name: open_evaluation(said_of(name), data, job.collate) for name, data in job.evaluation_sets.items()}
 
 
 def said_of(evaluation_set: str) -> str:
-    """An evaluation set in messages."""
+    """Return the name of an evaluation set for messages."""
     return f"eval_data[{evaluation_set!r}]" if evaluation_set else "eval_data"
 
 
 def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
-    """Source of evaluation data, opened as in `open_data`."""
+    """Open evaluation data, as `open_data`."""
     found = open_data(name, data, collate)
     if not found.workers or not isinstance(found.source, MapSource):
         return found
@@ -245,26 +249,29 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 
 
 def opened(job: Job) -> Job:
-    """The job with its training data opened, and `shuffle` as it and they say. Raises: DataError, as `open_data`."""
+    """Return the job with opened training data and a resolved `shuffle`. Raises: DataError, as `open_data`."""
     found = begun(open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle))
     return replace(job, train_data=found, shuffle=in_new_orders("train_data", found, job.shuffle))
 
 
 def begun(data: Opened) -> Opened:
-    """Training data in their first epoch: samples are looked at before the first step. Raises: DataError."""
+    """Set training data to their first epoch, since samples are probed before the first step. Raises: DataError."""
     if isinstance(data.source, MapSource):
         data.source.at_epoch(0)
     return data
 
 
 def training_data(job: Job) -> Opened:
-    """A job's training data. Raises: DataError, as `open_data`."""
+    """Open a job's training data. Raises: DataError, as `open_data`."""
     found: Opened = opened(job).train_data
     return found
 
 
 def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
-    """Whether epochs have new orders, as data and `shuffle` say, or neither. Raises: DataError where they differ."""
+    """Decide whether epochs have new orders (the default), from data and `shuffle`.
+
+    Raises: DataError if they conflict.
+    """
     if None not in (found.shuffle, shuffle) and found.shuffle != shuffle:
         kind = "shuffles" if found.shuffle else "reads in order"
         raise DataError(
@@ -277,13 +284,13 @@ def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
 
 
 def order_of(data: Opened, job: Job, length: Length, shuffle: bool) -> Order:
-    """The order of a training of that length in the job's batches, from its seed."""
+    """Return the sample order of a training of that length, in the job's batches and with its seed."""
     num_samples = len(data.source) if isinstance(data.source, MapSource) else _ENDLESS
     return Order(num_samples, job.global_batch, job.num_grains, job.seed, shuffle, length)
 
 
 def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
-    """This rank's loader; `workers` processes read for it, not a stream. Raises: as the loaders."""
+    """Create this rank's loader. `workers`: number of reading processes, unused for streams. Raises: as the loaders."""
     place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
     if not isinstance(source, MapSource):
         return StreamLoader(source, order, place, data.collate)
@@ -292,6 +299,6 @@ def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
 
 
 def refuse_epochs(data: Opened, length: Length, given: str, remedy: str) -> None:
-    """Raises: JobError for epochs of a stream."""
+    """Reject a length in epochs for a stream. Raises: JobError."""
     if isinstance(length, Epochs) and not isinstance(data.source, MapSource):
         raise JobError(given=given, conflict="a stream has no length, and so no epochs", remedy=remedy)

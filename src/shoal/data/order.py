@@ -1,8 +1,8 @@
-"""Sample order as arithmetic: the ids of a step from seed, epoch and position alone.
+"""Sample order as arithmetic: the ids of a step follow from seed, epoch and position.
 
 A seeded permutation of [0, N) without a table: a balanced Feistel network on the next even number of bits, with
-cycle-walking for the values outside [0, N) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Any
-position of any epoch costs the same few operations at ten samples and at 10^10.
+cycle-walking for values outside [0, N) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). The cost of a
+position is the same for ten samples and for 10^10.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.data.sample_digest import Ids
 from shoal.job import Epochs, Length, Samples
 from shoal.plans.grains import Grain, divide, random_key
 
-# Positions permuted at once: numpy's cost per call is that of some thousand elements, and a step may hold only a few.
+# Positions permuted at once, since a step may have few and a numpy call costs as much as some thousand elements.
 _BLOCK = 1 << 14
 _Words = npt.NDArray[np.uint64]
 # Luby and Rackoff show 4 rounds to be a strong pseudorandom permutation given a random round function; the round
@@ -26,21 +26,21 @@ _ROUNDS = 8
 
 
 def permute(positions: Ids, count: int, key: int) -> Ids:
-    """The ids at `positions` (int64, each in [0, count)) of the permutation of [0, count) that `key` selects."""
+    """Return the ids at `positions` (int64, each in [0, count)) of the permutation of [0, count) selected by `key`."""
     half_bits = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     half = np.uint64(half_bits)
     mask = np.uint64((1 << half_bits) - 1)
     keys = _round_keys(key)
     values = _feistel(positions.astype(np.uint64), half, mask, keys)
     outside = values >= np.uint64(count)
-    while outside.any():  # the domain is below 4 * count, so that each pass leaves at most about three quarters
+    while outside.any():  # the domain is below 4 * count, so each pass leaves at most about 3/4
         values[outside] = _feistel(values[outside], half, mask, keys)
         outside = values >= np.uint64(count)
     return values.astype(np.int64)
 
 
 def _permuted(start: int, stop: int, count: int, seed: int, epoch: int) -> Ids:
-    """The ids at positions [start, stop) of an epoch, from whole blocks of which the last few are kept."""
+    """Return the ids at positions [start, stop) of an epoch, from cached blocks."""
     first = start // _BLOCK
     parts = []
     for index in range(first, (stop - 1) // _BLOCK + 1):
@@ -68,7 +68,7 @@ def _feistel(values: _Words, half: np.uint64, mask: np.uint64, keys: tuple[np.ui
 
 
 def _mix(words: _Words) -> _Words:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014); arithmetic modulo 2^64."""
+    """Apply the finaliser of splitmix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -76,7 +76,7 @@ def _mix(words: _Words) -> _Words:
 
 @dataclass(frozen=True)
 class Order:
-    """Sample order of a map-style dataset of `num_samples` under a job's batch, grains, seed and length."""
+    """Sample order of a map-style dataset of `num_samples`, for a job's batch, grains, seed and length."""
 
     num_samples: int
     global_batch: int
@@ -87,12 +87,12 @@ class Order:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass; the last of them may be short."""
+        """Number of steps in one pass. The last step may be short."""
         return -(-self.num_samples // self.global_batch)
 
     @functools.cached_property
     def num_steps(self) -> int:
-        """Steps in the job's whole length."""
+        """Number of steps in the job's whole length."""
         if isinstance(self.length, Epochs):
             return max(1, round(self.length.count * self.steps_per_epoch))
         if isinstance(self.length, Samples):
@@ -101,17 +101,17 @@ class Order:
         return self.length.count
 
     def epoch(self, step: int) -> int:
-        """The pass over the data that `step` (from 0) belongs to."""
+        """Return the epoch of `step`, both from 0."""
         return step // self.steps_per_epoch
 
     def samples_before(self, step: int) -> int:
-        """Samples in all the steps before `step`."""
+        """Return the number of samples in all steps before `step`."""
         epochs, place = divmod(step, self.steps_per_epoch)
         before = epochs * self.num_samples + place * self.global_batch
         return min(before, self.length.count) if isinstance(self.length, Samples) else before
 
     def grains(self, step: int) -> list[Grain]:
-        """The non-empty grains of `step`."""
+        """Return the non-empty grains of `step`."""
         first = step % self.steps_per_epoch * self.global_batch
         size = min(self.global_batch, self.num_samples - first)
         if isinstance(self.length, Samples) and step < self.num_steps:
@@ -119,7 +119,7 @@ class Order:
         return divide(size, self.global_batch, self.num_grains)
 
     def ids(self, step: int, grains: list[Grain]) -> list[Ids]:
-        """The sample ids of neighbouring grains of `step`: one int64 [grain.size] a grain, in order."""
+        """Return the sample ids of neighbouring grains of `step`: one int64 array [grain.size] per grain."""
         if not grains:
             return []
         epoch, place = divmod(step, self.steps_per_epoch)

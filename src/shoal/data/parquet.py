@@ -1,4 +1,4 @@
-"""Parquet files as a dataset whose samples are rows by number, and a Spark DataFrame written as such."""
+"""Parquet files as a dataset with one sample per row, and conversion of a Spark DataFrame to such files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shoal.errors import DataError, nearest
 
 _INSTALL = 'pip install "shoal[spark]"'
-# What a sample may hold, in Spark's words; arrays of numbers too.
+# Spark's names of the number types that a sample may have, also in arrays.
 _NUMBERS = ("boolean", "tinyint", "smallint", "int", "bigint", "float", "double")
 _CASTS = {
     "vector": "pyspark.ml.functions.vector_to_array(column)",
@@ -26,11 +26,15 @@ _CASTS = {
 
 
 class Parquet:
-    """Map-style dataset of a folder of Parquet files: sample i is row i, files in the order of their names.
+    """Map-style dataset of a folder of Parquet files. Sample i is row i, with files in the order of their names.
 
-    A sample is a dict of its columns: numbers, arrays of numbers as numpy arrays, text. `columns`: those to read.
-    Row groups are read when a sample of them is asked for; the `cache_bytes` of those that were used last are kept.
-    Raises: DataError where there are no files, no such column, or a value is missing.
+    A sample is a dict of its columns: numbers, arrays of numbers as numpy arrays, text.
+
+    Args:
+        columns: names of the columns to read. Default: all.
+        cache_bytes: size of the cache of recently used row groups. Row groups are read on access. Default: 1 GiB.
+
+    Raises: DataError if there are no files, a column does not exist, or a value is missing.
     """
 
     def __init__(
@@ -61,11 +65,11 @@ class Parquet:
             raise IndexError(f"row {i} of {len(self)}")
         place = bisect_right(self._starts, i) - 1
         rows, at = self._rows(place), i - self._starts[place]
-        # Copies: what a job changes in its sample is not the file's.
+        # Copies, since a job may modify its sample.
         return {name: v.copy() if isinstance(v := rows[name][at], np.ndarray) else v for name in self.columns}
 
     def __getitems__(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        # By row group, so that each is read once even where the cache holds one alone.
+        # In order of rows, so that each row group is read once even if the cache has room for one only.
         order = sorted(range(len(ids)), key=lambda k: ids[k])
         found: list[dict[str, Any]] = [{}] * len(ids)
         for k in order:
@@ -73,10 +77,10 @@ class Parquet:
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Parquet, (self.folder, self.columns, self._cache_bytes))  # a data worker opens files of its own
+        return (Parquet, (self.folder, self.columns, self._cache_bytes))  # each data worker opens its own files
 
     def _rows(self, place: int) -> dict[str, Any]:
-        """The columns of a row group."""
+        """Return the columns of a row group."""
         if place in self._cache:
             self._cache.move_to_end(place)
             return self._cache[place]
@@ -89,7 +93,7 @@ class Parquet:
         return rows
 
     def _values(self, name: str, column: Any, place: int) -> Any:
-        """A column's values by row: an array, or a list of arrays of different lengths, or of texts."""
+        """Return a column's values by row: an array, or a list of strings or of arrays of different lengths."""
         column = column.chunk(0) if hasattr(column, "chunks") else column
         if column.null_count:
             row = self._starts[place] + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
@@ -109,11 +113,11 @@ class Parquet:
 
 
 def from_spark(frame: Any, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Parquet:
-    """A Spark DataFrame as a dataset: written once as Parquet into a folder that all ranks see, and read from there.
+    """Write a Spark DataFrame as Parquet into a folder that all ranks see, and return it as a dataset.
 
-    A folder that holds a frame of the same columns and number of rows is read as it is. Call it where the session is,
-    in the program that starts the run; the job reads `shoal.Parquet(folder)`. Raises: DataError of columns that no
-    tensor holds, all of them at once, or of a folder with another frame.
+    Call it in the program that has the Spark session and starts the run. The job then reads `shoal.Parquet(folder)`. An
+    existing folder with the same columns and number of rows is reused.
+    Raises: DataError that lists all columns that no tensor can store; DataError if the folder has another frame.
     """
     path, schema = os.path.abspath(os.fspath(folder)), frame.schema
     wrong = {field.name: field.dataType.simpleString() for field in schema.fields if not _readable(field.dataType)}
@@ -144,7 +148,7 @@ def _readable(kind: Any) -> bool:
 
 
 def _files(folder: str) -> list[Any]:
-    """The Parquet files of a folder, in the order of their names. Raises: DataError."""
+    """Return the opened Parquet files of a folder, in the order of their names. Raises: DataError."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
@@ -167,6 +171,6 @@ def _array(column: Any) -> npt.NDArray[Any]:
 
 
 def _bytes(rows: dict[str, Any]) -> int:
-    """About the bytes of a row group's values."""
+    """Return the approximate size of a row group's values in bytes."""
     sizes = [value.nbytes if hasattr(value, "nbytes") else 64 * len(value) for value in rows.values()]
     return sum(sizes)

@@ -1,4 +1,4 @@
-"""Quarantine of samples that cannot be read: in the place of each another is read, by a rule without a layout in it."""
+"""Quarantine of unreadable samples: another sample replaces each one, by a rule that is independent of the layout."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from shoal.plans.grains import random_key
 if TYPE_CHECKING:
     from shoal.data.source import SampleSource
 
-# A dataset in which so many draws in a row cannot be read is broken as a whole.
+# After this many unreadable candidates in a row, the whole dataset counts as broken.
 _MOST_DRAWS = 50
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass  # made in every step
 class Fetched:
-    """A batch; `replaced`: which sample was read in the place of which; `bad`: what those raised that were new."""
+    """A batch. `replaced`: sample id -> id of its replacement; `bad`: error texts of newly unreadable samples."""
 
     batch: Any
     replaced: Mapping[int, int] = field(default_factory=dict)
     bad: Mapping[int, str] = field(default_factory=dict)
 
     def pin_memory(self) -> Fetched:
-        """With the batch in pinned memory, for torch's DataLoader."""
+        """Return a copy with the batch in pinned memory, for torch's DataLoader."""
         return replace(self, batch=pin_memory(self.batch))
 
 
 @dataclass
 class Quarantine:
-    """Samples that are read no more, by id with what reading them raised; at most `most`."""
+    """Samples that are no longer read: error texts by sample id, for at most `most` samples."""
 
     most: int
     known: dict[int, str] = field(default_factory=dict)
 
     def add(self, bad: Mapping[int, str]) -> dict[int, str]:
-        """Takes up samples; those that were not known."""
+        """Add samples. Return the new ones."""
         new = {i: said for i, said in bad.items() if i not in self.known}
         self.known |= new
         return new
 
     def check(self) -> None:
-        """Raises: DataError where there are more than `most`."""
+        """Check the number of samples. Raises: DataError if there are more than `most`."""
         if len(self.known) > self.most:
             ids = sorted(self.known)
             raise DataError(
@@ -63,7 +63,7 @@ class Quarantine:
 
 
 class TolerantReader:
-    """Reader of one request's samples that puts others in the places of those that cannot be read."""
+    """Reader of one request's samples that replaces unreadable ones."""
 
     def __init__(self, source: SampleSource, quarantine: Quarantine) -> None:
         self._source, self._quarantine = source, quarantine
@@ -71,19 +71,22 @@ class TolerantReader:
         self.bad: dict[int, str] = {}
 
     def grain(self, ids: list[int], key: int) -> list[Any]:
-        """The samples of a grain, after its `key` was seeded. Raises: DataError where none can be found."""
+        """Return the samples of a grain, whose `key` is already seeded.
+
+        Raises: DataError if no replacement is readable.
+        """
         if not any(self._is_bad(i) for i in ids):
             try:
                 return self._source.read(ids)
             except DataError as error:
                 _refuse_shortage(error)
-                seed_everything(key)  # and one by one
+                seed_everything(key)  # now read one by one
         return [self._sample(i, key) for i in ids]
 
     def _sample(self, wanted: int, key: int) -> Any:
-        """The sample, or the first good one of those that are drawn for its place.
+        """Return the sample, or the first readable candidate that is drawn in its place.
 
-        What is drawn at random while a bad sample is read must not depend on whether it was known to be bad.
+        The random numbers must not depend on whether the sample was already known to be bad.
         """
         candidate = wanted
         for attempt in range(_MOST_DRAWS):
@@ -112,14 +115,14 @@ class TolerantReader:
 
 
 def _refuse_shortage(error: DataError) -> None:
-    """Raises: the error where the host had no memory or file descriptor left, which is no sample's fault."""
+    """Raise the error again if the host ran out of memory or file descriptors, since the sample is not at fault."""
     cause = error.__cause__
     if cause is not None and (is_out_of_memory(cause) or getattr(cause, "errno", None) in _SHORTAGES):
         raise error
 
 
 def with_replaced(ids: Sequence[Ids], replaced: Mapping[int, int]) -> tuple[Ids, ...]:
-    """The ids of what was read, where some were replaced."""
+    """Return the ids of the samples that were read, with replacements."""
     if not replaced:
         return tuple(ids)
     return tuple(np.array([replaced.get(i, i) for i in own.tolist()], dtype=np.int64) for own in ids)

@@ -1,4 +1,4 @@
-"""Sample digest: a hash over every sample id that a run has read, in its records and checkpoints."""
+"""Sample digest: a hash of all sample ids that a run has read, stored in its records and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 
-# Words of a grain's digest: each below 2^32, so that their float64 sum over up to 2^21 grains is exact.
+# Words of a grain's digest, each below 2^32, so that float64 sums over up to 2^21 grains are exact.
 DIGEST_WORDS = 8
-# Grains of which one array is written; of fewer a text each costs less.
+# Minimum number of grains for a numpy table; below it, separate byte strings are faster.
 _MANY = 16
 _GOLDEN = 0.6180339887498949
 EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
 
 
 def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[float]:
-    """Digests of several grains, added up: of each the 8 words of SHA-256 over (step, grain, ids).
+    """Return the sum of several grains' digests: the 8 words of SHA-256 over (step, grain, ids) of each.
 
-    They add up in any order, so that the sum over a step is the same whichever rank held which grain.
+    The order of summation does not matter, so a step's sum is the same for every assignment of grains to ranks.
     """
     digests = b"".join(_digests(step, grains, ids))
-    if len(grains) < _MANY:  # a few words cost less in Python than in numpy
+    if len(grains) < _MANY:  # Python is faster than numpy for a few words
         words = struct.unpack(f"<{len(digests) // 4}I", digests)
         return [float(sum(words[place::DIGEST_WORDS])) for place in range(DIGEST_WORDS)]
     table = np.frombuffer(digests, dtype="<u4").reshape(-1, DIGEST_WORDS)
@@ -33,7 +33,7 @@ def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[fl
 
 
 def words_of_steps(parts: Sequence[tuple[int, Sequence[int], Sequence[Ids]]]) -> list[list[float]]:
-    """`grain_words` of each part (step, grains, ids), none of which is empty: from one table where all are as long."""
+    """Return `grain_words` of each non-empty part (step, grains, ids), from one table if grains are equally long."""
     sizes = set().union(*[map(len, ids) for _, _, ids in parts])
     if len(sizes) != 1:
         return [grain_words(*part) for part in parts]
@@ -48,14 +48,14 @@ def words_of_steps(parts: Sequence[tuple[int, Sequence[int], Sequence[Ids]]]) ->
 
 
 def _hashed(table: npt.NDArray[np.int64]) -> list[bytes]:
-    """SHA-256 of each row."""
+    """Return the SHA-256 of each row."""
     text, width = memoryview(table.tobytes()), table.itemsize * table.shape[1]
     return [hashlib.sha256(text[at : at + width]).digest() for at in range(0, len(text), width)]
 
 
 def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes]:
     size = len(ids[0]) if ids else 0
-    count = next((place for place, own in enumerate(ids) if len(own) != size), len(ids))  # the last may be short
+    count = next((place for place, own in enumerate(ids) if len(own) != size), len(ids))  # the last grain may be short
     if count < _MANY:
         named = zip(grains, ids, strict=True)
         head = step.to_bytes(8, "little")
@@ -67,10 +67,10 @@ def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes
 
 
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
-    """The digest after a step: SHA-256 over the digest before it and the sum of the step's grain digests."""
+    """Return the digest after a step: SHA-256 over the previous digest and the sum of the step's grain digests."""
     return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()
 
 
 def spread(places: Ids, num_samples: int) -> Ids:
-    """Return the ids of samples that lie all over a set, for the places 0, 1, 2, ...; some may be there twice."""
+    """Return sample ids that are spread over a dataset, for places 0, 1, 2, ...; ids may repeat."""
     return (places * _GOLDEN % 1.0 * num_samples).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Worker processes that read samples for a rank, of torch's DataLoader, and new ones where they die or hang."""
+"""Worker processes of torch's DataLoader that read a rank's samples. Dead or stuck ones are replaced."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch.utils.data import DataLoader
 from shoal.data.source import SHARED_MEMORY
 from shoal.errors import DataError, text_of
 
-# A death is noticed after so long. torch would look every 5 s, or raise wherever the rank happens to be by then.
+# Time to notice a death. torch itself would check every 5 s, or raise at an arbitrary place in the rank.
 _LOOK_SECONDS = 0.25
-# A batch is waited for so long, or three times the longest wait: less than a rank that waits is given by its launcher.
+# Time limit for a batch: this, or three times the longest wait. It is below the launcher's limit for a waiting rank.
 _LEAST_SECONDS, _TIMES = 4.0, 3.0
-_FIRST_SECONDS = 300.0  # for the first batch of all, with the import of whatever a dataset needs
-_TIMES_AGAIN = 4.0  # a batch that was waited for in vain may take so much longer the next time
+_FIRST_SECONDS = 300.0  # for the first batch, including the dataset's imports
+_TIMES_AGAIN = 4.0  # factor of the limit after each failure
 _MOST_IN_A_ROW = 3
 _OWN_MESSAGE = "look for its own message above; data.workers = 0 reads in the rank itself"
 
 
 class SampleWorkers:
-    """Worker processes that give one batch a request.
+    """Worker processes that return one batch per request.
 
-    `load` makes torch's DataLoader from a request on; `told` takes a sentence and the seconds that were lost where the
-    processes had to be started anew. `given_seconds`: for one batch, where the user's own loader says it.
+    `load`: creates torch's DataLoader for the requests from a given one on.
+    `told`: receives a sentence and the lost seconds when the processes were restarted.
+    `given_seconds`: time limit for one batch from the user's own loader.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SampleWorkers:
         self._in_a_row = 0
 
     def next(self, request: Any) -> Any:
-        """The batch of a request, which is the one after the last. Raises: DataError where workers die or hang."""
+        """Return the batch of the next request. Raises: DataError if workers repeatedly die or hang."""
         while True:
             began = time.monotonic()
             if self._batches is None:
@@ -65,21 +66,21 @@ class SampleWorkers:
         handler = signal.getsignal(signal.SIGCHLD) if here else None
         self._batches = iter(self._load(request))
         self._watch = _Watch(self._kill)
-        if here:  # torch's own raises in the midst of whatever the rank does when a worker dies
+        if here:  # torch's handler raises at an arbitrary place in the rank
             signal.signal(signal.SIGCHLD, handler)
 
     def _wait(self, began: float) -> tuple[str | None, int | None]:
-        """Waits for the next batch; why there is none, and the exit code of a worker that died."""
+        """Wait for the next batch. Return the reason if there is none, and the exit code of a dead worker."""
         batches, watch = self._batches, self._watch
         assert batches is not None
         assert watch is not None
         watch.until = began + self._limit()
-        batches._timeout = _LOOK_SECONDS  # type: ignore[attr-defined]  # torch's iterator has no other way to set it
+        batches._timeout = _LOOK_SECONDS  # type: ignore[attr-defined]  # torch's iterator has no public setter
         while True:
             try:
                 self._batch = next(batches)
             except (RuntimeError, EOFError, OSError) as error:
-                if "in DataLoader worker process" in text_of(error):  # raised there, outside of reading: a user's init
+                if "in DataLoader worker process" in text_of(error):  # raised outside of reading: a user's init
                     raise _failed(text_of(error).strip().splitlines()[-1]) from error
                 if isinstance(error, RuntimeError) and not text_of(error).startswith("DataLoader "):
                     raise
@@ -99,12 +100,12 @@ class SampleWorkers:
         return max(learned, self._given) * _TIMES_AGAIN**self._in_a_row
 
     def _kill(self) -> None:
-        """Kills the processes: to one that is stopped, or waits for a lock of a dead one, nothing else gets through."""
+        """Kill the processes, since stopped or deadlocked ones ignore other signals."""
         for worker in getattr(self._batches, "_workers", ()):
             worker.kill()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -112,16 +113,16 @@ class SampleWorkers:
         if shutdown is not None:
             shutdown()
             for worker in getattr(self._batches, "_workers", ()):
-                if worker.is_alive():  # torch's own last resort is SIGTERM, which it ignores
+                if worker.is_alive():  # torch's last resort is SIGTERM, which the worker ignores
                     worker.kill()
                     worker.join()
         self._batches = None
 
 
 class _Watch:
-    """Thread that calls `kill` once `until` is past: a rank that takes a batch from a stopped process hears nothing.
+    """Thread that calls `kill` after `until`, since a rank that reads from a stopped process blocks.
 
-    `until` is on the clock of `time.monotonic`.
+    `until`: instant of `time.monotonic`.
     """
 
     def __init__(self, kill: Callable[[], None]) -> None:
@@ -138,7 +139,7 @@ class _Watch:
                 return
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
 

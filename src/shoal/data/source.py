@@ -1,4 +1,4 @@
-"""Data sources: one interface for a job's training and evaluation data of every kind."""
+"""Data sources: one interface to all kinds of training and evaluation data."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ Collate = Callable[[list[Any]], Any]
 _FEW = 2
 _MOST_OBJECTS, _MOST_ITEMS = 1000, 64
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-# What the functions of torch, numpy and Python that put samples together raise of no samples.
+# Errors that collating functions of torch, numpy and Python raise for an empty list of samples.
 _OF_NONE = (IndexError, ValueError, RuntimeError)
-_REFERENCES = 3  # samples with which the others are compared, where not all can be collated
+_REFERENCES = 3  # number of samples that others are compared with after a failed collation
 SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
 
 
 class NoSamples:
-    """Batch of samples that a collate function has all left out: neither model nor loss is called for it."""
+    """Marker for a batch whose samples the collate function all dropped. Model and loss are not called for it."""
 
 
 def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The object and those in its attributes, also within short lists and mappings; not the samples of a list."""
+    """Yield the object and the objects in its attributes, lists and mappings, but not in long ones."""
     if id(value) in seen or len(seen) > _MOST_OBJECTS or isinstance(value, type | ModuleType | FunctionType):
         return
     seen.add(id(value))
@@ -65,7 +65,7 @@ def _objects(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 class MapSource(ABC):
-    """Map-style dataset of known length; samples are fetched by id."""
+    """Map-style dataset of known length, with samples fetched by id."""
 
     draws = True  # whether reading a sample may draw random numbers
 
@@ -79,45 +79,46 @@ class MapSource(ABC):
         return self._length
 
     def at_epoch(self, epoch: int) -> None:
-        """Calls the dataset's `set_epoch`, if it has one and was not last called with `epoch`. Raises: DataError."""
+        """Call the dataset's `set_epoch`, if it has one and `epoch` is new. Raises: DataError."""
         if self.has_epochs and epoch != self._epoch:
             tell_epoch(self.name, self.data, epoch)
             self._epoch = epoch
 
     def looks(self) -> NoTrace:
-        """Return a context for reads that leave the dataset, objects within it and the generators as they were."""
+        """Return a context for reads that restore the dataset, objects within it and the generators afterwards."""
         return NoTrace(None, {f"train_data {number}": one for number, one in enumerate(_objects(self.data, set()))})
 
     def looked_at(self, ids: Ids, quarantine: Quarantine | None = None) -> Any:
-        """Return the batch of some samples for a look. The dataset and the generators are afterwards as they were."""
+        """Return the batch of some samples for a probe. The dataset and the generators are restored afterwards."""
         with self.looks():
             return self.fetch([ids], [0]) if quarantine is None else self.tolerant(quarantine, [ids], [0]).batch
 
     def tolerant(self, quarantine: Quarantine, grains: Sequence[Ids], keys: Sequence[int]) -> Fetched:
-        """As `fetch`, with other samples in the place of those that cannot be read; here all can. Raises: DataError."""
+        """Fetch as `fetch`, with replacements for unreadable samples. The base class needs none. Raises: DataError."""
         return Fetched(self.fetch(grains, keys))
 
     @abstractmethod
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
-        """The batch of the samples of neighbouring grains, in order.
+        """Return the batch of the samples of neighbouring grains, in order.
 
-        `keys` seed torch's, Python's and numpy's generators before each grain's samples are read, so that augmentation
-        belongs to the grain; they are not looked at unless it `draws`. Raises: DataError naming the sample that could
-        not be read.
+        `keys` seed torch's, Python's and numpy's generators before each grain is read, so that augmentation depends on
+        the grain only. They are unused unless the source `draws`.
+        Raises: DataError that names the unreadable sample.
         """
 
 
-# What steps are read from: samples by their ids, or one after the other.
+# Samples for steps: by id, or sequentially from a stream.
 Source = MapSource | Iterable[Any]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A data source with its order. `collate` is for a stream's samples; a map-style source has its own.
+    """A data source with its reading options.
 
-    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
-    say nothing. `bad_samples`: how many that cannot be read are left out. `notes`: what it said and has no effect, a
-    sentence each.
+    `collate`: function for a stream's samples; a map-style source has its own.
+    `shuffle`, `workers`, `reading`: options of a DataLoader (`reading`: arguments for worker processes), or None.
+    `notes`: a sentence for each option that has no effect.
+    `bad_samples`: maximum number of unreadable samples to skip.
     """
 
     source: Source
@@ -130,7 +131,7 @@ class Opened:
 
 
 class TensorSource(MapSource):
-    """In-memory dataset of tensors that share their first dim: a batch is one index operation on each."""
+    """In-memory dataset of tensors with the same first dim. A batch is one index operation on each tensor."""
 
     draws = False
 
@@ -143,7 +144,7 @@ class TensorSource(MapSource):
                 remedy="give tensors whose first dims are equal",
             )
         super().__init__(name, lengths.pop(), data)
-        # Without a function called for each of them in every step.
+        # Plain tuples avoid a function call per tensor in every step.
         self._is_plain = type(data) is tuple and all(type(t) is torch.Tensor and t.is_cpu for t in data)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
@@ -182,9 +183,9 @@ class SampleSource(MapSource):
         return Fetched(collate_samples(self._collate, samples, self.name, read), reader.replaced, reader.bad)
 
     def check_repeats(self, grains: Sequence[Ids], keys: Sequence[int]) -> None:
-        """Read neighbouring grains twice, the second time in the other order, and compare samples and batches.
+        """Read neighbouring grains twice, the second time in reverse order, and compare samples and batches.
 
-        Raises: DataError for the first sample that differs. What cannot be read is no concern here.
+        Raises: DataError for the first sample that differs. Unreadable samples are ignored here.
         """
 
         def once(grain: int) -> tuple[list[Any], Any]:
@@ -216,7 +217,7 @@ class SampleSource(MapSource):
         )
 
     def read(self, ids: list[int]) -> list[Any]:
-        """Samples, in order. Raises: DataError naming the one that could not be read."""
+        """Return samples in order. Raises: DataError that names the unreadable sample."""
         if self._get_many is not None:
             try:
                 return list(self._get_many(ids))
@@ -232,15 +233,15 @@ class SampleSource(MapSource):
 
 
 def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequence[int] | None = None) -> Any:
-    """The samples as a batch; a mapping of another library (a tokenizer's BatchEncoding) as a dict of its values.
+    """Collate samples to a batch. A UserDict, such as a tokenizer's BatchEncoding, becomes a dict.
 
-    NoSamples where the collate function leaves all of them out. Raises: DataError where the function raises, naming the
-    few samples that do not fit the others, by their `ids` where they have some.
+    Returns NoSamples if the collate function drops all samples.
+    Raises: DataError if the function raises. The error names samples that do not fit the others, by `ids` if given.
     """
     try:
         batch = collate(samples)
         if isinstance(batch, UserDict):
-            return dict(batch)  # torch moves and divides dicts alone
+            return dict(batch)  # torch moves and splits only dicts
         return NoSamples() if collate is not default_collate and _is_empty(batch) else batch
     except ShoalError:
         raise
@@ -248,7 +249,7 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
         if _leaves_out_all(collate, samples, error):
             return NoSamples()
         given = f"a batch of {len(samples)} samples of {name}"
-        if "shared memory" in text_of(error):  # torch's, of a worker process that hands the batch over
+        if "shared memory" in text_of(error):  # raised by torch when a worker process passes the batch
             raise raised(given, "collating them", error, SHARED_MEMORY) from error
         remedy = "give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)"
         odd = _misfits(collate, samples)
@@ -260,7 +261,10 @@ def collate_samples(collate: Collate, samples: list[Any], name: str, ids: Sequen
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two samples or batches have the same leaves; those of other kinds than tensors, arrays, numbers do."""
+    """Compare the leaves of two samples or batches.
+
+    Leaves other than tensors, arrays, numbers and strings are ignored.
+    """
     leaves, others = tree_leaves(one), tree_leaves(other)
     return len(leaves) == len(others) and all(map(_same_leaf, leaves, others))
 
@@ -278,17 +282,17 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 
 def _is_empty(batch: Any) -> bool:
-    """Whether a batch has tensors with rows, and not one row in any of them."""
+    """Check whether a batch has tensors with a first dim, and all of them have no rows."""
     lengths = [
         leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]  # nested too
+    ]  # size(0) also works for nested tensors
     return bool(lengths) and not any(lengths)
 
 
 def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> bool:
-    """Whether a collate function has left all samples out: it raises of them what it raises of no samples.
+    """Check whether a collate function dropped all samples: it raises the same error for an empty list.
 
-    An error that the function's own code raises says so only where a sample is None.
+    An error that the function's own code raises counts only if a sample is None.
     """
     if not isinstance(error, _OF_NONE) or not (any(s is None for s in samples) or raised_by_library(error)):
         return False
@@ -300,12 +304,12 @@ def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> b
 
 
 def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
-    """Places of the samples that cannot be collated with one that most others can; none where there is no such one."""
+    """Return the places of samples that do not collate with a sample that fits most others, or []."""
 
     def fit(*some: Any) -> bool:
         try:
             collate(list(some))
-        except Exception:  # which is what is asked
+        except Exception:  # a failure is the answer
             return False
         return True
 
@@ -317,7 +321,7 @@ def _misfits(collate: Collate, samples: list[Any]) -> list[int]:
 
 
 def with_epochs(data: Any) -> list[Any]:
-    """The dataset, or those in torch's Subset and ConcatDataset, as far as they have `set_epoch`."""
+    """Return the datasets with `set_epoch`: the dataset itself, or datasets in torch's Subset and ConcatDataset."""
     if callable(getattr(data, "set_epoch", None)):
         return [data]
     several = data.datasets if isinstance(data, ConcatDataset | ChainDataset) else ()
@@ -325,7 +329,7 @@ def with_epochs(data: Any) -> list[Any]:
 
 
 def tell_epoch(name: str, data: Any, epoch: int) -> None:
-    """Calls `set_epoch` of datasets that have it. Raises: DataError."""
+    """Call `set_epoch` of datasets that have it. Raises: DataError."""
     for one in with_epochs(data):
         try:
             one.set_epoch(epoch)
@@ -334,9 +338,9 @@ def tell_epoch(name: str, data: Any, epoch: int) -> None:
 
 
 def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, count: int = _FEW) -> Any:
-    """The first `count` samples as a batch, with others for bad ones where those are allowed; a stream stays as it was.
+    """Return the first `count` samples as a batch, with replacements for allowed bad ones. A stream is reset.
 
-    Raises: DataError for a stream that cannot go back.
+    Raises: DataError for a stream that cannot restart.
     """
     if isinstance(source, MapSource):
         return source.looked_at(np.arange(min(count, len(source))), Quarantine(bad_samples) if bad_samples else None)
@@ -356,9 +360,9 @@ def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, c
 
 
 def built(name: str, data: Any) -> Any:
-    """Data of a job, called first where they are a function. Raises: DataError where it raised."""
+    """Return a job's data, calling them first if they are a function. Raises: DataError if the function raises."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-    if not isinstance(data, type) and (is_data or not callable(data)):  # a class has its instances' methods
+    if not isinstance(data, type) and (is_data or not callable(data)):  # a class itself also has its instances' methods
         return data
     try:
         return data()
@@ -373,9 +377,9 @@ def built(name: str, data: Any) -> Any:
 
 
 def source_of(name: str, data: Any, collate: Collate | None) -> Source:
-    """The source behind data that are built; a stream (an iterable without a length) is returned as it is.
+    """Return the source for built data. A stream (an iterable without a length) is returned unchanged.
 
-    Raises: DataError where it is empty or none of the kinds that can be read.
+    Raises: DataError if the data are empty or of an unsupported kind.
     """
     if is_stream(data):
         stream: Iterable[Any] = data
@@ -412,7 +416,7 @@ def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
 
 
 def _refuse_several(name: str, data: Any) -> None:
-    """Raises: DataError for a dict, list or tuple of data sets or loaders, which has no samples of its own."""
+    """Reject a dict, list or tuple of datasets or loaders, which has no samples itself. Raises: DataError."""
     inner = (
         dict(data) if isinstance(data, Mapping) else dict(enumerate(data[:8])) if type(data) in (list, tuple) else {}
     )
@@ -430,7 +434,7 @@ def _refuse_several(name: str, data: Any) -> None:
 
 
 class _Rows:
-    """Tensors as a dataset of samples, for a collate function that wants them one by one."""
+    """Tensors as a dataset of single samples, for a collate function."""
 
     def __init__(self, data: Any, length: int) -> None:
         self._data, self._length = data, length
@@ -445,7 +449,7 @@ class _Rows:
 
 
 def is_stream(data: Any) -> bool:
-    """Whether the data are an iterable without a length, of which only the next sample can be had."""
+    """Check whether the data are an iterable without a length and random access."""
     if isinstance(data, IterableDataset):
         return True
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
@@ -469,7 +473,7 @@ def _failed_sample(name: str, what: str, error: Exception) -> DataError:
 
 
 def raised(given: str, what: str, error: Exception, remedy: str) -> DataError:
-    """The error for an exception out of a job's data, with its place in the job's code, and its traceback kept."""
+    """Create the error for an exception from a job's data, with its place in the job's code and the traceback."""
     text = f"{what} raised {type(error).__name__}: {_first_line(error)}{place_of(error)}"
     found = DataError(given=given, conflict=text, remedy=remedy)
     found.traceback_text = traceback_of(error)
@@ -485,7 +489,7 @@ def _short(ids: list[int]) -> str:
 
 
 def digest_of_samples(batch: Any) -> str | None:
-    """SHA-256 of the tensors, arrays, numbers and texts of a batch or of samples; None of None."""
+    """Return the SHA-256 of the tensors, arrays, numbers and strings in a batch or in samples; None for None."""
     if batch is None:
         return None
     digest = hashlib.sha256()

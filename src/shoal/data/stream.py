@@ -1,7 +1,7 @@
-"""Iterable-style datasets, divided over grains so that the number of ranks changes nothing.
+"""Iterable datasets, divided over grains so that the number of ranks does not affect results.
 
 A stream with `shard(num_shards=, index=)` (the convention of Hugging Face's datasets) is opened once per grain: grain g
-reads shard g of G, whoever holds it. Any other iterable is read whole by every rank, which keeps its own grains.
+reads shard g of G, on whichever rank. Every rank reads any other iterable as a whole and keeps its own grains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Held = tuple[Grain, Ids, list[Any]]
 
 
 class _Reader:
-    """One iterator with a count of what was read, and the state to come back to that place."""
+    """One iterator with the number of samples read, and the state to return to that place."""
 
     def __init__(self, stream: Any, name: str) -> None:
         self._stream, self._name = stream, name
@@ -33,14 +33,14 @@ class _Reader:
         self.count = 0
 
     def read(self, wanted: int) -> list[Any]:
-        """Up to `wanted` further samples. Raises: DataError where the stream does."""
+        """Return up to `wanted` further samples. Raises: DataError if the stream raises."""
         if self._samples is None:
-            tell_epoch(self._name, self._stream, 0)  # of which a stream has one
+            tell_epoch(self._name, self._stream, 0)  # a stream has a single epoch
             self._samples = iter(self._stream)
         found: list[Any] = []
         try:
             for sample in itertools.islice(self._samples, wanted):
-                found.append(sample)  # one by one: an error tells how many there were before it
+                found.append(sample)  # one by one, so that an error states the sample's number
         except Exception as error:
             given = f"sample {self.count + len(found)} of {self._name}"
             raise raised(given, "the stream", error, "mend the stream") from error
@@ -52,7 +52,7 @@ class _Reader:
         return {"count": self.count, "own": own}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the place of a state, where the stream has one; else to its beginning, if it is not there yet."""
+        """Return to the place of a state if the stream supports states, else to the start if needed."""
         if state["own"] is not None and hasattr(self._stream, "load_state_dict"):
             self._stream.load_state_dict(state["own"])
             self._samples, self.count = None, state["count"]
@@ -67,7 +67,7 @@ class _Reader:
 
 
 class StreamLoader(Loader):
-    """Loader of streams. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
+    """Loader of streams. Ids are places in the stream: ordinal * G + g for shard g, or the ordinal itself."""
 
     looks_ahead = False
 
@@ -83,12 +83,12 @@ class StreamLoader(Loader):
         opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in held}  # type: ignore[attr-defined]
         self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
         self._pending: list[_Held] | None = None
-        self._first: list[_Held] = []  # of the pending step as many grains as are at hand, of whatever rank
-        self.samples: list[Any] | None = None  # all of the pending step, where every rank reads them
+        self._first: list[_Held] = []  # grains of the pending step that this rank has read, of any rank
+        self.samples: list[Any] | None = None  # all samples of the pending step, if every rank reads them
         self._state = self._read_state()
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Sets the microbatch; a stream only goes on, it does not seek."""
+        """Set the microbatch size. A stream continues where it is and cannot seek."""
         self._per_microbatch = grains_per_microbatch
 
     def step(self, step: int) -> StepData | None:
@@ -101,11 +101,11 @@ class StreamLoader(Loader):
         return StepData(step, 0, count, self._microbatches(step, self._pending))
 
     def most_microbatches(self, step: int) -> int:
-        """Unknown. Raises: JobError."""
+        """Raise JobError, since a stream's number of microbatches is unknown."""
         raise no_lockstep()
 
     def filler(self, step: int) -> Microbatch:
-        """None to be had. Raises: JobError."""
+        """Raise JobError, since a stream has no fillers."""
         raise no_lockstep()
 
     def first_grains(self, step: int, count: int = 2) -> Microbatch | None:
@@ -115,26 +115,26 @@ class StreamLoader(Loader):
         self._pending, self.samples, self._state = None, None, self._read_state()
 
     def _grains(self, step: int) -> list[Grain]:
-        """The grains of a step, as long as the stream lasts."""
+        """Return the grains of a step of a stream that has not ended."""
         size = self._order.global_batch
         left = self._order.samples_before(step + 1) - self._order.samples_before(step)
         return divide(min(size, left), size, self._order.num_grains)
 
     def _read(self, step: int, index: int, wanted: int) -> list[Any]:
-        """A step's samples of one reader; a stream that draws draws the same whatever came before."""
+        """Read a step's samples from one reader, with seeded generators."""
         self._seed("read", step, *([index] if self._sharded else []))
         return self._readers[index].read(wanted)
 
     def _replay(self, index: int, count: int) -> None:
-        """Reads what a stream without a state of its own gave before, step by step as it was read then."""
+        """Read the earlier samples of a stream without its own state again, step by step."""
         reader, step = self._readers[index], 0
         while reader.count < count:
             sizes = {grain.index: grain.size for grain in self._grains(step)}
             if not sizes:
-                return  # the job has become shorter
+                return  # the job is shorter now
             wanted = sizes.get(index, 0) if self._sharded else sum(sizes.values())
             if wanted and not self._read(step, index, min(wanted, count - reader.count)):
-                return  # the stream has
+                return  # the stream is shorter now
             step += 1
 
     def _read_shards(self, step: int, grains: list[Grain]) -> list[_Held]:
@@ -181,7 +181,7 @@ class StreamLoader(Loader):
         return Microbatch(step, grains, ids, batch, read)
 
     def _seed(self, *parts: int | str) -> None:
-        """For streams and collate functions that draw: the same whatever came before."""
+        """Seed the generators for streams and collate functions that draw random numbers."""
         seed_everything(random_key(self._order.seed, *parts))
 
     def _read_state(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class StreamLoader(Loader):
 
 
 def no_lockstep() -> JobError:
-    """The error for a stream where ranks compute as many microbatches as each other."""
+    """Create the error for a stream in a layout whose ranks compute equal numbers of microbatches."""
     return JobError(
         given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
         conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",

@@ -1,7 +1,7 @@
-"""Address of a run directory that fsspec reaches (s3://, gs://, ...), where hosts share no file system.
+"""Address of a run directory that fsspec reaches (s3://, gs://, ...), for hosts without a shared file system.
 
-A process that starts or trains such a run has a working copy of the directory's own files, without checkpoints. Rank
-0's is written back with each checkpoint and at the end. Checkpoints go to the address directly.
+A process that starts or trains such a run has a working copy of the directory's own files, without checkpoints. Rank 0
+uploads its copy with each checkpoint and at the end. Checkpoints are written to the address directly.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from shoal.runs.directory_lock import NAME as LOCK
 from shoal.runs.generation import FOLDER as GENERATIONS
 
 CHECKPOINTS = "checkpoints"
-OWNER = "owner.json"  # the run that was started there last: an older one writes no more
+OWNER = "owner.json"  # names the run that was started there last; older runs must not write
 _PACKAGES = {"s3": "shoal[s3]", "s3a": "shoal[s3]", "gs": "shoal[gs]", "gcs": "shoal[gs]"}
 
 
 def is_address(text: str | None) -> bool:
-    """Whether a run directory is given as an address."""
+    """Check whether a run directory is given as an address."""
     return text is not None and "://" in text
 
 
 class SupersededError(OSError):
-    """Another run has begun at an address since, and writes there."""
+    """Another run has started at the same address and writes there."""
 
 
 class RunAddress:
-    """Address of a run directory. Errors of the server, or of the way to it, are OSErrors.
+    """Address of a run directory. All errors of the server or the connection are OSErrors.
 
-    All of this process know of a working copy which files one of them has fetched or sent: none sends those again, over
-    what another run may have written since.
+    All instances in this process share a record of fetched and sent files per working copy. Unchanged files are not
+    sent again, so they do not overwrite newer files of another run.
     """
 
-    _known: ClassVar[dict[tuple[str, Path], dict[str, tuple[int, int]]]] = {}  # of files here as they are there
+    _known: ClassVar[dict[tuple[str, Path], dict[str, tuple[int, int]]]] = {}  # stamps of local files
 
     def __init__(self, text: str) -> None:
         self.text = text.rstrip("/")
@@ -55,9 +55,9 @@ class RunAddress:
 
     @functools.cached_property
     def _reached(self) -> tuple[Any, str]:
-        """The file system and the path in it. Raises: CommandError for an address that no installed package reaches."""
+        """The file system and the path in it. Raises: CommandError if no installed package reaches the address."""
         try:
-            import fsspec  # which torch has; here, since few runs need it
+            import fsspec  # a dependency of torch; imported late, since few runs need it
 
             files, root = fsspec.core.url_to_fs(self.text)
         except (ImportError, ValueError) as error:
@@ -70,12 +70,12 @@ class RunAddress:
         return files, root.rstrip("/")
 
     def path(self, *parts: str) -> str:
-        """The path of a file there, as fsspec has it."""
+        """Return the path of a file at the address, in the form that fsspec uses."""
         return "/".join((self._reached[1], *parts))
 
     @contextlib.contextmanager
     def files(self) -> Iterator[Any]:
-        """The file system, in a context whose errors are OSErrors: clients have classes of their own."""
+        """Yield the file system, and convert errors of its client to OSError."""
         found = self._reached[0]
         try:
             yield found
@@ -85,7 +85,7 @@ class RunAddress:
             raise OSError(f"{self.text}: {type(error).__name__}: {str(error).strip()[:300]}") from error
 
     def paths(self, below: str = "") -> list[str]:
-        """Paths of all files below a folder, relative to it."""
+        """Return the relative paths of all files below a folder."""
         with self.files() as files:
             files.invalidate_cache()
             folder = self.path(*([below] if below else []))
@@ -93,13 +93,13 @@ class RunAddress:
         return [str(PurePosixPath(path).relative_to(folder)) for path in found]
 
     def fetch(self, folder: Path) -> None:
-        """Copies the directory's own files to a working copy. Raises: as `copy_files`."""
+        """Copy the directory's own files to a working copy. Raises: as `copy_files`."""
         self.copy_files(folder, self._known_in(folder))
 
     def copy_files(self, folder: Path, known: dict[str, tuple[int, int]]) -> None:
-        """Copies the directory's own files here, and notes each in `known`, by its name, as it is here.
+        """Copy the directory's own files to `folder`, and record the stamp of each local copy in `known`.
 
-        Raises: RunDirectoryError where the address does not answer.
+        Raises: RunDirectoryError if the address cannot be read.
         """
         try:
             with self.files() as files:
@@ -120,9 +120,9 @@ class RunAddress:
             ) from error
 
     def fetch_folder(self, below: str, folder: Path) -> None:
-        """Copies all files of a folder there to one here. Raises: OSError; RunDirectoryError of one that leads out."""
+        """Copy all files of a remote folder. Raises: OSError; RunDirectoryError if a path leads out of the folder."""
         for path in self.paths(below):
-            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:  # keys are whatever was written
+            if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:  # object stores accept any key
                 raise RunDirectoryError(
                     given=f"{self.text}/{below}/{path}",
                     conflict="its path leads out of the folder that it is copied to",
@@ -134,9 +134,9 @@ class RunAddress:
                 files.get_file(self.path(below, path), str(target))
 
     def send(self, folder: Path) -> None:
-        """Copies files here that are new or changed to the address, but checkpoints and what is hidden.
+        """Upload new and changed local files, except checkpoints and hidden files.
 
-        Raises: SupersededError where the folder is of a run that another has followed; OSError.
+        Raises: SupersededError if another run has started at the address since; OSError.
         """
         if (folder / OWNER).exists():
             self.check_owner(json.loads((folder / OWNER).read_text(encoding="utf-8")))
@@ -153,13 +153,16 @@ class RunAddress:
                 known[name] = stamp
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file there, whole. Raises: OSError."""
+        """Write a whole file at the address. Raises: OSError."""
         with self.files() as files:
             make_parent(files, self.path(name))
             files.pipe_file(self.path(name), content)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A JSON object from a file there; None where it is missing or damaged. Raises: OSError of the way to it."""
+        """Return the JSON object in a remote file, or None if it is missing or damaged.
+
+        Raises: OSError if unreachable.
+        """
         with contextlib.suppress(FileNotFoundError, ValueError), self.files() as files:
             files.invalidate_cache()
             found = json.loads(files.cat_file(self.path(name)))
@@ -167,14 +170,14 @@ class RunAddress:
         return None
 
     def remove(self, name: str) -> None:
-        """Removes a file there, where it is; one that cannot be removed stays."""
+        """Remove a file at the address. Errors are ignored."""
         with contextlib.suppress(OSError), self.files() as files:
             files.rm_file(self.path(name))
 
     def own(self, folder: Path) -> dict[str, Any]:
-        """Makes the run of a folder here the one that writes there, and returns its mark, which both have.
+        """Make the run in `folder` the only writer at the address, and return the mark that both places store.
 
-        It is the right of the run that began last. No lock: a host that is cut off cannot give one back.
+        The run that started last has this right. There is no lock, since a disconnected host could not release it.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         mark = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
@@ -184,7 +187,7 @@ class RunAddress:
         return mark
 
     def check_owner(self, mark: dict[str, Any]) -> None:
-        """Raises: SupersededError where another run than that of the mark has begun there since; OSError."""
+        """Check that no run other than the mark's has started at the address. Raises: SupersededError; OSError."""
         with self.files() as files:
             files.invalidate_cache()
             there = json.loads(files.cat_file(self.path(OWNER)))
@@ -196,9 +199,9 @@ class RunAddress:
 
 
 def make_parent(files: Any, path: str) -> None:
-    """Makes the folder of a file, where the file system has such a thing.
+    """Create the folder of a file on file systems that have folders.
 
-    Object stores have none; theirs would make a bucket, which a misspelt address is not to do.
+    Object stores are skipped: they would create a bucket, even for a misspelt address.
     """
     if not files.async_impl:
         files.makedirs(files._parent(path), exist_ok=True)
@@ -211,9 +214,10 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
-    """A folder with the address's own files, for a context; what was changed is written back at its end.
+    """Yield a local folder with the address's own files, and upload changes at the end of the context.
 
-    `fetched`: whether the files are wanted. Raises: CommandError, RunDirectoryError, StorageError of the address.
+    `fetched`: whether to download the files first. Raises: CommandError, RunDirectoryError, StorageError of the
+        address.
     """
     address = RunAddress(text)
     with tempfile.TemporaryDirectory(prefix="shoal-run-") as name:
@@ -223,7 +227,7 @@ def working_copy(text: str, *, fetched: bool = True) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            with _noted(f"--out {text}: the run's own files could not be written there: "):  # what is raised is told
+            with _noted(f"--out {text}: the run's own files could not be written there: "):  # raise the first error
                 address.send(folder)
             raise
         try:
@@ -248,9 +252,9 @@ def _noted(about: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def copy_to_read(run: str) -> Iterator[Path]:
-    """A run directory: `run` itself; of one at an address a copy of its own files, for a context, as they are now.
+    """Yield a local run directory for reading: `run` itself, or a temporary copy of a run at an address.
 
-    Nothing is written back. Raises: CommandError, RunDirectoryError of the address, also where no run began there.
+    Nothing is written back. Raises: CommandError, RunDirectoryError if the address is unreadable or has no run.
     """
     if not is_address(run):
         yield Path(run)
@@ -261,10 +265,10 @@ def copy_to_read(run: str) -> Iterator[Path]:
 
 
 def fetch_to_read(run: str, folder: Path) -> None:
-    """Copies the own files of the run at an address here. Raises: as `copy_to_read`."""
-    there: dict[str, tuple[int, int]] = {}  # for this look alone: nothing of it is sent back
+    """Copy the own files of the run at an address to `folder`. Raises: as `copy_to_read`."""
+    there: dict[str, tuple[int, int]] = {}  # not the shared record: this copy is never sent back
     RunAddress(run).copy_files(folder, there)
-    if RunDirectory(folder).job.name not in there:  # an earlier copy may have it still
+    if RunDirectory(folder).job.name not in there:  # `folder` may have the file from an earlier copy
         raise RunDirectoryError(
             given=run,
             conflict="no run began there, or it has saved nothing yet (it has no job.json)",

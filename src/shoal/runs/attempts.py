@@ -1,6 +1,6 @@
-"""Attempts of a run: each call and each start again of lost ranks, a few lines each in `attempts.jsonl`.
+"""Attempts of a run: each call, and each restart after lost ranks, has a few lines in `attempts.jsonl`.
 
-Step records are replaced where steps are trained again; here stands what became of that time.
+Retrained steps replace their records, so this file accounts for the time of the replaced ones.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from shoal.runs.sound_values import adapter
 
 @dataclass
 class StartUp:
-    """Phases of a start-up: seconds by name, each from the end of the one before it, the first from `since`."""
+    """Phases of a start-up: seconds by name. Each phase begins where the previous one ended, the first at `since`."""
 
     since: float
     seconds: dict[str, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
 
     def ends(self, phase: str) -> None:
-        """Ends a phase now."""
+        """Record that a phase ends now."""
         now = self.clock()
         self.seconds[phase] = round(max(0.0, now - self.since), 4)
         self.since = now
 
 
 class AttemptLog:
-    """Writer of `attempts.jsonl`, on rank 0 alone; without a path it does nothing. A disk that refuses is no error."""
+    """Writer of `attempts.jsonl` on rank 0. It does nothing without a path, and ignores write errors."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time, fence: Fence | None = None) -> None:
         self._path, self._clock, self._fence = path, clock, fence or Fence()
 
     def began(self, started_at: float, phases: dict[str, float], **about: Any) -> None:
-        """A training is about to go on; `started_at`: of the command, or when ranks of it were lost."""
+        """Record that training starts. `started_at`: start of the command, or the time when ranks were lost."""
         self._add("began", {"started_at": round(started_at, 3), "phases": phases, **about})
 
     def undone(self, records: Sequence[StepRecord]) -> None:
-        """Steps are about to be trained again."""
+        """Record the steps that are about to be trained again."""
         if records:
             self._add("undone", Undone.of(records).__dict__)
 
     def ended(self, status: str, step: int, trained_at: float, after: dict[str, float], **more: Any) -> None:
-        """A training has ended and its result is written; `trained_at`: the end of the last step and what follows."""
+        """Record the end of training. `trained_at`: end of the last step and of the work that followed the step."""
         told = {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after}
         self._add("ended", {**told, **more})
 
@@ -63,7 +63,7 @@ class AttemptLog:
 
 @dataclass(frozen=True)
 class Undone:
-    """Steps whose records were replaced: how many, and their seconds, spans and what came `after` them, summed."""
+    """Steps whose records were replaced: their number, and the sums of their seconds, spans and `after` times."""
 
     from_step: int
     steps: int
@@ -71,12 +71,12 @@ class Undone:
     seconds: float
     spans: dict[str, float]
     after: dict[str, float]
-    first_at: float | None = None  # when the first of them began, in seconds since the epoch
-    last_at: float | None = None  # and the last of them ended, with what came after it
+    first_at: float | None = None  # start of the first step, in seconds since the epoch
+    last_at: float | None = None  # end of the last step and of the work after it
 
     @classmethod
     def of(cls, records: Sequence[StepRecord]) -> Undone:
-        """The sums of records, at least one."""
+        """Sum up records, of which there must be at least one."""
         first, last = records[0], records[-1]
         return cls(
             from_step=first.step,
@@ -92,7 +92,10 @@ class Undone:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run's ranks. Instants are in seconds since the epoch; `ended_at` is None where nobody wrote it."""
+    """One start of a run's ranks. Instants are in seconds since the epoch.
+
+    `ended_at` is None if no end was recorded.
+    """
 
     started_at: float
     began_at: float
@@ -103,21 +106,21 @@ class Attempt:
     world_size: int = 1
     host: str = ""
     device: str = ""
-    threads: int | None = None  # of each process
-    cores: int | None = None  # of rank 0's host
+    threads: int | None = None  # number in each process
+    cores: int | None = None  # number on rank 0's host
     evaluate_every: int | None = None
     checkpoint_every: int | None = None
     undone: tuple[Undone, ...] = ()
     ended_at: float | None = None
     trained_at: float | None = None
     status: str | None = None
-    step: int | None = None  # the last one, where it ended
+    step: int | None = None  # last step, if the attempt ended
     after: dict[str, float] = field(default_factory=dict)
-    checkpoint_cpu: float | None = None  # seconds of a core that the thread which writes one takes, their mean
+    checkpoint_cpu: float | None = None  # mean CPU seconds of the writer thread per checkpoint
 
 
 def summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Sums by name."""
+    """Return the sums by name."""
     found: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.items():
@@ -126,7 +129,7 @@ def summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
-    """The attempts in the lines of an `attempts.jsonl`, in their order; lines that say too little are left out."""
+    """Parse the lines of an `attempts.jsonl`. Incomplete lines are skipped."""
     found: list[dict[str, Any]] = []
     for line in lines:
         kind = line.get("kind")

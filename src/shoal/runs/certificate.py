@@ -1,4 +1,4 @@
-"""Certificates of `shoal verify`: the verdict on a job under a plan, and the test whether it covers a run."""
+"""Certificates of `shoal verify`: the verdict on a job under a plan, and the check whether it covers a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from shoal.errors import CertificateError
 from shoal.runs.job_sources import changed
 
-SCHEMA = 2  # 2 names the code of the job's modules
-# Sections of a plan that change nothing in what is computed.
+SCHEMA = 2  # since 2, certificates name the code of the job's modules
+# Sections of a plan that do not affect the computation.
 _IRRELEVANT = ("data", "prediction")
 
 
@@ -27,7 +27,7 @@ class Certificate:
 
     @classmethod
     def read(cls, path: Path) -> Certificate:
-        """From a file. Raises: CertificateError where there is none that can be read."""
+        """Read a certificate file. Raises: CertificateError if it is missing or unreadable."""
         try:
             content = path.read_bytes()
             document = json.loads(content)
@@ -47,7 +47,7 @@ class Certificate:
         return cls(path, document, hashlib.sha256(content).hexdigest())
 
     def check(self, job: Mapping[str, Any], plan: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        """Raises: CertificateError unless it says "verified" of this job, plan, and these versions."""
+        """Check that the verdict is "verified" for this job, plan and versions. Raises: CertificateError."""
         if self.document["verdict"] != "verified":
             first = self.document.get("first_divergence") or {}
             raise CertificateError(
@@ -74,7 +74,7 @@ class Certificate:
 
 
 def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key, mine, theirs) of every value; the keys of sections with dots."""
+    """Yield (key, mine, theirs) for every value. Keys in nested sections have dots."""
     for key, value in mine.items():
         held = theirs.get(key)
         if isinstance(value, Mapping) and isinstance(held, Mapping):

@@ -1,6 +1,6 @@
 """Traces of all ranks in one file, in the Trace Event Format that Perfetto and chrome://tracing read.
 
-Times are in microseconds on rank 0's clock, from the beginning of the first traced step.
+Times are in microseconds on rank 0's clock, from the start of the first traced step.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Rows of a rank before those of its threads: steps and spans, microbatches.
+# Rows of a rank above the rows of its threads: steps and spans, microbatches.
 SPAN_ROW, MICROBATCH_ROW = 0, 1
 _OWN_ROWS = ("shoal: steps and spans", "shoal: microbatches")
-# Rows of one process. Their numbers are told apart over all ranks: some viewers take a thread's number for unique.
+# Maximum number of rows of a process. Row numbers differ between ranks, since some viewers need unique thread numbers.
 _ROWS = 1000
 _ARROW_BITS = 32
-# What the profiler says of every operator and no viewer shows usefully: half of the file.
+# Arguments that the profiler gives for every operator and that no viewer shows usefully: half of the file.
 _LEFT_OUT = frozenset({"Ev Idx", "Record function id", "Sequence number", "Fwd thread id"})
 
 
 @dataclass(frozen=True)
 class OwnEvent:
-    """An interval that shoal knows of: seconds on the clock of its rank's `time.perf_counter`."""
+    """An interval that shoal recorded, in seconds of its rank's `time.perf_counter`."""
 
     name: str
     row: int
@@ -35,10 +35,10 @@ class OwnEvent:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Events of one rank: intervals of shoal's own, and the profiler's.
+    """Events of one rank: shoal's own intervals, and the profiler's events.
 
-    `profiled`: traceEvents of the profiler, whose microseconds are those of `time.perf_counter` minus `lag` seconds.
-    `clock`: seconds to add for rank 0's clock.
+    `profiled`: traceEvents of the profiler. Their microseconds are `time.perf_counter` minus `lag` seconds.
+    `clock`: seconds to add to get rank 0's clock.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class RankTrace:
     clock: float = 0.0
 
     def events(self) -> list[dict[str, Any]]:
-        """Events of this rank's process, on rank 0's clock in microseconds."""
+        """Return the events of this rank's process, in microseconds on rank 0's clock."""
         rows = _ThreadRows(self.rank)
         shift = (self.lag + self.clock) * 1e6
         found = [self._of_own(event, rows) for event in self.own]
@@ -77,21 +77,21 @@ class RankTrace:
 
 
 class _ThreadRows:
-    """Rows of a rank's process, numbered as they come."""
+    """Rows of a rank's process, numbered in order of appearance."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid, self.first = rank, rank + 1, (rank + 1) * _ROWS
         self._found: dict[tuple[Any, Any], tuple[int, str]] = {}
 
     def of(self, key: tuple[Any, Any], name: str | None) -> int:
-        """The number of a row, by the profiler's process and thread."""
+        """Return the row number of the profiler's process and thread."""
         if key not in self._found:
             number = len(_OWN_ROWS) + len(self._found)
             self._found[key] = self.first + number, name or f"thread {key[1]}"
         return self._found[key][0]
 
     def titles(self, host: str) -> list[dict[str, Any]]:
-        """Metadata: names and order of the process and of its rows."""
+        """Return metadata events: names and order of the process and of its rows."""
         own = [(self.first + row, name) for row, name in enumerate(_OWN_ROWS)]
         told = [
             self._title("process_name", 0, name=f"rank {self.rank}"),
@@ -111,7 +111,7 @@ def _moved(event: Mapping[str, Any], pid: int, tid: int, shift: float) -> dict[s
     moved = {**event, "pid": pid, "tid": tid, "ts": _rounded(event["ts"] + shift)}
     if "dur" in event:
         moved["dur"] = _rounded(event["dur"])
-    if event["ph"] in ("s", "f"):  # an arrow of one rank's: numbers of arrows, which Perfetto wants, are of the file
+    if event["ph"] in ("s", "f"):  # Perfetto needs arrow ids that are unique in the file
         moved["id"] = (pid << _ARROW_BITS) + int(event.get("id", 0))
     args = {key: value for key, value in event.get("args", {}).items() if key not in _LEFT_OUT}
     moved.pop("args", None)
@@ -123,7 +123,7 @@ def _rounded(microseconds: float) -> float:
 
 
 def merged(ranks: Iterable[RankTrace], about: Mapping[str, Any]) -> dict[str, Any]:
-    """One document of all ranks' traces, from time 0; `about` is what the file says of itself."""
+    """Merge all ranks' traces into one document that starts at time 0. `about`: facts for its `otherData`."""
     events = [event for rank in ranks for event in rank.events()]
     began = min((event["ts"] for event in events if event.get("cat") == "shoal"), default=0.0)
     for event in events:
@@ -133,7 +133,7 @@ def merged(ranks: Iterable[RankTrace], about: Mapping[str, Any]) -> dict[str, An
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a document whole or not at all, compressed. Raises: OSError."""
+    """Write a compressed document atomically. Raises: OSError."""
     aside = path.with_name(f".{path.name}.tmp")
     with gzip.open(aside, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(document, file, separators=(",", ":"), default=str)
@@ -141,7 +141,7 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A document that `write` wrote."""
+    """Read a document that `write` wrote."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         document: dict[str, Any] = json.load(file)
     return document

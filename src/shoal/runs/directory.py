@@ -1,4 +1,4 @@
-"""Run directory: names of its files, and the test whether a run may use it. Values only."""
+"""Run directory: names of its files, and the check whether a run may use it."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class RunDirectory:
     """The files of one run under one directory."""
 
     def __init__(self, path: Path, shown: str | None = None) -> None:
-        """`shown`: the directory as messages name it, where `path` is a working copy."""
+        """Create the value. `shown`: the directory's name in messages, if `path` is a working copy."""
         self.path, self.shown = path, shown or str(path)
-        # File, function, settings and numbers of the job. Its presence makes the directory a run's.
+        # File, function, settings and numbers of the job. This file marks a directory as a run directory.
         self.job = path / "job.json"
-        self.plan = path / "plan.toml"  # complete
-        self.records = path / "records.jsonl"  # a step a line
-        self.attempts = path / "attempts.jsonl"  # when each call and each start again began and ended
-        self.events = path / "events.jsonl"  # what befell the run, an incident a line
+        self.plan = path / "plan.toml"  # the complete plan
+        self.records = path / "records.jsonl"  # one step per line
+        self.attempts = path / "attempts.jsonl"  # start and end of each call and restart
+        self.events = path / "events.jsonl"  # one incident per line
         self.result = path / "result.json"  # how the run ended
-        self.checkpoints = path / "checkpoints"  # a directory each
-        self.saved = path / "saved.json"  # the step of the newest of them that was written
-        self.resize = path / "resize.json"  # the number of processes that it is asked to go on with
-        self.model = path / "model"  # of a Transformers model its configuration
-        self.errors = path / "errors"  # tracebacks, a text file a rank
+        self.checkpoints = path / "checkpoints"  # one directory per checkpoint
+        self.saved = path / "saved.json"  # the step of the newest checkpoint
+        self.resize = path / "resize.json"  # the requested number of processes
+        self.model = path / "model"  # configuration of a Transformers model
+        self.errors = path / "errors"  # tracebacks, one text file per rank
 
     def trace(self, steps: str) -> Path:
-        """File of the trace of these steps."""
+        """Return the path of the trace of these steps."""
         return self.path / f"trace-{steps}.json.gz"
 
     def holds_run(self) -> bool:
-        """Whether a run has trained here; one that failed before its first step has not."""
+        """Check whether a run has trained here. A run that failed before its first step does not count."""
         if not self.job.exists():
             return False
         result = read_json(self.result)
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
 
     def check_job(self) -> None:
-        """Raises: IntegrityError where nothing can say which job was trained here."""
+        """Check that job.json is readable. Raises: IntegrityError if not."""
         if read_json(self.job) is None:
             raise IntegrityError(
                 given=f"--resume of {self.shown}",
@@ -51,14 +51,14 @@ class RunDirectory:
             )
 
     def keep_traceback(self, who: str, error: ShoalError) -> None:
-        """Writes the traceback of an error, where it has one, under the name of the process that raised."""
+        """Write an error's traceback, if it has one, to a file named after the process that raised the error."""
         if error.traceback_text:
             self.errors.mkdir(exist_ok=True, parents=True)
             write_file(self.errors / f"{who}.txt", error.traceback_text)
             error.traceback_file = str(self.errors / f"{who}.txt")
 
     def check(self, resume: bool) -> None:
-        """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""
+        """Check that a new run overwrites no run, or that there is a run to resume. Raises: RunDirectoryError."""
         given = f"--out {self.shown}"
         parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
         if self.path.exists() and not self.path.is_dir():
@@ -79,7 +79,7 @@ class RunDirectory:
 
 
 def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> Path:
-    """runs/NAME, or the first of runs/NAME-2 ... with no run and not `in_use`; for a resume the last that has one."""
+    """Return runs/NAME or the first unused runs/NAME-2, ...; for a resume, return the last one that has a run."""
     number, path, newest = 1, Path("runs") / name, Path("runs") / name
     while RunDirectory(path).holds_run() or path in in_use:
         newest = path
@@ -89,12 +89,12 @@ def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> 
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, through no link that lies there. Raises: OSError."""
+    """Write a file atomically, without following a link at its temporary name. Raises: OSError."""
     write_aside(path, text).replace(path)
 
 
 def write_aside(path: Path, text: str, mark: str = "") -> Path:
-    """Writes the content of a file beside it, through no link that lies there: where that lies. Raises: OSError."""
+    """Write a temporary file next to `path`, following no link, and return its path. Raises: OSError."""
     aside = path.with_name(f".{path.name}{mark}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(aside, flags, 0o666), "w", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ def write_aside(path: Path, text: str, mark: str = "") -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None where it is missing or damaged."""
+    """Return the JSON object in a file, or None if the file is missing or damaged."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """Lock on a run directory: one run at a time, on one host or several.
 
-The lock is a file that is put there whole, by a hard link, with an OS lock (flock) on it already. Within one kernel the
-OS lock decides: it is gone with the last process of the run. On a directory that several hosts share it may be local
-to each of them; there the file's mtime decides, which the holder renews.
+The lock is a file with an OS lock (flock). A hard link puts the complete and already locked file in place. Within one
+kernel the OS lock decides, since it ends with the last process of the run. On a directory that several hosts share, the
+OS lock may be local to each host. There the file's mtime decides, which the holder renews.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from shoal.errors import ExitCode, InUseError, RunDirectoryError
 
 NAME = "lock.json"
 _SINCE = "%Y-%m-%d %H:%M:%S UTC"
-# What the system answers where a file system has no OS locks, or no hard links.
+# Errors on file systems without OS locks, or without hard links.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits of a lock, in seconds: between heartbeats, of missed ones, and of processes that are ending."""
+    """Time limits of a lock in seconds: for heartbeats, missed heartbeats, and processes that are ending."""
 
     beat_seconds: float = 5.0
     missed_beats: int = 6
@@ -46,13 +46,16 @@ class Patience:
 
     @property
     def limit_seconds(self) -> float:
-        """A holder elsewhere that was silent for so long is gone."""
+        """Seconds of silence after which a holder on another host counts as dead."""
         return self.beat_seconds * self.missed_beats
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a directory. `boot` names its kernel, `process_started` tells it from a later pid."""
+    """The process that has locked a directory.
+
+    `boot` identifies the kernel, `process_started` excludes a reused pid.
+    """
 
     pid: int
     host: str
@@ -64,18 +67,18 @@ class Holder:
 
     @classmethod
     def here(cls) -> Holder:
-        """This process, from now on."""
+        """Return a holder for this process, starting now."""
         pid, started = os.getpid(), datetime.now(UTC).strftime(_SINCE)
         return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, _command(), uuid.uuid4().hex)
 
     @property
     def local(self) -> bool:
-        """Whether the holder is, or was, a process of this kernel."""
+        """Whether the holder is or was a process of this kernel."""
         return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
 
     @property
     def runs_here(self) -> bool:
-        """Whether the holder is a process of this host that can be seen from here."""
+        """Whether the holder is a live process of this host that is visible from here."""
         return self.local and self.host == socket.gethostname() and _started(self.pid) == self.process_started
 
     def __str__(self) -> str:
@@ -89,7 +92,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a living process began, in clock ticks since boot; None where there is none, or it is dead already."""
+    """Return the start of a live process in clock ticks since boot, or None if it is dead or missing."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if after_name[0] in "ZX" else int(after_name[19])
@@ -103,7 +106,7 @@ def _command() -> str:
 
 
 class DirectoryLock:
-    """Lock of this process and of the children that have `descriptor`, until `release`."""
+    """Lock of this process, and of children that inherit `descriptor`, until `release`."""
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder
@@ -112,7 +115,7 @@ class DirectoryLock:
         self._heart: threading.Thread | None = None
 
     def beat(self, every_seconds: float) -> None:
-        """Renews the file's mtime from now on, for hosts on which the OS lock says nothing."""
+        """Start renewing the file's mtime, for hosts that do not see the OS lock."""
         self._heart = threading.Thread(target=self._beat, args=(every_seconds,), name="directory lock", daemon=True)
         self._heart.start()
 
@@ -122,7 +125,7 @@ class DirectoryLock:
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
                 found = _read(self.folder / NAME)
-                if found is not None and found.token != self.holder.token:  # after a long standstill of this host
+                if found is not None and found.token != self.holder.token:  # after a long pause of this host
                     print(f"{self.folder} was taken over by {found}: this run ends", file=sys.stderr, flush=True)
                     os._exit(ExitCode.RANK_LOST)
                 if not said and not self.folder.exists():
@@ -131,7 +134,7 @@ class DirectoryLock:
                     print(f"warning: {self.folder} has vanished: {lost}", file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Removes the file, and what directories were made for it and are empty. Again: nothing."""
+        """Remove the file and the empty directories that were created for it. Further calls do nothing."""
         if self._over.is_set():
             return
         self._over.set()
@@ -153,10 +156,10 @@ class DirectoryLock:
 def claim(
     folder: Path, say: Callable[[str], None], *, mode: int = 0o777, patience: Patience | None = None
 ) -> DirectoryLock:
-    """The directory for this process alone; made, in that mode, where it is not there.
+    """Lock the directory for this process, creating it with `mode` if it is missing.
 
-    Waits for a holder that seems to be gone, and says so. Raises: InUseError naming who has it; RunDirectoryError where
-    nothing can be written there.
+    If the holder seems to be dead, wait until that is certain, with messages through `say`.
+    Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable.
     """
     patience = patience or Patience()
     made: list[Path] = []
@@ -184,7 +187,7 @@ def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Pa
         while (taken := _put(aside, target, descriptor, holder)) is None:
             other = _Other.at(target)
             if other is None:
-                continue  # released in between
+                continue  # the lock was released in between
             try:
                 if judge.is_gone(other, descriptor) and _same(target, other.descriptor):
                     os.replace(aside, target)
@@ -207,9 +210,9 @@ def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Pa
 
 @dataclass(frozen=True)
 class _Other:
-    """A lock that is there. `locked`: whether its OS lock was free and is now this process's; None without such locks.
+    """An existing lock. `locked`: whether this process has just acquired its OS lock; None without OS locks.
 
-    `holder` is None while it cannot be read.
+    `holder`: None while the file cannot be read.
     """
 
     descriptor: int
@@ -219,7 +222,7 @@ class _Other:
 
     @classmethod
     def at(cls, target: Path) -> _Other | None:
-        """That at a path, opened anew: only this makes a client of a network file system ask its server."""
+        """Open the lock at a path again, since only opening makes a network file system's client query the server."""
         try:
             descriptor = os.open(target, os.O_RDWR)
         except FileNotFoundError:
@@ -228,12 +231,12 @@ class _Other:
 
     @property
     def decided_here(self) -> bool:
-        """Whether the OS lock alone says who comes next: all who could are processes of this kernel."""
+        """Whether the OS lock alone decides who comes next, since all candidates are processes of this kernel."""
         return bool(self.locked) and self.holder is not None and self.holder.local
 
 
 class _Judge:
-    """Whether a holder is gone, seen again and again until that is certain."""
+    """Repeated check whether a holder is gone, until the answer is certain."""
 
     def __init__(self, folder: Path, say: Callable[[str], None], patience: Patience) -> None:
         self.patience = patience
@@ -243,7 +246,10 @@ class _Judge:
         self._said = False
 
     def is_gone(self, other: _Other, probe: int) -> bool:
-        """False where that is not known yet; `probe` is a file of this process there. Raises: InUseError."""
+        """Check once; False if not yet certain. `probe`: a file of this process in the directory.
+
+        Raises: InUseError.
+        """
         holder = other.holder
         token = holder.token if holder is not None else None
         if self._seen is None or self._seen[0] != token:
@@ -258,7 +264,7 @@ class _Judge:
         if self._seen[1] != other.mtime_ns and holder is not None:
             raise _in_use(self._folder, holder)
         os.utime(probe)
-        silent = max(waited, (os.fstat(probe).st_mtime_ns - other.mtime_ns) / 1e9)  # in that file system's own clock
+        silent = max(waited, (os.fstat(probe).st_mtime_ns - other.mtime_ns) / 1e9)  # in the file system's own clock
         limit, who = self.patience.limit_seconds, holder or "a process that cannot be named"
         if silent < limit:
             self._tell(f"{self._folder} is held by {who}: waiting up to {limit:.0f} s for a sign of life")
@@ -267,7 +273,7 @@ class _Judge:
         return True
 
     def _wait_for_the_last(self, holder: Holder, waited: float) -> bool:
-        """A dead launcher's ranks end a moment after it."""
+        """Wait for the ranks of a dead launcher, which end shortly after it. Raises: InUseError if they do not."""
         if holder.runs_here or waited > self.patience.ending_seconds:
             raise _in_use(self._folder, holder)
         if waited > 1.0:
@@ -280,7 +286,7 @@ class _Judge:
             self._say(text)
 
     def settle(self, own: Holder) -> None:
-        """Waits for whoever took the same lock over at the same moment on another host. Raises: InUseError."""
+        """Wait for another host that may have taken over the same lock at the same moment. Raises: InUseError."""
         time.sleep(self.patience.settling_seconds)
         found = _read(self._folder / NAME)
         if found is not None and found.token != own.token:
@@ -302,14 +308,14 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
 
 
 def _begun(aside: Path, mode: int, made: list[Path]) -> int:
-    """A new file there, in a directory that may have to be made; `made` gets those that were."""
+    """Create the file `aside` and its directories; directories that were missing are added to `made`."""
     for again in range(10):
         absent = itertools.takewhile(lambda path: not path.exists(), aside.parents)
         made.extend(path for path in absent if path not in made)
         aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         try:
             return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:  # whoever had made it has just removed it
+        except FileNotFoundError:  # the process that created the directory has just removed it
             if again == 9:
                 raise
     raise AssertionError("returned or raised")
@@ -317,16 +323,16 @@ def _begun(aside: Path, mode: int, made: list[Path]) -> int:
 
 def _unmake(made: list[Path]) -> None:
     for path in made:
-        with contextlib.suppress(OSError):  # it has something in it
+        with contextlib.suppress(OSError):  # the directory is not empty
             path.rmdir()
 
 
-# Whoever looks at a file that is not locked yet has its OS lock for a moment.
+# A process that examines an unlocked file holds its OS lock for a moment.
 _LOOKS_SECONDS = 5.0
 
 
 def _fill(descriptor: int, holder: Holder) -> None:
-    """Raises: OSError where another process keeps the OS lock."""
+    """Write the holder to the file and take its OS lock. Raises: OSError if another process keeps the OS lock."""
     os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
     until = time.monotonic() + _LOOKS_SECONDS
     while _lock(descriptor) is False:
@@ -336,12 +342,12 @@ def _fill(descriptor: int, holder: Holder) -> None:
 
 
 def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | None:
-    """The descriptor of the file at `target`, where that is this process's now; None where another is there."""
+    """Put the lock file at `target`. Return its descriptor, or None if another lock is there."""
     try:
         os.link(aside, target)
         return descriptor
     except FileExistsError:
-        # A network file system may lose its answer to a link that it has made.
+        # A network file system may create the link and still report an error.
         return descriptor if os.fstat(descriptor).st_nlink > 1 else None
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -355,7 +361,7 @@ def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | No
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether this process has the OS lock of the file now; None where the file system knows none."""
+    """Try to take the OS lock of the file. Return whether it worked, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -375,7 +381,7 @@ def _read(target: Path) -> Holder | None:
 
 
 def is_held(folder: Path, patience: Patience | None = None) -> bool:
-    """Whether a run seems to train there now, as far as one look tells; it takes nothing and waits for nothing."""
+    """Check once, without waiting, whether a run seems to train in the directory."""
     holder = _read(folder / NAME)
     if holder is None or holder.runs_here:
         return holder is not None
@@ -387,7 +393,7 @@ def is_held(folder: Path, patience: Patience | None = None) -> bool:
 
 
 def held_since(folder: Path) -> float | None:
-    """When the process that holds a directory took it, in seconds since the epoch; None where nobody says it."""
+    """Return when the holder took the directory, in seconds since the epoch, or None if unknown."""
     holder = _read(folder / NAME)
     with contextlib.suppress(ValueError):
         return datetime.strptime(holder.since if holder else "", _SINCE).replace(tzinfo=UTC).timestamp()

@@ -1,6 +1,6 @@
-"""Effective training time ratio (ETTR) of a call: the share of its time that brought steps which are in the result.
+"""Effective training time ratio (ETTR) of a call: the share of its time spent on steps that are in the result.
 
-Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024.
+Source: Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2024.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from shoal.runs.directory import RunDirectory
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.request import RunRequest
 
-# Two writers round the instant at which a call began.
+# Tolerance: two writers round the start of a call.
 _ROUNDED_SECONDS = 0.01
 
 
 def productive_seconds(record: StepRecord) -> float:
-    """The seconds of a step and of an evaluation after it; to save the state is no part of the training."""
+    """Return the seconds of a step and the evaluation after it, without the time of saving state."""
     return record.seconds - record.spans.get("checkpoint", 0.0) + (record.after or {}).get("evaluation", 0.0)
 
 
 class EffectiveTime:
-    """Sum of the seconds of a start's steps, without those that were trained again; `step`: the last one before it."""
+    """Sum of the seconds of a start's steps, without retrained ones. `step`: the last step before the start."""
 
     def __init__(self, step: int) -> None:
         self._first, self._seconds = step, array("d")
 
     def take(self, record: StepRecord) -> None:
-        """Counts a step; one that was counted already, and those after it, were undone."""
+        """Count a step. If the step was counted before, that count and all later ones are removed first."""
         del self._seconds[max(0, record.step - 1 - self._first) :]
         self._seconds.append(productive_seconds(record))
 
@@ -42,10 +42,13 @@ class EffectiveTime:
 
 
 def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) -> tuple[float | None, float]:
-    """Of a call's starts before this one: when the first of them began to train, and the seconds of what is left of it.
+    """Return when a call's first start began to train, and the seconds of earlier steps that are still in the result.
 
-    `began_at` is the call's own beginning, `step` the one that this start goes on after. Instants in seconds since the
-    epoch; None where no start says it.
+    Args:
+        began_at: start of the call, in seconds since the epoch.
+        step: the step that this start continues from.
+
+    Returns: the instant in seconds since the epoch, or None if no start recorded one; and the seconds.
     """
     first = [one.began_at for one in _read(attempts) if one.started_at >= began_at - _ROUNDED_SECONDS]
     kept = 0.0
@@ -56,13 +59,13 @@ def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) ->
 
 
 def call_began_at(request: RunRequest) -> float:
-    """When the call began of which a request is a start, in seconds since the epoch.
+    """Return when the call of a request began, in seconds since the epoch.
 
-    An engine's new start is a command of its own that knows no earlier instant: the attempts say it, whose numbers of
-    restarts fall back to the first of the call. One that ended in good order ended its call.
+    An engine restarts a run with a new command that does not know the first one's start. The recorded attempts are
+    searched back to the call's first start, by their restart numbers. An attempt that ended normally ends the search.
     """
     began_at, restarts = request.started_at, request.restarts
-    if request.lost_at is not None or restarts == 0:  # shoal's own launcher hands its beginning over
+    if request.lost_at is not None or restarts == 0:  # shoal's own launcher passes the start of the call on
         return began_at
     earlier = [one for one in _read(RunDirectory(request.out).attempts) if one.started_at < began_at - _ROUNDED_SECONDS]
     for one in reversed(earlier):
@@ -73,7 +76,7 @@ def call_began_at(request: RunRequest) -> float:
 
 
 def _read(attempts: Path) -> tuple[Attempt, ...]:
-    """The attempts in a file; lines that cannot be read are left out."""
+    """Read the attempts in a file. Unreadable lines are skipped."""
     lines = []
     with contextlib.suppress(OSError), attempts.open(encoding="utf-8") as file:
         for line in file:

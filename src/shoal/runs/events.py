@@ -1,4 +1,4 @@
-"""Event log of a run, `events.jsonl`: what befell it, a line each."""
+"""Event log of a run, `events.jsonl`, with one incident per line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from shoal.runs.generation import Fence
 
 
 class Events:
-    """Writer of an event log; without a path it writes nothing. A disk that refuses is no error.
+    """Writer of an event log. It writes nothing without a path, and ignores write errors.
 
-    `fence`: of the generation that writes; of an earlier one `add` raises FencedError and writes nothing.
+    `fence`: generation of the writer. `add` raises FencedError if a later generation has started.
     """
 
     def __init__(self, path: Path | None, fence: Fence | None = None) -> None:
         self._path, self.fence = path, fence or Fence()
 
     def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
-        """Appends an event, with rank, host and cause where an error says them.
+        """Append an event, with rank, host and cause if `error` has them.
 
-        `more`: of an incident `step`, `what`, how it was `noticed`, what was `done`, and what it cost, in `seconds`,
-        where these are known.
+        `more`: for an incident, the known ones of `step`, `what`, `noticed` (how), `done`, and the cost in `seconds`.
         """
         if self._path is None:
             return
@@ -38,7 +37,7 @@ class Events:
 
 
 def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
-    """Mean time between the losses of ranks that an event log has since an instant; None where there is none."""
+    """Return the mean time between losses of ranks in an event log since an instant, or None without losses."""
     losses = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
         for line in file:
@@ -49,5 +48,5 @@ def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
 
 
 def instant(seconds: float) -> str:
-    """An instant, in seconds since the epoch, as ISO 8601 in UTC with milliseconds."""
+    """Format an instant, in seconds since the epoch, as ISO 8601 in UTC with milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

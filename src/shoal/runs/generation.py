@@ -1,9 +1,9 @@
-"""Generations of a run's processes, and the fence that keeps those of an earlier one from committing anything.
+"""Generations of a run's processes, and the fence that keeps earlier generations from writing.
 
-Each start of a run's ranks is a generation: a number that is never used again, and a file of that name in the run
-directory. Whoever begins the next one makes its file, removes the earlier ones, and then what their processes had half
-written. So a process that stood still meanwhile, on this host or another, either had renamed its file before the next
-generation read the directory, or finds that it is no generation any more, or that what it would rename is gone.
+Each start of a run's ranks is a generation: a unique number, and a file of that name in the run directory. A new
+generation creates its file, removes the files of earlier generations, and then their temporary files. A process that
+was paused meanwhile, on any host, has two possible outcomes. Either it renamed its file before the new generation read
+the directory, or it finds that its generation is over or its temporary file is gone.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shoal.runs.directory_lock import NAME as LOCK
 
 FOLDER = "generations"
 _ASIDE = re.compile(r"\.(\d{6,})\.tmp$")
-# Between two looks of a process that writes nothing meanwhile.
+# Intervals at which a process that does not write checks the fence.
 _LOOK_SECONDS, _SELDOM_SECONDS = 0.5, 5.0
 
 
 @dataclass(frozen=True)
 class Fence:
-    """Right of the processes of one generation to write into a run directory; without a folder nobody is kept out."""
+    """Right of one generation's processes to write into a run directory. Without a folder, the fence is always open."""
 
     folder: Path | None = None
     generation: int = 0
@@ -50,11 +50,15 @@ class Fence:
         resizable: bool = False,
         gpus: int = 0,
     ) -> Fence:
-        """The generation that begins now, of a process that has the directory. `after`: the one that it replaces.
+        """Start the next generation, in a process that has locked the directory.
 
-        `resizable`: whether who begins it can go on with another number of processes; `gpus`: those that it sees then.
+        Args:
+            after: the generation to replace.
+            resizable: whether the caller can continue with another number of processes.
+            gpus: number of GPUs that the caller sees, if resizable.
 
-        Raises: FencedError where another process has begun one since; RunDirectoryError where nothing can be written.
+        Raises: FencedError if another process has started a generation since; RunDirectoryError if nothing can be
+        written.
         """
         place = folder / FOLDER
         try:
@@ -79,7 +83,7 @@ class Fence:
         raise found._error()
 
     def _fence_others_out(self, place: Path) -> None:
-        """Removes the files of earlier generations, and then what they have half written."""
+        """Remove the files of earlier generations, and then their temporary files."""
         for path in place.iterdir():
             if path.name.isdecimal() and int(path.name) < self.generation:
                 path.unlink(missing_ok=True)
@@ -95,21 +99,21 @@ class Fence:
 
     @property
     def is_open(self) -> bool:
-        """Whether no later generation has begun. A directory that is gone says nothing: writing there fails anyhow."""
+        """Whether no later generation has started. True for a missing directory, since writing fails there anyway."""
         if self.folder is None:
             return True
-        # A name that was opened is asked of the server anew, of which a network file system's client lists old ones.
+        # Opening a name makes a network file system's client refresh its cached listing.
         with contextlib.suppress(OSError), self._path.open("rb"):
             pass
         return newest(self.folder) <= self.generation
 
     def check(self) -> None:
-        """Raises: FencedError where a later generation has begun. To be called last before a commit."""
+        """Check the fence just before a commit. Raises: FencedError if a later generation has started."""
         if not self.is_open:
             raise self._error()
 
     def write(self, path: Path, text: str) -> None:
-        """Writes a file whole or not at all. Raises: OSError; FencedError."""
+        """Write a file atomically. Raises: OSError; FencedError."""
         aside = write_aside(path, text, f".{self.generation:06d}")
         if not self.is_open:
             aside.unlink(missing_ok=True)
@@ -117,11 +121,11 @@ class Fence:
         try:
             aside.replace(path)
         except FileNotFoundError:
-            self.check()  # the next generation has removed it
+            self.check()  # the next generation may have removed it
             raise
 
     def append(self, path: Path, line: str) -> None:
-        """Appends a line. Raises: OSError; FencedError."""
+        """Append a line. Raises: OSError; FencedError."""
         self.check()
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -142,7 +146,7 @@ class Fence:
 
     @contextlib.contextmanager
     def watched(self, *, says: bool, seldom: bool = False) -> Iterator[None]:
-        """A context in which this process ends, with code 69, soon after a later generation has begun."""
+        """Run a context in which this process ends, with code 69, soon after a later generation has started."""
         if self.folder is None:
             yield
             return
@@ -167,19 +171,19 @@ class Fence:
 
 
 def newest(folder: Path) -> int:
-    """The number of the newest generation of a run directory; 0 where there is none."""
+    """Return the number of the newest generation of a run directory, or 0 if there is none."""
     with contextlib.suppress(OSError):
         return max((int(name) for name in os.listdir(folder / FOLDER) if name.isdecimal()), default=0)
     return 0
 
 
 def about(folder: Path, generation: int) -> dict[str, Any]:
-    """Facts of a generation in its file: world_size, reason, resizable, gpus, host, pid, began_at; or none."""
+    """Return the facts in a generation's file: world_size, reason, resizable, gpus, host, pid, began_at; or {}."""
     return read_json(folder / FOLDER / f"{generation:06d}") or {}
 
 
 def withdraw(folder: Path) -> None:
-    """Removes the numbers from a directory in which its holder has left nothing else, before that lets it go."""
+    """Remove the generations from a directory that contains nothing else, before its lock is released."""
     with contextlib.suppress(OSError):
         if set(os.listdir(folder)) <= {FOLDER, LOCK}:
             shutil.rmtree(folder / FOLDER)

@@ -1,4 +1,4 @@
-"""Initial weights of a run: their source, the differences that are allowed, and prefixes that are renamed."""
+"""Initial weights of a run: their source, allowed differences, and renamed prefixes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from pathlib import Path
 
 from shoal.errors import CommandError
 
-# In torch's words the keys of load_state_dict, in Transformers' those of from_pretrained.
+# Terms of torch's load_state_dict and Transformers' from_pretrained.
 DIFFERENCES = ("missing", "unexpected", "mismatched")
 
 
 @dataclass(frozen=True)
 class NameRules:
-    """Rules for the names of two state dicts: the differences that are allowed, and prefixes that are renamed.
+    """Rules for matching the names of two state dicts.
 
-    `allow` has some of DIFFERENCES. `rename` has pairs (old, new) of whole parts of dotted names; the first that fits a
-    name is taken; an empty `old` fits every name, an empty `new` takes the prefix off.
+    `allow`: allowed kinds of difference, from DIFFERENCES.
+    `rename`: pairs (old, new) of prefixes of dotted names. The first pair that fits a name applies. An empty `old` fits
+        every name; an empty `new` removes the prefix.
     """
 
     allow: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
 
     def renamed(self, key: str) -> tuple[str, str | None]:
-        """The name that a key of the source has in the model, and the `old` of the pair that fitted, if any did."""
+        """Return the model's name for a key of the source, and the `old` of the pair that applied, or None."""
         for old, new in self.rename:
             if not old or key == old or key.startswith(f"{old}."):
                 rest = key[len(old) :].removeprefix(".") if old else key
@@ -34,14 +35,14 @@ class NameRules:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Source of a run's initial weights, a run, a checkpoint, a file or a folder, with the rules of its names."""
+    """Source of a run's initial weights (a run, a checkpoint, a file or a folder) and the rules for names."""
 
     source: Path
     rules: NameRules = NameRules()
 
 
 def initial_weights(source: str | None, allow: str | None, rename: Sequence[str]) -> InitialWeights | None:
-    """The options --init-from, --init-allow and --init-rename as a value. Raises: CommandError."""
+    """Parse the options --init-from, --init-allow and --init-rename. Raises: CommandError."""
     if source is None:
         given = f"--init-allow {allow}" if allow is not None else f"--init-rename {rename[0]}" if rename else None
         if given is not None:

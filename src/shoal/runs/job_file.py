@@ -25,7 +25,7 @@ from shoal.runs.read_files import files_read
 from shoal.runs.remedies import NO_PACKAGE, remedy
 from shoal.runs.user_frames import place_of, traceback_of
 
-# A setting: text, as the command line has it, or {"value": JSON} from Python, where a text would not tell the type.
+# A setting: text from the command line, or {"value": JSON} from Python, which keeps the type.
 Setting = str | dict[str, Any]
 
 
@@ -33,8 +33,8 @@ Setting = str | dict[str, Any]
 class JobRequest:
     """Source of a job: a file, a function in it, and its settings.
 
-    Of a job that is given as an object, `handed` is how it gets to ranks, and `path` is told, not loaded.
-    `dotted`: the module's name, where the target was one; else the file's place in packages gives the name.
+    `handed`: how a job object reaches the ranks. `path` is then only for messages and is not loaded.
+    `dotted`: the module's name if the target was a dotted name. Otherwise the file's place in packages gives the name.
     """
 
     path: Path
@@ -51,50 +51,50 @@ class JobRequest:
 
     @property
     def target(self) -> str:
-        """The file or module as the command is given it."""
+        """The file or module in the form that the command takes."""
         return self.dotted or str(self.path)
 
     @property
     def name(self) -> str:
-        """A short name for the run: the module's, and the function's where it is not `job`."""
+        """A short name for the run: the module's, with the function's unless that is `job`."""
         extra = f"-{self.function}" if self.function and self.function != "job" else ""
         return (self.path.stem if self.by_value else self.module.name) + extra
 
     @property
     def least_grains(self) -> int | None:
-        """A number that the job has at least as many grains as; None where only running its code tells."""
+        """A lower bound of the job's number of grains; None if only running its code shows it."""
         by_value = self.handed if self.by_value else None
         return by_value.least_grains if by_value is not None else least_grains(self.module)
 
     @property
     def by_value(self) -> bool:
-        """Whether the job is an object that no file tells of, so that it is handed over whole."""
+        """Whether the job is an object that cannot be imported from a file, and is passed as a pickle."""
         return self.handed is not None and self.handed.module is None
 
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A Job with the function and the complete settings (JSON values) that made it."""
+    """A Job with the function and the complete settings (JSON values) that created it."""
 
     job: Job
     function: str
     settings: dict[str, Any]
     file_sha256: str
-    code: dict[str, dict[str, str]] = field(default_factory=dict)  # by file and definition, as `job_sources.code`
-    module: str = ""  # full name of the job's module; empty where the job came by value
-    files: tuple[str, ...] = ()  # paths that its code has read while it was loaded
-    draws: bool = True  # whether it may have drawn random values then that nobody has seeded
+    code: dict[str, dict[str, str]] = field(default_factory=dict)  # digests from `job_sources.code`
+    module: str = ""  # full name of the job's module, or "" if the job came by value
+    files: tuple[str, ...] = ()  # paths of files that the job's code read while it was loaded
+    draws: bool = True  # whether it may have drawn unseeded random values while it was loaded
 
     def describe(self) -> dict[str, Any]:
-        """The training problem, as far as names and numbers can say it; JSON values."""
+        """Return a JSON description of the training problem: names, numbers and code digests."""
         known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
         return {**known, "code": self.code, **self.job.describe()}
 
 
 def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:
-    """`FILE[:FUNCTION]` or `MODULE[:FUNCTION]` and settings, `name=value` texts or pairs, as a JobRequest.
+    """Parse `FILE[:FUNCTION]` or `MODULE[:FUNCTION]` and settings (`name=value` texts or pairs).
 
-    Raises: JobFileError for a missing file, SettingError for a text that is not name=value.
+    Raises: JobFileError for a missing file; SettingError for a text that is not name=value.
     """
     text, function = split_target(target)
     if text == "hf" and not Path(text).is_file():
@@ -123,15 +123,15 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
     return JobRequest(module.path, function, tuple(pairs), dotted=dotted)
 
 
-_NONE = ("none", "null")  # what None is as text
-# The number of devices is no input of a job; and a library that a job file uses would join the ranks by itself, at the
-# address where shoal's own wait for each other (Accelerate does, in a TrainingArguments).
+_NONE = ("none", "null")  # texts that stand for None
+# A job must not depend on the number of devices. With these variables, libraries such as Accelerate (in a
+# TrainingArguments) would also join the ranks by themselves, at the address that shoal's ranks use.
 _OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @contextlib.contextmanager
 def _without_devices() -> Iterator[None]:
-    """The process's environment without the variables that tell how many ranks there are."""
+    """Hide the environment variables that contain the number of ranks."""
     hidden = {name: os.environ.pop(name) for name in _OF_DEVICES if name in os.environ}
     try:
         yield
@@ -140,7 +140,7 @@ def _without_devices() -> Iterator[None]:
 
 
 def load(request: JobRequest) -> LoadedJob:
-    """Runs the job file and its function, to which the number of ranks is not visible in the environment.
+    """Run the job file and its function, with the number of ranks hidden from its environment.
 
     Raises: JobFileError, SettingError, JobError.
     """
@@ -170,12 +170,12 @@ def _fetched(handed: HandedJob, request: JobRequest) -> Any:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal digits. Raises: OSError."""
+    """Return the hexadecimal SHA-256 of a file. Raises: OSError."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
-    """The Job that a job function returns, with its complete settings; a Job is itself, and has none.
+    """Return the Job from a job function with its complete settings. A given Job is returned with no settings.
 
     Raises: JobFileError, SettingError, JobError.
     """
@@ -235,7 +235,7 @@ def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
 
 
 def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], where: str) -> dict[str, Any]:
-    """The settings as values of the function's parameter types. Raises: SettingError with every mistake at once."""
+    """Convert settings to the types of the function's parameters. Raises: SettingError that lists every mistake."""
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD,)]
     missing = [n for n in required if n not in settings]
@@ -247,7 +247,7 @@ def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], w
         )
     try:
         hints = get_type_hints(function)
-    except Exception:  # an annotation that does not resolve: judged by the default's type instead
+    except Exception:  # an annotation that does not resolve: use the default's type instead
         hints = {}
     values: dict[str, Any] = {}
     mistakes: list[tuple[str, str, str]] = []
@@ -277,7 +277,7 @@ def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], w
 
 
 def setting_of(name: str, value: Any) -> Setting:
-    """A value of Python as a setting, which keeps its type. Raises: SettingError where JSON has no such value."""
+    """Return a Python value as a setting that keeps its type. Raises: SettingError for values that JSON lacks."""
     value = str(value) if isinstance(value, Path) else value
     if isinstance(value, str) and value[:1] not in ("[", "{") and value.lower() not in _NONE:
         return value
@@ -296,19 +296,19 @@ def setting_of(name: str, value: Any) -> Setting:
 
 
 def _has_text_keys(value: Any) -> bool:
-    """Whether all dicts in a value have texts as keys; JSON would make texts of others."""
+    """Check whether all dicts in a value have strings as keys, since JSON would convert other keys."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
     return not isinstance(value, list | tuple) or all(_has_text_keys(inner) for inner in value)
 
 
 def written(name: str, setting: Setting) -> str:
-    """A setting as it was given: on the command line, or in Python."""
+    """Return a setting in the form in which the user gave it."""
     return f"--set {name}={setting}" if isinstance(setting, str) else f"{name}={setting['value']!r}"
 
 
 def _validated(setting: Setting, wanted: Any, default: Any) -> Any:
-    """A setting as a value of the wanted type. Of a value, the type is changed from int to float, or list to tuple."""
+    """Convert a setting to the wanted type. Python values change only from int to float, or list to tuple."""
     if isinstance(setting, str):
         return TypeAdapter(wanted).validate_python(_structured(setting, wanted))
     value = setting["value"]
@@ -318,7 +318,7 @@ def _validated(setting: Setting, wanted: Any, default: Any) -> Any:
 
 
 def _structured(text: str, wanted: Any) -> Any:
-    """Lists, tuples and dicts are given as JSON; None as `none`; everything else is left to the type."""
+    """Parse a text: JSON for lists, tuples and dicts, `none` for None. Other texts are left to the type."""
     if wanted in (int, float, str, bool):
         return text
     if get_origin(wanted) is Literal:
@@ -348,7 +348,7 @@ def _raised(where: str, error: Exception) -> JobFileError:
 
 
 def _ended(module: JobModule, error: SystemExit) -> JobFileError:
-    """The error of a job file that ends the interpreter while it is loaded, as a parser of options does."""
+    """Create the error for a job file that exits while it is imported, for example in an option parser."""
     place = place_of(error)
     found = JobFileError(
         given=str(module.path),
@@ -362,16 +362,16 @@ def _ended(module: JobModule, error: SystemExit) -> JobFileError:
 
 
 def least_grains(module: JobModule) -> int | None:
-    """A number that a job of this file has at least as many grains as; None where only running it tells.
+    """Return a lower bound of the number of grains of the file's job, or None if only running the file shows it.
 
-    Read are the file and what it imports from beside it. It says so where it calls Job itself and every `grains` in it
-    is a keyword with a number.
+    The file and the modules that it imports from its own folders are parsed. They show the bound if they call Job and
+    every `grains` in them is a keyword with a literal number.
     """
     trees = [tree for _, tree in sources(module)]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
         return None
-    found = [FEW_GRAINS]  # of a default, which is never fewer
+    found = [FEW_GRAINS]  # the default number of grains is never smaller
     for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
         if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
             return None
@@ -382,7 +382,7 @@ def least_grains(module: JobModule) -> int | None:
 
 
 def parameters_of(target: str) -> list[str]:
-    """The parameters of a target's function; none of a file, a module or a function that is not there."""
+    """Return the parameter names of a target's function, or [] if the file, module or function is missing."""
     text, function = split_target(target)
     function = function or "job"
     try:
@@ -396,6 +396,6 @@ def parameters_of(target: str) -> list[str]:
 
 
 def _mentions_grains(node: ast.AST) -> bool:
-    """Whether a node is a variable, an attribute, a parameter or a text of the name `grains`."""
+    """Check whether a node is a variable, an attribute, a parameter or a string named `grains`."""
     named = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}.get(type(node))
     return named is not None and getattr(node, named) == "grains"

@@ -1,4 +1,4 @@
-"""Module of a job: its file, its full name, and the import path that every process of a run gives it."""
+"""Module of a job: its file, its full name, and the import path that every process of a run uses for it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 class JobModule:
     """File of a job, and its full module name.
 
-    The name of a file in packages (folders with an `__init__.py`) has the names of all of them. `num_packages`: folders
-    of packages above the file, its own included.
+    The name includes all packages (folders with an `__init__.py`) that the file is in. `num_packages`: number of
+    package folders above the file, including its own.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class JobModule:
 
     @classmethod
     def of_file(cls, path: Path) -> JobModule:
-        """The module of a file."""
+        """Return the module of a file."""
         folder = Path(os.path.abspath(path)).parent
         parts = [] if path.name == _INIT else [path.stem]
         while (folder / _INIT).is_file() and folder.name.isidentifier():
@@ -45,26 +45,26 @@ class JobModule:
 
     @classmethod
     def of_name(cls, path: Path, name: str) -> JobModule:
-        """The module of that name, which is in that file."""
+        """Return the module of a dotted name that is in the given file."""
         return cls(path, name, name.count(".") + (path.name == _INIT))
 
     @property
     def root(self) -> Path:
-        """The folder above the topmost package, from which the full name is imported; else the file's own folder."""
+        """The folder from which the full name is imported: above the topmost package, or the file's own folder."""
         if not self.num_packages:
-            return self.path.resolve().parent  # as Python does for a script behind a symbolic link
+            return self.path.resolve().parent  # Python does the same for a script behind a symbolic link
         return Path(os.path.abspath(self.path)).parents[self.num_packages]
 
     @property
     def package(self) -> Path | None:
-        """The folder of the topmost package; None of a file in none."""
+        """The folder of the topmost package, or None if the file is in no package."""
         return self.root / self.name.partition(".")[0] if self.num_packages else None
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Folders that the job's own modules are imported from, in the order of the import path.
+        """Folders from which the job's own modules are imported, in the order of the import path.
 
-        The folder of a file in packages comes last: its modules must not hide those of the environment.
+        The own folder of a file in packages is last, so that its modules do not hide installed ones.
         """
         return tuple(dict.fromkeys((*self._first, os.path.dirname(os.path.abspath(self.path)))))
 
@@ -73,13 +73,13 @@ class JobModule:
         return tuple(dict.fromkeys((str(self.root), os.getcwd())))
 
     def set_import_path(self) -> None:
-        """Make `sys.path` the same in every process: the root, the current folder, the environment, the own folder."""
+        """Set the same `sys.path` in every process: the root, the current folder, the environment, the own folder."""
         own = {"", *self.folders}
         rest = dict.fromkeys(folder for folder in sys.path if folder not in own)
         sys.path[:] = [*self._first, *rest, *self.folders[len(self._first) :]]
 
     def execute(self) -> Any:
-        """The module, executed anew; its packages are imported first. Raises: JobFileError; what their code raises."""
+        """Execute the module again, after importing its packages. Raises: JobFileError and errors of the code."""
         self.set_import_path()
         known = sys.modules.get(self.name)
         package = ".".join(self.name.split(".")[: self.num_packages - (self.path.name == _INIT)])
@@ -87,7 +87,7 @@ class JobModule:
             self._refuse_other(importlib.import_module(package))
         found = sys.modules.get(self.name)
         if found is not known and _file_of(found) == os.path.abspath(self.path):
-            return found  # imported by its package
+            return found  # its package has just imported it
         loader = _SourceLoader(self.name, os.path.abspath(self.path)) if self.path.suffix == ".py" else None
         inner = [os.path.dirname(os.path.abspath(self.path))] if self.path.name == _INIT else None
         spec = importlib.util.spec_from_file_location(
@@ -100,7 +100,7 @@ class JobModule:
                 remedy="give a file that ends in .py",
             )
         module = importlib.util.module_from_spec(spec)
-        # Registered under its own name, so that DataLoader workers and dataclasses find it.
+        # Register it under its own name, so that DataLoader workers and dataclasses find it.
         sys.modules.setdefault(self.name, module)
         try:
             spec.loader.exec_module(module)
@@ -111,7 +111,7 @@ class JobModule:
         return module
 
     def _refuse_other(self, package: types.ModuleType) -> None:
-        """Raises: JobFileError where a package of this name has been imported from another folder."""
+        """Check that an imported package of this name is from the job's folder. Raises: JobFileError."""
         here = os.path.dirname(os.path.abspath(self.path))
         here = os.path.dirname(here) if self.path.name == _INIT else here
         places = [os.path.abspath(place) for place in getattr(package, "__path__", ())]
@@ -124,7 +124,7 @@ class JobModule:
             )
 
     def refuse_hidden_shoal(self) -> None:
-        """Raises: JobFileError where `import shoal` in a process of the run would import a file of the job's."""
+        """Check that no file of the job is imported as `shoal` in the run's processes. Raises: JobFileError."""
         for folder in self._first:
             for place in (Path(folder, "shoal.py"), Path(folder, "shoal", _INIT)):
                 if place.is_file() and place.resolve() != _PACKAGE / _INIT:
@@ -137,7 +137,7 @@ class JobModule:
 
 
 class _SourceLoader(importlib.machinery.SourceFileLoader):
-    """Loader of what a file says now: Python knows its cached bytecode by the size and the second of the file alone."""
+    """Loader that ignores cached bytecode, which Python validates only by file size and mtime in seconds."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
@@ -146,7 +146,7 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
 
 def split_target(target: str) -> tuple[str, str | None]:
-    """The parts of `FILE_OR_MODULE[:FUNCTION]`: the last colon begins the function."""
+    """Split `FILE_OR_MODULE[:FUNCTION]` at the last colon."""
     text, colon, function = target.rpartition(":")
     if not colon or is_path(target):
         return target, None
@@ -154,14 +154,14 @@ def split_target(target: str) -> tuple[str, str | None]:
 
 
 def is_path(text: str) -> bool:
-    """Whether a target is the path of a file; else it is a dotted module."""
+    """Check whether a target is a file path, not a dotted module name."""
     return text.endswith(".py") or Path(text).is_file()
 
 
 def located(text: str) -> JobModule:
-    """The module that a path, or a dotted name, stands for; no code of the job's is run.
+    """Find the module for a path or a dotted name, without running the job's code.
 
-    A dotted name is looked up from the current folder, then in the environment. Raises: JobFileError.
+    Dotted names are searched in the current folder, then in the environment. Raises: JobFileError.
     """
     if is_path(text):
         path = Path(text)
@@ -185,12 +185,12 @@ def located(text: str) -> JobModule:
 
 
 def _spec(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Spec of a module without an import of its packages, whose folders are `places`; None: it is a top-level one."""
+    """Find a module's spec without importing its packages. `places`: folders of the packages, None at the top level."""
     folders = places if places is not None else [os.getcwd(), *sys.path]
-    # By its last name: a nested namespace package would look for its parent among the imported modules.
+    # Use the last name only: for a dotted name, a namespace package would need its parent to be imported.
     found = importlib.machinery.PathFinder.find_spec(parts[-1], folders)
     others = [] if found is not None else [f for f in sys.meta_path if f is not importlib.machinery.PathFinder]
-    for finder in others:  # of editable installs, say
+    for finder in others:  # for example finders of editable installs
         with contextlib.suppress(AttributeError, ImportError):
             found = found or finder.find_spec(".".join(parts), places)
     return found
@@ -214,14 +214,14 @@ def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileEr
 
 
 def _modules_beside(parts: list[str]) -> list[str]:
-    """Dotted names of the modules in the folder where the last of `parts` is missing."""
+    """Return dotted names of the modules in the folder in which the last of `parts` is missing."""
     folder = Path(*parts[:-1]) if parts[:-1] else Path()
     names = sorted({path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")})
     return [".".join([*parts[:-1], name]) for name in names if name.isidentifier()]
 
 
 def imported_from(folders: Iterable[str]) -> list[str]:
-    """Files of the modules that this process has imported from these folders, and from folders within them."""
+    """Return the files of modules that this process has imported from these folders or their subfolders."""
     starts = tuple(os.path.join(folder, "") for folder in folders)
     files = (_file_of(found) for found in list(sys.modules.values()))
     return [file for file in files if file is not None and file.startswith(starts)]

@@ -1,7 +1,7 @@
-"""Jobs given as Python objects: handed over to ranks by name where they can be imported, else as a pickle.
+"""Jobs given as Python objects: passed to ranks by name if they can be imported, else as a pickle.
 
-The pickle is for this call's own processes, in a private folder that is removed at the call's end. Nothing else that
-shoal reads is one.
+The pickle is only for this call's own processes, in a private folder that is removed at the end of the call. shoal
+reads no other pickles.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from shoal.job import Job
 from shoal.plans.grains import FEW_GRAINS
 from shoal.runs.object_sources import code_of
 
-# Where a job is of no file.
+# Paths for messages if a job is in no file.
 NOTEBOOK, INTERPRETER = Path("notebook"), Path("interpreter")
 _PICKLE = "job.pickle"
 
 
 @dataclass(frozen=True)
 class HandedJob:
-    """A job object on its way to other processes: the module that it is imported from, or the file that has it.
+    """A job object for other processes: the module to import it from, or the file with its pickle.
 
-    `least_grains`: a number that it has at least as many grains as, where that is known.
-    `import_path`: sys.path of the process that gave it. `code`: digests of the code of one by value.
+    `least_grains`: lower bound of its number of grains, if known.
+    `import_path`: sys.path of the process that passed the job.
+    `code`: code digests of a job that is passed by value.
     """
 
     module: str | None
@@ -38,7 +39,7 @@ class HandedJob:
     least_grains: int | None = None
 
     def fetch(self, function: str | None) -> Any:
-        """The job object, in a process that it is handed to. Raises: what its imports raise."""
+        """Return the job object in a receiving process. Raises: errors of its imports."""
         own = [folder for folder in sys.path if folder not in self.import_path]
         sys.path[:] = [*self.import_path, *own]
         if self.module is not None:
@@ -49,23 +50,23 @@ class HandedJob:
 
 
 def is_job(given: object) -> bool:
-    """Whether an object may be a job: a Job, or a function that returns one."""
+    """Check whether an object may be a job: a Job, or a function that returns one."""
     return isinstance(given, Job) or callable(given)
 
 
 def function_name(given: object) -> str | None:
-    """The name of a job function; None of a Job, a lambda, and what else has none."""
+    """Return the name of a job function, or None for objects without a proper name, such as a Job or a lambda."""
     name = getattr(given, "__name__", None)
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def place_of(given: object) -> Path:
-    """The file of a job function that is imported; else the script, or the notebook, that gave the object."""
+    """Return the file of an importable job function, or the script or notebook that contains the object."""
     module = importable_module(given)
     if module is not None:
         return Path(str(sys.modules[module].__file__))
     main = vars(sys.modules["__main__"])
-    # The second is VS Code's, the third Jupyter's.
+    # The second is set by VS Code, the third by Jupyter.
     named = main.get("__file__") or main.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
     if named:
         return Path(named)
@@ -73,7 +74,7 @@ def place_of(given: object) -> Path:
 
 
 def importable_module(given: object) -> str | None:
-    """The module in a file whose attribute a job function is, so that other processes can import it by name."""
+    """Return the module from which other processes can import a job function by name, or None."""
     name, module = function_name(given), getattr(given, "__module__", None)
     found = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
     if name is None or found is None or not str(getattr(found, "__file__", None)).endswith(".py"):
@@ -82,9 +83,9 @@ def importable_module(given: object) -> str | None:
 
 
 def hand_over(given: object, folder: Path) -> HandedJob:
-    """The job object as other processes take it; `folder` is for its pickle, and lasts as long as they.
+    """Prepare a job object for other processes. `folder`: place for its pickle, which must outlive them.
 
-    Raises: CommandError where it needs cloudpickle, which is not installed; JobError where it cannot be pickled.
+    Raises: CommandError if cloudpickle is required and missing; JobError if the object cannot be pickled.
     """
     path = tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
     module = importable_module(given)
@@ -101,12 +102,12 @@ def hand_over(given: object, folder: Path) -> HandedJob:
             remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
             'or write the job into a file, and give its path: shoal.run("file.py:job")',
         ) from error
-    known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # a default has never fewer
+    known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # the default is never smaller
     return HandedJob(None, target, path, code_of(given), known)
 
 
 def hand_over_value(value: object, folder: Path) -> HandedJob:
-    """Data as other processes take them, by value. Raises: CommandError, JobError as `hand_over`."""
+    """Pickle data for other processes. Raises: CommandError, JobError as `hand_over`."""
     target = folder / "data.pickle"
     pickler = _pickler()
     try:

@@ -1,4 +1,4 @@
-"""Source code of a job: its file and what that imports from beside it, and digests of their definitions."""
+"""Source code of a job: its file, its own modules that the file imports, and digests of their definitions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _INIT = "__init__.py"
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Arguments of Job that a resume may change.
 FREE = ("length", "on_nonfinite", "predict")
-# Arguments of callbacks that say how long, as a length does.
+# Arguments of callbacks that a resume may change, like the length.
 LENGTHS = {"EarlyStopping": ("patience",)}
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path, ast.Module]]:
-    """The job's file and the modules of its own that it imports, transitively, each with its syntax tree.
+    """Yield the job's file and its own modules, imported transitively, with their syntax trees.
 
-    A module is the job's own where it lies in a package of the job's, in the folder above it, or in the current folder,
-    and is not installed. `also`: more files to begin with. Files that are no Python are skipped.
+    A module is the job's own if it is in the job's package, the folder above it or the current folder, and is not
+    installed. `also`: additional files to start from. Files that are not valid Python are skipped.
     """
     roots, package = [*map(Path, module.folders)], module.package
     waiting, seen = [Path(os.path.abspath(module.path)), *map(Path, also)], set[Path]()
@@ -43,18 +43,17 @@ def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path,
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        found = list(_imported(tree, path, roots))  # whoever takes the tree may change it
+        found = list(_imported(tree, path, roots))  # before the yield: the caller may change the tree
         yield path, tree
         waiting += (file for file in found if _is_of_job(file, package))
 
 
 def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict[str, dict[str, str]]:
-    """Digests of a job's code: by file, and in it by definition, of what they compute.
+    """Return digests of a job's code by file and definition.
 
-    `imported`: files of modules that were imported, of which those of the job's own count too.
-
-    Comments, docstrings, the place of a line, a job's length and what it does at a bad step are left out, and so are
-    the defaults of the job `function`'s parameters, which are settings.
+    `imported`: files of imported modules; the job's own modules among them are included.
+    The digests ignore comments, docstrings, line numbers, the job's length and its policy for bad steps. They also
+    ignore the defaults of the job `function`'s parameters, which are settings.
     """
     path, package = Path(os.path.abspath(module.path)), module.package
     found = {}
@@ -66,25 +65,25 @@ def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict
 
 
 def is_installed(path: str | Path) -> bool:
-    """Tell whether a file is of Python, of shoal, or of an installed package."""
+    """Check whether a file belongs to Python, shoal or an installed package."""
     return str(path).startswith(_installed())
 
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Folders, each with a slash at its end: thousands of modules are asked for, and comparing texts is fast."""
+    """Return folder prefixes with a trailing slash, since comparing strings is fast for thousands of modules."""
     known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
     folders = [_PACKAGE, *(path for folder in known for path in (Path(folder), Path(folder).resolve()))]
     return tuple({f"{folder}{os.sep}": None for folder in folders})
 
 
 def _is_of_job(path: Path | str, package: Path | None) -> bool:
-    """Tell whether a file is of the job's own topmost package, or is not installed."""
+    """Check whether a file is in the job's topmost package, or is not installed."""
     return not is_installed(path) or (package is not None and Path(path).is_relative_to(package))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two results of `code`: a file each, with the definitions in it."""
+    """Return the differences between two results of `code`: one text per file, with its changed definitions."""
     found = []
     for file in sorted({*before, *now}):
         old, new = before.get(file), now.get(file)
@@ -100,23 +99,23 @@ def _digests(tree: ast.Module, function: str | None) -> dict[str, str]:
     parts: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
         parts.setdefault(node.name if isinstance(node, _DEFINITIONS) else _REST, []).append(node)
-    # The trees are nobody else's: a copy of each would take as long as all the rest, in each rank that starts.
+    # Change the trees in place: copies would double the time in each rank that starts.
     return {name: _digest(nodes, is_job=name == function) for name, nodes in parts.items()}
 
 
 def digest_of(nodes: Sequence[ast.AST], *, is_job: bool = False) -> str:
-    """Digest of what statements, or expressions, compute; without the defaults of a job function's parameters."""
+    """Return the digest of statements or expressions. `is_job`: ignore the defaults of the function's parameters."""
     return _digest([copy.deepcopy(node) for node in nodes], is_job)
 
 
 def _digest(nodes: Sequence[ast.AST], is_job: bool) -> str:
-    """As digest_of; removes what computes nothing from the nodes."""
+    """Return the digest as `digest_of`, modifying the nodes."""
     texts = [ast.dump(_bare(node, is_job)) for node in nodes]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _bare(node: ast.AST, is_job: bool) -> ast.AST:
-    """The statement without what computes nothing, which is removed in place."""
+    """Remove the parts of a statement that do not affect the computation, in place."""
     if is_job and isinstance(node, ast.FunctionDef):
         node.args.defaults, node.args.kw_defaults = [], []
     for inner in ast.walk(node):
@@ -135,7 +134,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[Path]:
-    """Files that the statements of a module import from the roots, those of the packages on the way included."""
+    """Yield the files that a module imports from the roots, including packages on the way."""
     if (path.parent / _INIT).is_file():
         yield path.parent / _INIT
     for node in ast.walk(tree):
@@ -150,7 +149,7 @@ def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[P
 
 
 def _first_of(roots: Sequence[Path], parts: Sequence[str]) -> list[Path]:
-    """Files of a dotted name in the first folder that has its first part."""
+    """Return the files of a dotted name in the first folder that has its first part."""
     return next((found for found in (_files(root, parts) for root in roots) if found), [])
 
 

@@ -1,4 +1,4 @@
-"""Code of a job that is given as a Python object: digests of its functions and classes, and of those that they use."""
+"""Code of a job that is given as a Python object: digests of its functions and classes, and of all that they use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shoal.runs.job_module import JobModule
 from shoal.runs.job_sources import FREE, JOB_FILE, LENGTHS, code, digest_of, is_installed
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MOST_ITEMS = 64  # of a container that are looked into
+_MOST_ITEMS = 64  # maximum number of items of a container to visit
 
 
 def code_of(given: object) -> dict[str, dict[str, str]]:
-    """Digests of an object's code: by file, and in it by definition, of what they compute; as `job_sources.code`.
+    """Return digests of an object's code by file and definition, in the form of `job_sources.code`.
 
-    Functions and classes that came by value count one by one, with the plain values that they read; modules of the
-    user's own count whole. Where no source is to be read, as of an interpreter's input, its bytecode counts.
+    Functions and classes that are passed by value count individually, with the plain values that they read. The user's
+    own modules count as a whole. If no source is available, for example in an interpreter, the bytecode counts.
     """
     found = _Found()
     found.visit(given, "the job", is_job=True)
@@ -34,16 +34,16 @@ def code_of(given: object) -> dict[str, dict[str, str]]:
 
 
 class _Found:
-    """Digests as they are collected; each object is visited once."""
+    """Collected digests. Each object is visited once."""
 
     def __init__(self) -> None:
         self.own: dict[str, str] = {}
         self.files: dict[str, dict[str, str]] = {}
         self._seen: set[int] = set()
-        self._alive: list[object] = []  # or another could get the id of one that is gone
+        self._alive: list[object] = []  # keeps visited objects alive, so that no id is reused
 
     def visit(self, value: object, name: str, *, is_job: bool = False) -> None:
-        """Takes in a value that goes by `name`, and what it uses."""
+        """Add a value that is called `name`, and the objects that it uses."""
         if isinstance(value, _PLAIN):
             self._add(name, repr(value))
             return
@@ -66,7 +66,7 @@ class _Found:
         where = self._origin(function.__module__, own if is_job else "")
         if where == "here":
             self._add(own, _digest(function.__code__, is_job))
-            if not is_job:  # those of a job function are settings
+            if not is_job:  # the defaults of a job function are settings
                 for part, value in _defaults(function):
                     self.visit(value, f"{own}({part})")
         for part, value in _closed(function):
@@ -74,7 +74,7 @@ class _Found:
         for part, value in _named(function) if where != "installed" else ():
             if not isinstance(value, _PLAIN):
                 self.visit(value, part)
-            elif where == "here":  # a file counts with its values
+            elif where == "here":  # a file's digest includes its values
                 self.visit(value, f"{own}: {part}")
 
     def _class(self, kind: type) -> None:
@@ -90,15 +90,16 @@ class _Found:
                 self.visit(value, f"{kind.__qualname__}.{name}")
 
     def _origin(self, name: str | None, job: str = "") -> Literal["here", "file", "installed"]:
-        """Whether a definition of that module is this program's, of a file of the user's own, which counts whole, or
-        of a package. `job`: the name of the job function, where it is one of that file.
+        """Classify a module: part of this program ("here"), the user's own file, or an installed package.
+
+        The user's own file is added as a whole. `job`: name of the job function, if it is in that file.
         """
         module = sys.modules.get(name or "")
         file = getattr(module, "__file__", None)
         if name == "__main__" or module is None:
             return "here"
         path = Path(file or "").resolve()
-        if file is None or path.suffix != ".py" or is_installed(path):  # those without a file are Python's own
+        if file is None or path.suffix != ".py" or is_installed(path):  # modules without a file belong to Python
             return "installed"
         # A package's own file is PACKAGE/__init__.py.
         depth = module.__name__.count(".") + (2 if path.stem == "__init__" else 1)
@@ -115,12 +116,12 @@ class _Found:
 
 
 def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """The objects inside of another that may have code."""
+    """Yield the objects inside another object that may contain code."""
     if isinstance(value, Job):
-        told = (*FREE, *value.describe())  # these are compared by themselves
+        told = (*FREE, *value.describe())  # a resume compares these separately
         given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
         yield from ((part, inner) for part, inner in given if inner is not None)
-        for number, callback in enumerate(value.callbacks):  # none of them has been called in this process
+        for number, callback in enumerate(value.callbacks):  # not called in this process, so without state
             held, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
             yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items() if part not in free)
     elif isinstance(value, functools.partial):
@@ -130,7 +131,7 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ITEMS])
     elif isinstance(value, list | tuple | set | frozenset):
-        # A set has another order in each process.
+        # The order of a set differs between processes.
         items = sorted(value, key=_told) if isinstance(value, set | frozenset) else value
         yield from ((name, inner) for inner in items[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
         if len(items) <= _MOST_ITEMS:
@@ -145,9 +146,9 @@ def _told(value: object) -> str:
 
 
 def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """The attributes of an instance that say what it computes: all of a frozen dataclass, else functions and classes.
+    """Yield the attributes that define an instance's computation: all of a frozen dataclass, else only code.
 
-    Others may change while the job is the same: counters, caches, data.
+    Other attributes, such as counters, caches and data, may change while the job stays the same.
     """
     kind: Any = type(value)
     if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
@@ -164,7 +165,7 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The values of a function's closure."""
+    """Yield the names and values of a function's closure."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
@@ -173,7 +174,7 @@ def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _named(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The values of the globals that a function names, or a function inside of it."""
+    """Yield the names and values of globals that a function, or a function inside it, refers to."""
     names = dict.fromkeys(name for inner in _codes(function.__code__) for name in inner.co_names)
     yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
 
@@ -197,7 +198,7 @@ def _digest(of: CodeType, is_job: bool) -> str:
 
 
 def _node(of: CodeType) -> ast.AST | None:
-    """The definition in the source that a code object was compiled of; None where that cannot be read."""
+    """Return the syntax tree of a code object's definition, or None if its source is not readable or ambiguous."""
     lines = linecache.getlines(of.co_filename)
     if not lines:
         return None
@@ -219,6 +220,6 @@ def _first_line(node: Any) -> int:
 
 
 def _surrounds(node: Any, of: CodeType) -> bool:
-    """Whether an instruction of the code computes just what the body of a lambda is, at its place in the source."""
+    """Check whether an instruction of the code has exactly the source position of the node's body."""
     body = node.body if isinstance(node, ast.Lambda) else node
     return (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset) in of.co_positions()

@@ -1,4 +1,4 @@
-"""Files that a job reads values from while it is loaded, and digests of their content."""
+"""Files that a job reads while it is loaded, and digests of their content."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from shoal.runs.job_sources import is_installed
 
 _MOST_FILES = 256
-_WHOLE_BYTES = 1 << 20  # of a longer file as many blocks count as make this up
+_WHOLE_BYTES = 1 << 20  # of longer files, blocks of this total size are hashed
 _BLOCK_BYTES = 1 << 16
 
 
 @contextlib.contextmanager
 def files_read() -> Iterator[list[str]]:
-    """A context that collects the paths which the job's own code opens to read with Python's `open`, 256 at most.
+    """Collect the paths (at most 256) that the job's own code opens for reading with Python's `open` in a context.
 
-    Files that a library opens while it is imported do not count, nor those that are opened to write as well.
+    Files that a library opens during its import, and files that are also opened for writing, do not count.
     """
     found: dict[str, None] = {}
     written: set[str] = set()
@@ -45,13 +45,13 @@ def files_read() -> Iterator[list[str]]:
     try:
         yield paths
     finally:
-        is_active = False  # a library may have kept the function
+        is_active = False  # a library may still refer to `watched`
         builtins.open = io.open = plain
         paths += (path for path in found if path not in written and not _is_library(path))
 
 
 def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
-    """Digests by path, relative to the first of the folders that the file is in."""
+    """Return digests by path, relative to the first of the folders that contains the file."""
     found = {}
     for path in paths:
         inside = next((folder for folder in folders if Path(path).is_relative_to(folder)), None)
@@ -61,7 +61,7 @@ def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
 
 
 def _digest(path: str) -> str:
-    """SHA-256 of a file's size and content; of a file over 1 MiB, of 16 blocks from its begin to its end."""
+    """Return a shortened SHA-256 of a file's size and content; for files over 1 MiB, of 16 evenly spread blocks."""
     size = os.path.getsize(path)
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
@@ -76,7 +76,7 @@ def _digest(path: str) -> str:
 
 
 def _is_read_by_job() -> bool:
-    """Whether the job's own code has called `open`, or a library that is not just being imported."""
+    """Check whether the job's own code called `open`, directly or through a library, outside of an import."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -26,7 +26,7 @@ SPANS = (
 
 @dataclass(frozen=True)
 class Spread:
-    """One quantity over the ranks: the smallest and the largest value, and the rank of the largest."""
+    """One quantity over the ranks: the smallest and largest value, and the rank with the largest."""
 
     min: float
     max: float
@@ -34,7 +34,7 @@ class Spread:
 
 
 class OwnSpreads(Mapping[str, Spread]):
-    """Quantities of a single rank as spreads, each made where it is asked for; a value for each name."""
+    """Quantities of a single rank as spreads, which are created on access. Each name has one value."""
 
     def __init__(self, names: tuple[str, ...], values: tuple[float, ...]) -> None:
         self._names, self._values = names, values
@@ -52,17 +52,18 @@ class OwnSpreads(Mapping[str, Spread]):
         return len(self._names)
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        """JSON value of them."""
+        """Return the spreads as a JSON value."""
         pairs = zip(self._names, self._values, strict=True)
         return {name: {"min": value, "max": value, "rank_of_max": 0} for name, value in pairs}
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of each rank, summed over the last `steps` steps up to a record's.
+    """Seconds of each rank, summed over the last `steps` steps up to a record's step.
 
-    `busy_seconds`: by rank, of steps without what communication exposes. `waits`: by the rank that was the last in a
-    step, how long each rank waited for it; -1 has those of the ranks that were waited for least.
+    `busy_seconds`: by rank, the steps' seconds without exposed communication.
+    `waits`: by the slowest rank of a step, the seconds that each rank waited for it. Key -1 sums up the waits for all
+        other ranks, with the shortest waits.
     """
 
     steps: int
@@ -78,56 +79,56 @@ class StepRecord:
     epoch: int
     samples: int  # since the start of the run
     num_samples: int
-    loss: float | None  # total over weight, of the whole global batch
+    loss: float | None  # total / weight over the global batch
     weight: float | None
     grad_norm: float | None
     learning_rate: float
     loss_scale: float | None
     seconds: float
     spans: dict[str, float]  # rank 0's seconds by name
-    ranks: Mapping[str, Spread]  # the same over all ranks (and `memory_bytes`, `step_seconds`)
+    ranks: Mapping[str, Spread]  # the spans over all ranks, `memory_bytes` and `step_seconds`
     memory_bytes: int
-    digest: str  # of every sample id up to and with this step
+    digest: str  # of all sample ids up to and including this step
     skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
-    push: dict[str, Any] | None = None  # with servers: which step of the job it was, its workers, and its staleness
-    compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
-    at: float | None = None  # the end of the step, in seconds since the epoch, on rank 0's clock
-    after: dict[str, float] | None = None  # seconds between this step and the next: of an evaluation, of a checkpoint
-    by_rank: RankTimes | None = None  # in one record of so many: who waited for whom
+    push: dict[str, Any] | None = None  # with servers: step of the job, workers, staleness
+    compression: dict[str, Any] | None = None  # in sampled steps: cosine, residual, guard fallback
+    at: float | None = None  # end of the step on rank 0's clock, in seconds since the epoch
+    after: dict[str, float] | None = None  # seconds of the evaluation and checkpoint after it
+    by_rank: RankTimes | None = None  # in some records: which ranks waited for which
 
     def with_ranks(self, ranks: Mapping[str, Spread], by_rank: RankTimes | None = None) -> StepRecord:
-        """Copy with all ranks' measurements; a tenth of the time of dataclasses.replace."""
+        """Return a copy with all ranks' measurements, in a tenth of the time of dataclasses.replace."""
         copy = object.__new__(StepRecord)
         copy.__dict__.update(self.__dict__, ranks=ranks, by_rank=by_rank)
         return copy
 
     def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
-        """The record with the metrics of an evaluation after its step, those that are finite."""
+        """Return a copy with the finite metrics of the evaluation after the step."""
         return replace(self, metrics={name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def followed_by(self, kind: str, seconds: float) -> StepRecord:
-        """The record with the seconds of an evaluation or a checkpoint after its step."""
+        """Return a copy with the seconds of an evaluation or a checkpoint after the step."""
         after = self.after or {}
         return replace(self, after={**after, kind: after.get(kind, 0.0) + seconds})
 
     def to_line(self) -> str:
-        """One line of JSON; a value that JSON has no number for is null."""
-        # pydantic's writer takes 12 us where json takes 80, most of them for the shortest digits of floats; plain
-        # dictionaries cost it a third of dataclasses.
+        """Return the record as one line of JSON. NaN and infinity are written as null."""
+        # pydantic's writer takes 12 us, json 80 us, mostly for floats. Plain dictionaries take pydantic a third of
+        # the time of dataclasses.
         own = self.ranks
         ranks = own.to_json() if isinstance(own, OwnSpreads) else {name: vars(spread) for name, spread in own.items()}
         return to_json({**vars(self), "ranks": ranks}, inf_nan_mode="null").decode()
 
     @classmethod
     def from_line(cls, line: str) -> StepRecord:
-        """The record in a line that `to_line` wrote; keys of newer versions are left out."""
+        """Parse a line that `to_line` wrote. Keys of newer versions are ignored."""
         document = json.loads(line)
         document["ranks"] = {name: Spread(**value) for name, value in document["ranks"].items()}
         if document.get("by_rank"):
             told = document["by_rank"]
-            waits = {int(rank): of for rank, of in told["waits"].items()}  # JSON has texts for keys
+            waits = {int(rank): of for rank, of in told["waits"].items()}  # JSON keys are strings
             document["by_rank"] = RankTimes(told["steps"], told["busy_seconds"], waits)
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in document.items() if key in known})
@@ -135,53 +136,53 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The end of a run: `result.json`."""
+    """Result of a run, stored in `result.json`."""
 
     status: str  # completed | preempted | failed
     steps: int
     samples: int
     world_size: int
     train_loss: float | None  # of the last step
-    metrics: dict[str, float | None]  # of the last evaluation; null where one has no value
+    metrics: dict[str, float | None]  # of the last evaluation; None for a metric without value
     eval_samples: int
     weights_sha256: str | None  # over the state dict: names sorted, raw little-endian bytes
     sample_digest: str | None
     step_seconds: dict[str, float]  # median, p10 and p90 of this call's steps
-    wall_seconds: float  # of this call, launch included
-    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, where the job watches one
+    wall_seconds: float  # of this call, including the launch
+    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, if watched
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
-    look_seconds: float | None = None  # in looks at the job before its first step and later ones, on rank 0
+    look_seconds: float | None = None  # for probes of the job, on rank 0
     resumed_from: int | None = None
-    restarts: int = 0  # of this call's ranks, after one was lost
+    restarts: int = 0  # number in this call, after lost ranks
     ettr: float | None = None  # effective training time ratio of this call, 0 to 1: docs/recovery.md
     skipped_steps: int = 0
-    ended_early: dict[str, int] | None = None  # a stream that gave less than the run's length wanted
-    ended_by: dict[str, Any] | None = None  # the callback that asked for the end, its reason and the step
+    ended_early: dict[str, int] | None = None  # if a stream was shorter than the run's length
+    ended_by: dict[str, Any] | None = None  # the callback that requested the end, its reason, the step
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    certificate: str | None = None  # the SHA-256 of the certificate that the run demanded
-    # Of one step by rank, as measured and as predicted: docs/traffic-and-memory.md.
+    certificate: str | None = None  # SHA-256 of the certificate that the run required
+    # Measured and predicted values of one step by rank: docs/traffic-and-memory.md.
     traffic: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
-    server: dict[str, Any] | None = None  # with servers, what came of the pushes: docs/parameter-server.md
-    # Its scheme, and since which step the guard fell back: docs/compression.md.
+    server: dict[str, Any] | None = None  # with servers: statistics of pushes, docs/parameter-server.md
+    # The scheme, and the step of the guard's fallback: docs/compression.md.
     compression: dict[str, Any] | None = None
-    computation: dict[str, Any] | None = None  # how grains were computed, and why not together: docs/exactness.md
-    prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
+    computation: dict[str, Any] | None = None  # how grains were computed, and why: docs/exactness.md
+    prediction: dict[str, Any] | None = None  # predicted and measured values: docs/plan.md
 
     def to_json(self) -> str:
-        """The record as indented JSON."""
+        """Return the record as indented JSON."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
-        """The record in a `result.json`; keys of newer versions are left out."""
+        """Parse a `result.json`. Keys of newer versions are ignored."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
 def read_steps(path: Path) -> Iterator[StepRecord]:
-    """The step records in a `records.jsonl`; a last line cut short by a kill is left out."""
+    """Yield the step records in a `records.jsonl`. An incomplete last line is skipped."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):

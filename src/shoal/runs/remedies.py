@@ -1,4 +1,4 @@
-"""Remedies for exceptions of the job's own code, by the exception's kind and words."""
+"""Remedies for exceptions of the job's own code, selected by the exception's type and message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import text_of
 
-# What torch says of tensors that do not go together, each with what to do.
+# Patterns in torch's messages about incompatible tensors.
 _DEVICES = re.compile(r"same device|device type|on device|found at least two devices|expected device|is on cpu", re.I)
 _DTYPES = re.compile(r"dtype|scalar type|\b(Float|Double|Half|BFloat16|Long|Int)(Tensor)?\b|floating point")
 _SHAPES = re.compile(
@@ -21,15 +21,16 @@ _SHAPES = re.compile(
 )
 _NUMBERED = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Assertion .*n_classes", re.I)
 _UNPACKED = re.compile(r"values to unpack|cannot unpack")
-# Python's words for a relative import in a file of no package.
+# Python's message for a relative import outside of a package.
 NO_PACKAGE = "no known parent package"
 _OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after collation"
 
 
 def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
-    """The remedy for an exception; `has_line`: the message names a line of the user's own.
+    """Return the remedy for an exception of the job's code.
 
-    batch: what the code was given, where it was: told where shapes, or the parts of it, are what is wrong.
+    `has_line`: whether the message already names a line of the user's code.
+    `batch`: the input of the code, if known. The remedy describes it for errors of shapes and unpacking.
     """
     line = "that line" if has_line else "what raised it (the traceback is in errors/ of the run directory)"
     text = text_of(error)
@@ -49,7 +50,7 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
 
 
 def _of_tensors(error: BaseException) -> bool:
-    """Whether torch objects to its operands, and no function of Python's or of the user's to something else."""
+    """Check whether torch raised the error because of its operands."""
     if isinstance(error, NotImplementedError | RecursionError):
         return False
     if isinstance(error, RuntimeError | IndexError):
@@ -92,7 +93,7 @@ def _given(batch: Any) -> str:
 
 
 def described(value: Any, depth: int = 0) -> str:
-    """A batch in a few words: the dtypes and shapes of its tensors in the order or under the names that it has."""
+    """Describe a batch briefly: the dtypes and shapes of its tensors, in their structure."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
         return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

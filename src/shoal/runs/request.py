@@ -1,4 +1,4 @@
-"""Request of `shoal run`: arguments, checked as far as that goes without torch, and handed over between processes."""
+"""Request of `shoal run`: its arguments, checked as far as possible without torch, and passed between processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One call of `shoal run`; `plan` contains every option but is not completed for the job yet."""
+    """One call of `shoal run`. `plan` includes every option but is not yet completed for the job."""
 
     job: JobRequest
     plan: Plan
@@ -41,39 +41,42 @@ class RunRequest:
     started_at: float
     plan_from_file: bool
     resume: bool = False
-    accept_changes: bool = False  # whether a resume goes on with another job than the run's
+    accept_changes: bool = False  # whether a resume may use a changed job
     steps: int | None = None
-    max_restarts: int = 0  # in a row, none of which got further than those before
-    restarts: int = 0  # of this call's ranks so far
-    lost_at: float | None = None  # when they were lost last, in seconds since the epoch
-    generation: int = 0  # of the ranks; 0: nothing has taken the directory for them yet
-    resizable: bool = False  # whether who has started the ranks can start another number of them
+    max_restarts: int = 0  # limit of consecutive restarts without progress
+    restarts: int = 0  # number of restarts in this call so far
+    lost_at: float | None = None  # last loss of ranks, in seconds since the epoch
+    generation: int = 0  # of the ranks; 0 before the directory is taken
+    resizable: bool = False  # whether the launcher can change the number of ranks
     checkpoint_every: int | None = None
-    keep_checkpoints: int | None = 3  # of the newest; None: all
+    keep_checkpoints: int | None = 3  # number of newest ones to keep; None: all
     telemetry: bool = True
-    shown_elsewhere: bool = False  # whether another process draws the progress of what rank 0 prints
+    shown_elsewhere: bool = False  # whether another process shows rank 0's progress
     certificate: Path | None = None
-    says_workers: bool = False  # whether the command or a plan file says how many data workers a rank has
-    plan_resumed: bool = False  # whether the plan is the run directory's own, of which this call says nothing
-    numbered: str | None = None  # the name of `out` where nobody gave a directory, so that another number serves too
-    judged: Judged | None = None  # the plan completed, where a launcher has looked at the job; else rank 0 judges it
-    initial_weights: InitialWeights | None = None  # in place of those that the job's model() makes
-    recorded_grains: int | None = None  # those of the run that this call resumes
+    says_workers: bool = False  # whether the user set the number of data workers
+    plan_resumed: bool = False  # whether the plan comes from the run directory
+    numbered: str | None = None  # name of a default `out`, which may get another number
+    judged: Judged | None = None  # the completed plan, if a launcher loaded the job
+    initial_weights: InitialWeights | None = None  # replace the weights from the job's model()
+    recorded_grains: int | None = None  # number of grains of the run to resume
     trackers: tuple[TrackerName, ...] = ()
     trace: TraceSteps | None = None
     evaluate_every: int | None = None
-    bad_samples: int = 0  # that are left out
-    check_replicas: int | None = None  # steps between comparisons of the replicas
-    address: str | None = None  # of the run directory, whose working copy `out` is then
-    keeps_format: bool = False  # whether the plan has the memory format that a run which goes on has chosen
+    bad_samples: int = 0  # maximum number of samples to skip
+    check_replicas: int | None = None  # steps between comparisons of replicas
+    address: str | None = None  # of the run directory; `out` is then a working copy
+    keeps_format: bool = False  # whether a resumed run set the memory format
 
     @property
     def place(self) -> str:
-        """The run directory, as the command was given it."""
+        """The run directory as the user gave it."""
         return self.address or str(self.out)
 
     def check(self) -> None:
-        """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""
+        """Check the directory, its job and the certificate.
+
+        Raises: RunDirectoryError, IntegrityError, CertificateError.
+        """
         directory = RunDirectory(self.out, self.address)
         directory.check(self.resume)
         if self.resume and not self.accept_changes:
@@ -82,26 +85,26 @@ class RunRequest:
             Certificate.read(self.certificate)
 
     def check_plan(self) -> None:
-        """Warns of settings without effect. Raises: PlanError with every conflict that the plan has by itself."""
+        """Warn of settings without effect. Raises: PlanError with every conflict inside the plan."""
         refuse(conflicts(self.plan))
         warn_of(self.without_effect())
 
     def without_effect(self) -> Iterator[str]:
-        """Settings of a plan that this call gives and that have no effect, a sentence each.
+        """Yield a sentence for each setting of this call's plan that has no effect.
 
-        What a run keeps was completed by it: a resume on other devices would tell of choices that nobody wrote.
+        A plan from the run directory is skipped, since it also has settings that the user did not write.
         """
         return iter(()) if self.plan_resumed else idle(self.plan)
 
     def restarted(self, restarts: int) -> RunRequest:
-        """The request where an engine has started the ranks anew so often: it goes on with the run that began."""
+        """Return the request after an engine restarted the ranks: it resumes the run if one has begun."""
         begun = restarts > 0 and RunDirectory(self.out).holds_run()
         return replace(self, resume=True, restarts=restarts).with_kept_format() if begun else self
 
     def again(self, restarts: int, lost_at: float) -> RunRequest:
-        """The request that goes on where ranks were lost, from the newest checkpoint if there is one.
+        """Return the request that continues after lost ranks, from the newest checkpoint if there is one.
 
-        The number of grains is that of the run: to find it anew may take an outline of the model.
+        The run's number of grains is reused, since computing it again may need an outline of the model.
         """
         job = RunDirectory(self.out).job
         grains = self.recorded_grains or (read_json(job) or {}).get("grains")
@@ -115,7 +118,7 @@ class RunRequest:
         return Fence(self.out, self.generation) if self.generation else Fence()
 
     def begun(self, reason: str = "") -> RunRequest:
-        """The request of ranks that are about to be started, a generation of their own. Raises: as `Fence.next`."""
+        """Return the request for ranks that are about to start, in a new generation. Raises: as `Fence.next`."""
         reason = reason or ("resumed" if self.resume else "begun")
         after = self.fence if self.generation else None
         size, gpus = self.plan.num_processes, visible_gpus() if self.resizable else 0
@@ -123,7 +126,10 @@ class RunRequest:
         return replace(self, generation=found.generation)
 
     def resized(self, devices: int, at: float) -> RunRequest:
-        """The request that goes on with so many processes. Raises: PlanError. `at`: the end of those before."""
+        """Return the request that continues with `devices` processes. `at`: end of the previous ones.
+
+        Raises: PlanError.
+        """
         job = read_json(RunDirectory(self.out).job) or {}
         plan = resized(self.plan, devices, job, visible_gpus())
         grains, wishes = job.get("grains"), replace(self.wishes, devices=devices)
@@ -131,9 +137,9 @@ class RunRequest:
         return found.with_own_sums().with_kept_format()
 
     def claim(self) -> DirectoryLock:
-        """The directory for this process alone, until it is released: `out`, or of another number.
+        """Lock the directory for this process: `out`, or a default directory of another number.
 
-        Raises: InUseError where another run has it, and as `check`.
+        Raises: InUseError if another run uses the directory, and as `check`.
         """
         in_use: set[Path] = set()
         request = self
@@ -147,7 +153,7 @@ class RunRequest:
             request = replace(request, out=default_directory(str(self.numbered), False, in_use))
 
     def _claim(self) -> DirectoryLock:
-        if not (self.out / NAME).exists():  # who has it is the better answer to what it holds
+        if not (self.out / NAME).exists():  # if locked, naming the holder is the better error
             self._check_again()
         lock = claim(self.out, lambda text: print(f"note: {text}", file=sys.stderr))
         try:
@@ -158,36 +164,36 @@ class RunRequest:
         return lock
 
     def _check_again(self) -> None:
-        """Raises: as `check`; InUseError where another number serves as well."""
+        """Check as `check`. Raises: InUseError if a run appeared in a default directory."""
         if self.numbered is not None and RunDirectory(self.out).holds_run():
             raise InUseError(given=str(self.out), conflict="another has trained there since", remedy="take the next")
         self.check()
 
     def with_devices(self, devices: int) -> RunRequest:
-        """The request with a number of devices, where neither plan nor option says."""
+        """Return the request with a number of devices, if neither plan nor option sets it."""
         if self.plan_from_file or self.wishes.devices is not None:
             return self
         wishes = replace(self.wishes, devices=devices)
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
 
     def with_own_sums(self) -> RunRequest:
-        """The request, for ranks of this host alone, with the fastest all-reduce between them, where no file says.
+        """Return the request, for ranks on this host only, with the fastest all-reduce unless a plan file sets it.
 
-        With that in shared memory they have one copy of the parameters too, unless the job turns out to need its own.
+        With the all-reduce in shared memory, ranks also share one copy of the parameters if the job allows that.
         """
-        from shoal.hardware.fastest_all_reduce import all_reduce_here  # tables that no worker needs
+        from shoal.hardware.fastest_all_reduce import all_reduce_here  # imported late: workers do not need its tables
 
         if not self._chooses_sums:
             return self
         name = all_reduce_here(self.plan.degrees.divides_grains)
-        if self.plan.execution.exact and name != "shared_memory":  # its tree goes that way or over sockets
+        if self.plan.execution.exact and name != "shared_memory":  # exact needs shared memory or sockets
             name = self.plan.collectives.all_reduce
         alike = self.plan.layout.data == self.plan.layout.world_size
         memory = {"shared": alike and name == "shared_memory"}
         return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}, memory=memory))
 
     def with_kept_format(self) -> RunRequest:
-        """The request of a run that goes on: images lie in memory as they did, where no plan file says another."""
+        """Return the request with the memory format that the resumed run chose, unless a plan file sets it."""
         kept = RunDirectory(self.out).plan
         if self.plan_from_file or not kept.exists():
             return self
@@ -200,16 +206,16 @@ class RunRequest:
 
     @property
     def chooses_format(self) -> bool:
-        """Whether ranks choose execution.channels_last: no plan file says it, and no run that goes on has done."""
+        """Whether ranks choose execution.channels_last, since neither a plan file nor a resumed run sets it."""
         return not (self.plan_from_file or self.keeps_format)
 
     @property
     def may_copy(self) -> bool:
-        """Whether memory.shared = true is no wish of a plan file, but was chosen, or kept from a run that chose."""
+        """Whether memory.shared = true was chosen automatically, not in a plan file."""
         return self.plan_resumed or not self.plan_from_file
 
     def notes(self) -> list[str]:
-        """Defaults that were chosen, and why; for runs whose ranks are all on this host."""
+        """Return notes on chosen defaults and the reasons, for runs whose ranks are all on this host."""
         from shoal.hardware.detect import gpus
         from shoal.hardware.fastest_all_reduce import why_not_shared
 
@@ -222,10 +228,10 @@ class RunRequest:
 
     @property
     def needs_look(self) -> bool:
-        """Whether only the loaded job can tell if its grains, or its model, allow the layout of several ranks.
+        """Whether only the loaded job shows if its grains and model allow the layout.
 
-        To load it costs a launcher the import of torch, two of the three seconds of a first step. With servers the
-        processes have no mesh over which rank 0 could hand on what it has judged.
+        Loading the job costs a launcher the import of torch, two of the three seconds of a first step. With servers,
+        rank 0 has no mesh to distribute the completed plan.
         """
         layout = self.plan.degrees
         if layout.shares_grains > 1 or self.plan.serves:
@@ -235,23 +241,26 @@ class RunRequest:
 
     @property
     def threads_per_process(self) -> int:
-        """The host's cores divided among the processes; one in exact mode, since kernels depend on it."""
+        """The host's cores divided among the processes.
+
+        One in exact mode, since kernels depend on the number of threads.
+        """
         return 1 if self.plan.execution.exact else max(1, cores() // self.plan.layout.world_size)
 
 
 def devices_here() -> int:
-    """All the GPUs that are visible, or one process where there are none."""
+    """Return the number of visible GPUs, at least 1."""
     return max(1, visible_gpus())
 
 
 def dumped(value: object) -> str:
-    """A frozen value as JSON."""
-    # Not pydantic's own writer: it has null for the numbers that JSON lacks, which a plan's [prediction] may have.
+    """Serialize a frozen value as JSON."""
+    # Not pydantic's own writer: it writes null for infinity and NaN, which a plan's [prediction] may have.
     return json.dumps(adapter(cast(Any, type(value))).dump_python(value, by_alias=True), default=str)
 
 
 def loaded(kind: type[T], text: str) -> T:
-    """The value of that kind that `dumped` was given."""
+    """Parse a value that `dumped` wrote. Raises: LaunchError."""
     try:
         found: T = adapter(cast(Any, kind)).validate_python(json.loads(text))
         return found

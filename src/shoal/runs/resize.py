@@ -1,4 +1,4 @@
-"""Wish that a run goes on with another number of processes: a file in its directory, and the plan that it leads to."""
+"""Request to continue a run with another number of processes: a file in its directory, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from shoal.plans.plan import Plan
 from shoal.plans.relaid import relaid
 from shoal.runs.directory import RunDirectory, read_json, write_file
 
-# Between two looks of rank 0, so that short steps do not pay for them.
+# Minimum time between two checks by rank 0, so that they do not slow down short steps.
 _LOOK_SECONDS = 0.1
 
 
 def wish(directory: RunDirectory, devices: int) -> None:
-    """Writes the wish, in place of another that was not granted yet. Raises: OSError."""
+    """Write the request, replacing a pending one. Raises: OSError."""
     write_file(directory.resize, json.dumps({"devices": devices}) + "\n")
 
 
 def wished(directory: RunDirectory) -> int | None:
-    """The number of processes that is wished for; None where nobody wishes for another."""
+    """Return the requested number of processes, or None."""
     devices = (read_json(directory.resize) or {}).get("devices")
     return devices if isinstance(devices, int) and devices > 0 else None
 
 
 def granted(directory: RunDirectory) -> None:
-    """Removes the wish."""
+    """Remove the request."""
     with contextlib.suppress(OSError):
         directory.resize.unlink(missing_ok=True)
 
 
 @dataclass
 class ResizeWish:
-    """Wish in the directory of a run, of which rank 0 asks at each step; without a directory there is none."""
+    """Pending resize request of a run, which rank 0 checks at each step. Always false without a directory."""
 
     directory: RunDirectory | None
     _looked: float = field(default=0.0)
@@ -52,10 +52,11 @@ class ResizeWish:
 
 
 def resized(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan:
-    """The plan with another degree of its data axis, for so many processes in all.
+    """Return the plan with another degree of the data axis, for `devices` processes in total.
 
-    `job` as in job.json; `gpus`: those that the run sees, 0 where none is used. Raises: PlanError with what stands
-    against it.
+    `job`: content of job.json.
+    `gpus`: number of GPUs that the run sees, 0 if it uses none.
+    Raises: PlanError with the conflicts.
     """
     rest, given = plan.degrees.world_size // plan.layout.data, f"{devices} processes"
     conflict = None

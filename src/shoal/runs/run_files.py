@@ -1,4 +1,4 @@
-"""Files of a run directory as one value, read without torch; what is damaged or not there is left out and counted."""
+"""Files of a run directory as one value, read without torch. Damaged or missing parts are skipped and counted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ T = TypeVar("T")
 class RunFiles:
     """Content of a run directory at the instant `read_at`, in seconds since the epoch.
 
-    `is_held`: a process trains there now. `address`: where it is, if `path` is a copy. `damaged`: lines by file that
-    could not be read; the last line of a file that is being written is not counted.
+    `is_held`: whether a process trains there now.
+    `address`: address of the run if `path` is a copy.
+    `damaged`: number of unreadable lines by file, without an incomplete last line.
     """
 
     path: Path
@@ -53,19 +54,19 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """Last part of its path or address."""
+        """The last part of the path or address."""
         return self.path.resolve().name if self.address is None else self.address.rstrip("/").rpartition("/")[2]
 
     @property
     def output_folder(self) -> Path:
-        """Where what is made of the run is written, if nobody says: the directory; of one at an address this folder."""
+        """The default folder for outputs about the run: the directory, or the current folder for an address."""
         return self.path if self.address is None else Path()
 
 
 class LineFile:
-    """Reader of a file of JSON lines that grows: `more` reads only what was appended since.
+    """Incremental reader of a growing file of JSON lines.
 
-    A file that was replaced by another, or is shorter than before, is read from its start; `replaced` says so.
+    A file that was replaced or truncated is read from its start, and `replaced` is set.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +74,7 @@ class LineFile:
         self._offset, self._identity = 0, (0, 0)
 
     def more(self, read: Callable[[str], T]) -> list[T]:
-        """The lines appended since the last call, each read by `read`; those that it refuses are counted."""
+        """Return the lines since the last call, parsed by `read`. Lines that `read` rejects are counted as damaged."""
         self.replaced = False
         found: list[T] = []
         try:
@@ -84,7 +85,7 @@ class LineFile:
             at = self._place(file)
             file.seek(at)
             for line in file:
-                if not line.endswith(b"\n"):  # half written, or cut short by a kill
+                if not line.endswith(b"\n"):  # incomplete: still being written, or cut off by a kill
                     break
                 self._offset += len(line)
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -103,10 +104,10 @@ class LineFile:
 
 
 class RunReader:
-    """Reader of a run directory that may be written meanwhile: each `read` reads of long files what is new."""
+    """Reader of a run directory that may still change. Each `read` reads only the new part of long files."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time, address: str | None = None) -> None:
-        """`address`: of the run, where `path` is a copy, which each `read` brings up to date."""
+        """Create the reader. `address`: address of the run if `path` is a copy, which each `read` updates."""
         self._files, self._clock, self._address = RunDirectory(path), clock, address
         self._records: list[StepRecord] = []
         self._lines = {name: LineFile(getattr(self._files, name)) for name in ("records", "attempts", "events")}
@@ -114,7 +115,7 @@ class RunReader:
         self._events: list[dict[str, Any]] = []
 
     def read(self) -> RunFiles:
-        """The directory as it is now. Raises: RunDirectoryError where no run is there."""
+        """Return the current content of the directory. Raises: RunDirectoryError if there is no run."""
         files = self._files
         if self._address is not None:
             fetch_to_read(self._address, files.path)
@@ -155,13 +156,13 @@ class RunReader:
 
 
 def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:
-    """A run directory as it is now. Raises: RunDirectoryError where no run is there."""
+    """Return the current content of a run directory. Raises: RunDirectoryError if there is no run."""
     return RunReader(path, clock).read()
 
 
 @contextlib.contextmanager
 def run_reader(run: str) -> Iterator[RunReader]:
-    """Reader of a run directory, or of a copy of the one at an address, for a context. Raises: CommandError."""
+    """Yield a reader of a run directory, or of a temporary copy of a run at an address. Raises: CommandError."""
     if not is_address(run):
         yield RunReader(Path(run))
         return
@@ -170,9 +171,9 @@ def run_reader(run: str) -> Iterator[RunReader]:
 
 
 def _begun(path: Path, events: Sequence[Mapping[str, Any]], newest: float | None) -> tuple[float, bool]:
-    """When the newest start of a run began that is held, and whether a lost rank was its cause.
+    """Return when the newest start of a running run began, and whether a lost rank caused it.
 
-    That is when the call took the directory, or when it noticed the loss: unless a step came after that.
+    The start is when the call took the directory or noticed the loss, unless a step finished after the loss.
     """
     since, lost = held_since(path) or 0.0, 0.0
     for event in events:
@@ -183,7 +184,7 @@ def _begun(path: Path, events: Sequence[Mapping[str, Any]], newest: float | None
 
 
 def _starting(last: Attempt, begun: tuple[float, bool], now: float) -> tuple[Attempt, ...]:
-    """The attempt whose ranks are about to start, after the last one that is told of: it is told when they have."""
+    """Return the attempt whose ranks are still starting, since only started ranks write a line."""
     since, is_restart = begun
     if last.began_at >= since:
         return ()

@@ -1,4 +1,4 @@
-"""Checks of what a run directory's files say: a value of another kind than was written is left out, not believed."""
+"""Checks of values in a run directory's files: values of an unexpected type are dropped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _PREDICTION: dict[str, Any] = {
     **dict.fromkeys(("peak_bytes", "sample_tokens", "devices"), float | None),
     **dict.fromkeys(("terms", "memory", "curve"), dict[str, float]),
 }
-# What is read of a plan without its reader, which refuses a file of a newer version.
+# Keys that are read from a plan without the plan parser, which rejects files of newer versions.
 _PLAN: dict[str, dict[str, Any]] = {
     "prediction": _PREDICTION,
     "layout": dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), int),
@@ -99,17 +99,17 @@ _JOB: dict[str, Any] = {
 
 
 def sound_result(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `result.json` whose values are of their kind."""
+    """Return the keys of a `result.json` whose values have the expected type."""
     return _sound(document, _RESULT)
 
 
 def sound_job(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `job.json` whose values are of their kind; those of newer versions as they are."""
+    """Return the keys of a `job.json` whose values have the expected type. Unknown keys stay."""
     return _sound(document, _JOB)
 
 
 def sound_plan(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a `plan.toml` whose values are of their kind; those that nothing here reads as they are."""
+    """Return the keys of a `plan.toml` whose values have the expected type. Unknown keys stay."""
     sound = {name: value for name, value in document.items() if name not in _PLAN or isinstance(value, dict)}
     return {name: _sound(value, _PLAN[name]) if name in _PLAN else value for name, value in sound.items()}
 
@@ -121,7 +121,7 @@ def _sound(document: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, A
             if name in kinds:
                 _of_kind(kinds[name]).validate_json(json.dumps(value), strict=True)
             found[name] = value
-        except (ValidationError, TypeError):  # a date, which TOML has and JSON has not
+        except (ValidationError, TypeError):  # for example a date, which exists in TOML but not in JSON
             continue
     return found
 
@@ -133,5 +133,5 @@ def _of_kind(kind: Any) -> TypeAdapter[Any]:
 
 @cache
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Reader of values of a dataclass; keys of newer versions are left out. Raises: ValueError for other kinds."""
+    """Return a cached parser for a dataclass. Unknown keys are ignored. Raises: ValueError on wrong values."""
     return TypeAdapter(kind)

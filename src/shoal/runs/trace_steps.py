@@ -1,4 +1,4 @@
-"""Steps of a run that `--trace` profiles, by the numbers that its step records have."""
+"""Steps of a run that `--trace` profiles, with the numbers of the step records."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from shoal.errors import CommandError
 
 @dataclass(frozen=True)
 class TraceSteps:
-    """First and last step, both counted; steps are numbered from 1."""
+    """First and last step, inclusive. Steps are numbered from 1."""
 
     first: int
     last: int
 
     @classmethod
     def parse(cls, text: str) -> TraceSteps:
-        """From `10-12` or `10`. Raises: CommandError."""
+        """Parse `10-12` or `10`. Raises: CommandError."""
         found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(text))
         first = int(found[1]) if found else 0
         last = int(found[2] or found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""Trackers by name, as `--track` and `shoal.track` name them, without their packages."""
+"""Names of trackers for `--track` and `shoal.track`, without importing their packages."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from shoal.errors import CommandError, nearest
 
-# Name -> the package that it is imported as; each is an extra of shoal under its name.
+# Name -> package to import. Each name is also an extra of shoal.
 PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
 
 
 @dataclass(frozen=True)
 class TrackerName:
-    """Tracker's name, and the place that it writes to: a folder, an address or a project; None for its own default."""
+    """A tracker's name, and its target: a folder, an address or a project. None means the tracker's default."""
 
     name: str
     where: str | None = None
 
     @classmethod
     def parse(cls, text: str, given: str) -> TrackerName:
-        """From `NAME[:WHERE]`; `given` is what the user wrote. Raises: CommandError for an unknown name."""
+        """Parse `NAME[:WHERE]`. `given`: the user's input, for messages. Raises: CommandError for an unknown name."""
         name, colon, where = text.partition(":")
         if name not in PACKAGES or (colon and not where):
             raise CommandError(
@@ -31,7 +31,7 @@ class TrackerName:
         return cls(name, where or None)
 
     def refuse_missing(self, given: str) -> None:
-        """Raises: CommandError where the package is not installed; nothing is imported."""
+        """Check that the package is installed, without importing it. Raises: CommandError."""
         if importlib.util.find_spec(PACKAGES[self.name]) is None:
             raise CommandError(
                 given=given,

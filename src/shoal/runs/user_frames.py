@@ -1,4 +1,4 @@
-"""Tracebacks of errors in a job's own code: the line that is the user's, and the whole text."""
+"""Tracebacks of errors in a job's own code: the line in the user's code, and the whole text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import traceback
 from pathlib import Path
 
 _OWN = str(Path(__file__).resolve().parents[1]) + os.sep
-_TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # code without a file that is the user's too
+_TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the user's code that is in no file
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
+    """Return the innermost line of the user's code in the traceback, as ` at FILE:LINE in FUNCTION`, or ""."""
     foreign = (_OWN, *_LIBRARIES, "<")
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
@@ -21,16 +21,16 @@ def place_of(error: BaseException) -> str:
 
 
 def raised_by_library(error: BaseException) -> bool:
-    """Whether the innermost line on the way to the exception is one of a library, not of the user's own code."""
+    """Check whether the innermost line of the traceback is in a library."""
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
 
 
 def raised_in_derivative(error: BaseException) -> bool:
-    """Whether an exception comes out of a derivative that the user's code asks torch for."""
+    """Check whether the exception comes from a derivative that the user's code requested from torch."""
     files = ("torch/autograd/__init__.py", "torch/_functorch/eager_transforms.py")
     return any(f.filename.endswith(files) for f in traceback.extract_tb(error.__traceback__))
 
 
 def traceback_of(error: BaseException) -> str:
-    """The whole traceback, for the run directory."""
+    """Return the whole traceback as text, for the run directory."""
     return "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Differences of a resumed run from the run that began: those that are refused, and a length that has changed."""
+"""Differences between a resumed run and its beginning: refused differences, and a changed length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal.runs.job_sources import FREE, LENGTHS, changed
 from shoal.training.engine import Engine
 from shoal.training.same_job import differing_fields
 
-# A resume may change how long and what happens at a bad step; everything else is what was trained.
+# Entries that a resume may change, such as the length and the policy for bad steps.
 _MAY_CHANGE = (
     "file",
     "file_sha256",
@@ -44,8 +44,8 @@ _MAY_CHANGE = (
     "certificate",
 )
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
-_MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced; entries of a list
-# Values within values of a module, and where modules lie that are not a job's own.
+_MOST_COMPARED = 1000  # number of steps of a schedule, or entries of a list, to compare
+# Depth to which values in modules are compared, and folders of modules that are not the job's own.
 _DEPTH = 4
 _PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Path(__file__).parents[2]})
 
@@ -53,17 +53,18 @@ _PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Pat
 def differences(
     saved: dict[str, Any], now: dict[str, Any], fields_changed: list[str] | None, accepted: bool
 ) -> list[str]:
-    """Sentences about differences from the job that was trained; entries that its version left out are not compared.
+    """Return sentences about differences from the trained job, without entries that its version did not write.
 
-    A checkpoint whose tensors have other shapes is refused when it is read. `fields_changed` as of the function of that
-    name. Raises: JobMismatchError for differences that are not `accepted`.
+    `fields_changed`: result of the function of that name. Different tensor shapes are refused when the checkpoint is
+        read.
+    Raises: JobMismatchError for differences, unless `accepted`.
     """
     now = json.loads(json.dumps(now))
     given, held, free = [], [], []
     for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
         if name == "code":
             given += [f"another {place}" for place in changed(saved[name], now[name])]
-        elif name == "files":  # those of one of them alone may be caches
+        elif name == "files":  # a file in only one of the two may be a cache
             both = sorted(saved[name].keys() & now[name].keys())
             given += [f"another {file}, which the job reads" for file in both if saved[name][file] != now[name][file]]
         elif name == "data":
@@ -100,7 +101,7 @@ def _settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
-    """Whether the job's settings can be no others: as given, in the same file, which has the defaults."""
+    """Check whether the job's settings must be the same: given equally, with defaults from an unchanged file."""
     if dict(job.settings) != saved.get("given") or job.handed is not None:
         return False
     try:
@@ -110,11 +111,12 @@ def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
 
 
 def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | None:
-    """Fields of the job, but its length, that other settings than those of a run's job.json change.
+    """Return the fields of the job, except its length, that change with the new settings.
 
-    The job function is called with each of the two, and the same state of the global generators: not in a process that
-    trains, where what the calls leave behind would count. None where the settings are the same, where those of the run
-    cannot be set any more, or where the calls have left other values behind, which a job may read later.
+    The job function is called with the old and the new settings, from the same random state. Call this in a separate
+    process, since such calls may have side effects.
+    Returns None if the settings are equal, if the old ones cannot be set any more, or if the calls left different
+    values behind that a job may read later.
     """
     with generators_kept():
         now = load(request)
@@ -133,7 +135,7 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
 
 
 def _of_no_length(callback: Any) -> Any:
-    """A copy of a callback without what says how long, which a resume may change."""
+    """Return a copy of a callback without lengths, which a resume may change."""
     found = copy.copy(callback)
     for name in LENGTHS.get(type(callback).__name__, ()):
         setattr(found, name, None)
@@ -141,7 +143,7 @@ def _of_no_length(callback: Any) -> Any:
 
 
 def _left_behind() -> list[Any]:
-    """Plain values that a job's code may set beside the job: in modules that are nobody's package, and globally."""
+    """Return values that a job's code may set outside of the job: in the environment, torch and its own modules."""
     found: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     for name, module in sorted(sys.modules.items()):
         place = getattr(module, "__file__", None)
@@ -168,15 +170,15 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A setting's JSON value as --set takes it."""
+    """Return a setting's JSON value in the form that --set takes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths that a run has had, and the one that it goes on with. `checked`: whether it must fit what was trained.
+    """The previous lengths of a run and the current one. `checked`: whether the current one must fit the trained steps.
 
-    Raises: JobMismatchError where the checkpoint is beyond the new end, or after a short step that was the end.
+    Raises: JobMismatchError if the checkpoint is beyond the new end, or after a short step that was the old end.
     """
 
     saved: dict[str, Any]
@@ -219,7 +221,7 @@ class Lengths:
         return self.state is not None and self._before != self._now
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Entry of job.json: each length with the first step, from 1, that was trained with it in mind."""
+        """Return the entry for job.json: each length with the first step, from 1, that was trained under it."""
         step = self.state.step if self.state is not None else 0
         known = self.saved.get("lengths") or [{"from_step": 1, **self._before}]
         known = [entry for entry in known if entry["from_step"] <= step]
@@ -227,7 +229,7 @@ class Lengths:
         return known if last == self._now else [*known, {"from_step": step + 1, **self._now}]
 
     def lines(self) -> Iterator[str]:
-        """The change in words: the lengths, and what the schedule makes of it at the next step."""
+        """Yield lines about the change: the lengths, and the effect on the learning rate of the next step."""
         if not self._changed or self.state is None:
             return
         step, engine = self.state.step, self.engine
@@ -248,7 +250,7 @@ class Lengths:
         yield f"learning rate of step {step + 1}: {rates}; {what}"
 
     def _rate(self, step: int, num_steps: int) -> float:
-        """The first group's, before `step` (from 0) of so many."""
+        """Return the first group's learning rate before `step` (from 0) of `num_steps`."""
         progress = Progress(step, num_steps, self.engine.order.samples_before(step))
         return self.engine.updater.stepper.rate(progress)
 
@@ -258,7 +260,7 @@ def _length(described: dict[str, Any]) -> Length:
 
 
 def _said(length: dict[str, Any], steps: int | None = None) -> str:
-    """A length in words, with its steps where these are given and not said anyhow."""
+    """Describe a length, with its number of steps if known."""
     count, kind = length["count"], length["kind"]
     text = f"{count:.10g} {kind.removesuffix('s') if count == 1 else kind}"
     return text if steps is None or kind == "steps" else f"{text} ({steps} steps)"

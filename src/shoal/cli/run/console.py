@@ -1,4 +1,4 @@
-"""Console output of a training run: settings, progress (a live line in a terminal, lines elsewhere) and result."""
+"""Console output of a run: settings, progress (a live line in a terminal, else log lines) and result."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ _BAR, _LEAST_BAR = 20, 5  # characters
 
 
 class Reporter:
-    """Display of a run's progress; this one, of every rank but the first, prints nothing."""
+    """Display of a run's progress. This base class, for all ranks but the first, prints nothing."""
 
     def note(self, text: str) -> None:
-        """Prints one line that stays."""
+        """Print one permanent line."""
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
-        """Counts a finished step."""
+        """Count a finished step."""
 
     def close(self) -> None:
-        """Puts the terminal back as it was."""
+        """Restore the terminal."""
 
 
 @dataclass
 class Pace:
-    """Throughput since this call began: steps, samples and seconds; `first` and `last` are step numbers."""
+    """Throughput of this call: steps, samples and seconds. `first` and `last` are step numbers."""
 
     first: int
     last: int
     world_size: int
     began: float = 0.0
     samples: int = 0
-    peak_bytes: int = 0  # of the records shown: each has the peak until then
+    peak_bytes: int = 0  # maximum over the shown records, which have the peak so far
 
     def count(self, record: StepRecord) -> float:
-        """Counts a finished step; the time now."""
+        """Count a finished step. Return the current time."""
         now = time.monotonic()
         self.began = self.began or now - record.seconds
         self.samples += record.num_samples
         return now
 
     def bar(self, record: StepRecord, room: int) -> str:
-        """The share of all steps that is done, drawn on at most 20 characters and in percent, where there is room."""
+        """Return a progress bar of at most 20 characters with the percentage, or "" without enough room."""
         share, size = min(1.0, record.step / max(1, self.last)), min(_BAR, room - len(" 100%  "))
         full = int(share * size)
         return f"{'━' * full}{'─' * (size - full)} {int(share * 100):3d}%  " if size >= _LEAST_BAR else ""
 
     def line(self, record: StepRecord, slowest_rank: int) -> str:
-        """Step, loss, samples per second, time left, the most memory of a rank so far, and the slowest rank."""
+        """Return a line with step, loss, samples per second, remaining time, peak memory and the slowest rank."""
         elapsed = max(1e-9, time.monotonic() - self.began)
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
@@ -84,7 +84,7 @@ class Pace:
 
 
 class Plain(Reporter):
-    """Progress display for logs: the first step, then a line every two seconds, evaluations and the last step."""
+    """Progress display for logs: the first step, a line every two seconds, evaluations and the last step."""
 
     every_seconds = 2.0
 
@@ -107,7 +107,7 @@ class Plain(Reporter):
 
 
 class Live(Plain):
-    """Progress display of a terminal: one line with a bar that changes a few times a second."""
+    """Progress display for a terminal: one line with a bar that changes a few times per second."""
 
     every_seconds = 0.2
 
@@ -134,7 +134,7 @@ class Live(Plain):
 
 
 class Records(Plain):
-    """Progress display in another process: its lines about steps are for a `ProgressDisplay`."""
+    """Progress lines for a `ProgressDisplay` in another process."""
 
     every_seconds = 0.5
 
@@ -143,13 +143,13 @@ class Records(Plain):
 
 
 def metrics_line(record: StepRecord) -> str:
-    """An evaluation in words."""
+    """Format the metrics of an evaluation."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in (record.metrics or {}).items())
     return f"step {record.step}  evaluation: {values}"
 
 
 def choose_reporter(rank: int, pace: Pace, *, shown_elsewhere: bool = False) -> Reporter:
-    """Live in a terminal; plain where there is none, under CI, NO_COLOR or TERM=dumb; silent but on rank 0."""
+    """Choose the display: live in a terminal, plain elsewhere (or with CI, NO_COLOR, TERM=dumb), none on rank > 0."""
     if rank != 0:
         return Reporter()
     if shown_elsewhere:
@@ -173,9 +173,9 @@ def introduce(
     *,
     why_grains: str = "as the job says",
 ) -> None:
-    """Prints the settings of a run, and why they were chosen."""
+    """Print the settings of a run and the reasons for them."""
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # here a conductor's: a CPU
+    device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # conductor's: CPU
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
@@ -235,7 +235,7 @@ def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
 
 
 def _longer(loaded: LoadedJob) -> str:
-    """How to give a job another length: the setting that its name says, or the field."""
+    """Return how to give a job a greater length: by a setting with a suitable name, or by the field."""
     known = [name for name in loaded.settings if name.endswith(("epochs", "steps", "samples"))]
     value = loaded.settings[known[0]] if known else None
     if known and isinstance(value, int | float) and not isinstance(value, bool):
@@ -246,9 +246,9 @@ def _longer(loaded: LoadedJob) -> str:
 def conclude(
     reporter: Reporter, result: RunRecord, request: RunRequest, function: str, *, told_to_stop: bool = False
 ) -> None:
-    """Prints the result of a run beside its prediction, and how to go on.
+    """Print the result of a run next to its prediction, and how to continue.
 
-    `told_to_stop`: by a signal, after which the run ends whatever is wished for.
+    `told_to_stop`: whether a signal stopped the run, so that it ignores resize requests.
     """
     values = "  ".join(f"{name} {math.nan if value is None else value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""

@@ -1,4 +1,4 @@
-"""Description of a run in its directory: job.json, and the plan and the model's configuration beside it."""
+"""Description of a run in its directory: job.json, the plan and the model's configuration."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from shoal.training.engine import Engine
 def describe(
     loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str, saved: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """job.json: what is trained, as far as numbers and names can say it; `saved`: that of a run to resume.
+    """Return the content of job.json: numbers and names that describe the training.
 
-    Ranks that start again after a loss, and all ranks but rank 0, take digests of data and files from `saved`.
+    `saved`: job.json of the run to resume. Restarted ranks, and all ranks but rank 0, copy the digests of data and
+        files from it.
     """
     if request.restarts or engine.mesh.rank != 0:
         digests = {name: (saved or {}).get(name, {}) for name in ("files", "data")}
@@ -60,7 +61,7 @@ def describe(
 
 
 def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Entry of job.json on initial weights that are not the job's own: of this call, or of the run that goes on."""
+    """Return the entry of job.json on external initial weights, from this call or the resumed run."""
     if engine.taken is not None:
         return engine.taken.to_json()
     found: dict[str, Any] | None = (saved or {}).get("initial_weights")
@@ -68,7 +69,7 @@ def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str
 
 
 def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
-    """The error of a resume that has neither a checkpoint nor the weights that the run began with."""
+    """Create the error for a resume that has neither a checkpoint nor the run's initial weights."""
     return RunDirectoryError(
         given="--resume of a run without any checkpoint",
         conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
@@ -77,7 +78,7 @@ def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
 
 
 def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
-    """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
+    """Return the SHA-256 of the required certificate. Raises: CertificateError if it does not cover this run."""
     if request.certificate is None:
         return None
     certificate = Certificate.read(request.certificate)
@@ -86,7 +87,7 @@ def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
 
 
 def write_description(directory: RunDirectory, engine: Engine, description: dict[str, Any], fence: Fence) -> None:
-    """Writes the files, of the generation that is about to train. Raises: OSError; FencedError; StorageError."""
+    """Write the files for the generation that is about to train. Raises: OSError; FencedError; StorageError."""
     directory.path.mkdir(parents=True, exist_ok=True)
     fence.write(directory.plan, plan_text(engine.plan))
     save_config(engine.model, directory.model, engine.sharded_model.shapes())

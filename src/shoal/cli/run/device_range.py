@@ -1,4 +1,4 @@
-"""Number of devices between two limits, `--devices 4:16`: what there is, and on this host what the planner chooses."""
+"""Range of the number of devices, `--devices 4:16`: limited by the available ones, and on this host by the planner."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.plans.plan import described
 from shoal.runs.request import dumped, loaded
 
 _RANGE = re.compile(r"(\d+):(\d+)")
-# Engines whose launcher chooses, once it knows what they have.
+# Engines whose launcher chooses the number when it knows the available devices.
 ELASTIC = ("hosts", "slurm", "ray", "spark")
 
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """Limits of the number of devices, both included."""
+    """Inclusive limits of the number of devices."""
 
     least: int
     most: int
@@ -34,7 +34,7 @@ class DeviceRange:
 
 
 def range_of(options: RunOptions) -> DeviceRange | None:
-    """The range in the options; None for a number, or none. Raises: CommandError for other words."""
+    """Return the range in the options, or None if they have none. Raises: CommandError for an invalid range."""
     found = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
     if found is None:
         return None
@@ -53,7 +53,7 @@ def range_of(options: RunOptions) -> DeviceRange | None:
 
 
 def with_number(options: RunOptions, environment: Environment | None) -> RunOptions:
-    """The options with a number of devices, or a plan. Raises: CommandError; LaunchError where there are too few."""
+    """Return the options with a number of devices or a plan. Raises: CommandError; LaunchError for too few devices."""
     limits = range_of(options)
     if limits is None:
         return replace(options, devices=whole_number("devices", options.devices, 1))
@@ -72,7 +72,7 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
 
 
 def _started(limits: DeviceRange, environment: Environment) -> int:
-    """As many as an engine has started, which has its own choice."""
+    """Return the number of processes that an engine has started. Raises: LaunchError if it is out of range."""
     size = environment.world_size
     if limits.least <= size <= limits.most:
         return size
@@ -84,7 +84,10 @@ def _started(limits: DeviceRange, environment: Environment) -> int:
 
 
 def _chosen(options: RunOptions, limits: DeviceRange) -> RunOptions:
-    """The best plan on what this host has; of a resumed run, or in exact mode, as many devices, along its own axes."""
+    """Return the options with the best plan for this host's devices.
+
+    A resumed run or exact mode gets only the number of devices.
+    """
     found_gpus = visible_gpus()
     there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
     if there < limits.least:
@@ -110,7 +113,10 @@ def _chosen(options: RunOptions, limits: DeviceRange) -> RunOptions:
 
 
 def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:
-    """The fastest plan between the limits, as JSON; in a process of its own, which loads torch and the job."""
+    """Return the fastest plan within the limits, as JSON.
+
+    Call this in a child process, since it loads torch and the job.
+    """
     from shoal.cli.options import PlanOptions
     from shoal.cli.plan import answered
     from shoal.distributed.failures import as_shoal_error, to_json

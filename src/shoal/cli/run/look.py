@@ -1,6 +1,6 @@
-"""A look at a job before ranks are started, in an interpreter of its own.
+"""Probe of a job before ranks start, in a separate interpreter.
 
-For a caller that is a program with torch in it: a fork of that may have lost threads, OpenMP's or autograd's, or CUDA.
+It serves callers that already use torch: a fork of them may lack threads of OpenMP or autograd, or lose CUDA.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PROGRAM = "import sys, shoal.cli.run.look; shoal.cli.run.look.main(sys.argv[1])
 
 
 def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> dict[str, Any] | None:
-    """Result of `training.preflight.look` in another process; None where a signal asked to stop.
+    """Return the result of `training.preflight.look` in another process, or None if a signal requested a stop.
 
-    Raises: LaunchError where that process dies.
+    Raises: LaunchError if that process dies.
     """
     (folder / _REQUEST).write_text(dumped(request), encoding="utf-8")
     relay = OutputRelay(stream) if stream is not None else None
@@ -62,11 +62,11 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
 
 
 def main(path: str) -> None:
-    """Looks at the job of the request in a folder, and leaves there what was found."""
+    """Probe the job of the request in a folder, and write the result to the folder."""
     from shoal.training.preflight import look
 
     folder = Path(path)
     found = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
     (folder / _FOUND).write_text(json.dumps(found), encoding="utf-8")
     sys.stdout.flush()
-    os._exit(0)  # threads that the job's code has left are nobody's to wait for
+    os._exit(0)  # do not wait for threads that the job's code started

@@ -1,4 +1,4 @@
-"""Preparation of a run or a verification, without torch: a request from the options, and the start of the ranks."""
+"""Preparation of a run or a verification without torch: creates the request from the options and starts the ranks."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from shoal.runs.tracking import TrackerName
 
 
 def load_rank() -> None:
-    """Loads what ranks need, in the process that they are copies of."""
+    """Load the modules that ranks need, in the process that ranks are forked from."""
     for name in ("shoal.cli.run.train", "shoal.distributed.collectives.shared_memory.all_reduce", "numpy.ma"):
         importlib.import_module(name)
     adapter(RunRequest)
 
 
 def run(options: RunOptions) -> int:
-    """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
+    """Train in this process, as a rank of a launcher, or with ranks that are started here or on an engine."""
     if REQUEST_FILE in os.environ:
         return _run(options)
     with at_address(options) as options:
@@ -51,7 +51,7 @@ def run(options: RunOptions) -> int:
 
 @contextlib.contextmanager
 def at_address(options: RunOptions) -> Iterator[RunOptions]:
-    """The options for a context, with a working copy of the run directory where that is at an address.
+    """Yield the options, with a working copy of the run directory if it is at an address.
 
     Raises: as `working_copy`.
     """
@@ -80,7 +80,7 @@ def _run(options: RunOptions) -> int:
             remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
         )
     request = requested(options)
-    if options.out is not None and not options.resume:  # an engine's new start goes on
+    if options.out is not None and not options.resume:  # an engine's restart resumes
         request = request.restarted(restarts(os.environ))
     if environment is not None and environment.num_to_start and environment.num_hosts == 1:
         request, environment = request.with_devices(environment.num_to_start), None
@@ -94,20 +94,20 @@ def _run(options: RunOptions) -> int:
         left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
         source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
         refuse(other_world(request.plan, World(world_size, source)))
-        for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
+        for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
         return _train(request, environment, Signals(impatient=True), unprepared=True)
     return _started_here(request)
 
 
 def _started_here(request: RunRequest) -> int:
-    """Trains in this process, or with ranks of this host; the exit code."""
+    """Train in this process or with ranks on this host, and return the exit code."""
     with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:
             request, heard = request.begun(), Signals(impatient=True)
             with inside_run(os.environ):
                 code = _train(request, Environment(), heard)
-            following = resized(request, code, heard)  # a request to stop is heeded before a wish
+            following = resized(request, code, heard)  # a stop request has priority over a resize request
             if following is None:
                 return code
             request = following  # this process is a launcher from now on
@@ -122,21 +122,21 @@ def _started_here(request: RunRequest) -> int:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Verifies the run that `shoal run` would train with these options."""
+    """Verify the run that `shoal run` would train with these options."""
     with (
         at_address(RunOptions(**vars(options), no_telemetry=True)) as asked,
         claimed(requested(asked, suffix="-verify")) as (request, _),
     ):
-        from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
+        from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
 
-        # In order: the traces are removed.
+        # Exit in order, so that the traces are removed.
         handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
         try:
             with inside_run(os.environ):
                 return verify(looked_at(request), options.steps)
         except ShoalError as error:
             tell(request, error)
-            return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
+            return int(ExitCode.USER)  # for any error, since 1 means that the run diverged
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -149,7 +149,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 
 
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
-    """The request in options; `suffix` of the directory's name where none is given.
+    """Create the request from options. `suffix`: end of a default directory's name.
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
@@ -170,7 +170,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     plan = read_plan(kept.plan) if resumed_plan else _plan_of(options.plan)
     says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
     if resumed_plan and options.exact and not plan.execution.exact:
-        # The run's own number and format, which nobody wrote.
+        # The run chose these values itself, so exact mode chooses them again.
         plan = plan.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
     if resumed_plan and asked.layout != plan.layout:
@@ -205,7 +205,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
 
 def _refuse_with_resume(options: RunOptions) -> None:
-    """Raises: CommandError for what only a resumed run has, or only a new one."""
+    """Reject options that only a resumed run, or only a new run, can have. Raises: CommandError."""
     if options.accept_changes and not options.resume:
         raise CommandError(
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
@@ -219,9 +219,9 @@ def _refuse_with_resume(options: RunOptions) -> None:
 
 
 def _as_before(name: str, options: RunOptions, kept: RunDirectory) -> int | None:
-    """A number in the options; where they do not say it, that of the run which is resumed.
+    """Return a number from the options, or from the resumed run if the options do not set it.
 
-    On steps between evaluations early stopping depends, on the number of bad samples whether they can be left out.
+    The evaluation interval affects early stopping, and the number of bad samples affects which samples are skipped.
     """
     given: int | None = getattr(options, name)
     if given is not None or not options.resume:
@@ -231,7 +231,7 @@ def _as_before(name: str, options: RunOptions, kept: RunDirectory) -> int | None
 
 
 def _bad_samples(options: RunOptions, kept: RunDirectory, plan: Plan) -> int:
-    """Samples that may be left out. Raises: CommandError with servers."""
+    """Return the maximum number of samples to skip. Raises: CommandError with servers."""
     found = _as_before("bad_samples", options, kept) or 0
     if found and plan.serves:
         raise CommandError(
@@ -244,7 +244,7 @@ def _bad_samples(options: RunOptions, kept: RunDirectory, plan: Plan) -> int:
 
 
 def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:
-    """Number of checkpoints that are kept, None for all; that of the run where it is resumed. Raises: CommandError."""
+    """Return the number of checkpoints to keep (None: all), by default as in the resumed run. Raises: CommandError."""
     if text is None:
         text = ((read_json(resumed.job) if resumed is not None else None) or {}).get("keep_checkpoints", 3)
     if text == "all":
@@ -259,7 +259,7 @@ def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | Non
 
 
 def _going_on(options: RunOptions, suffix: str) -> RunOptions:
-    """The options with --resume-if-exists as what it comes to in this directory."""
+    """Return the options with --resume-if-exists resolved for the run directory."""
     if not options.resume_if_exists or options.resume:
         return options
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
@@ -268,7 +268,7 @@ def _going_on(options: RunOptions, suffix: str) -> RunOptions:
 
 
 def _trace(text: str | None, plan: Plan) -> TraceSteps | None:
-    """Steps to trace. Raises: CommandError for other words, and where steps have no beginning of their own."""
+    """Parse the steps to trace. Raises: CommandError for invalid text, or with servers."""
     steps = TraceSteps.parse(text) if text is not None else None
     if steps is not None and plan.serves:
         raise CommandError(
@@ -290,7 +290,7 @@ def _plan_of(given: str | Plan | None) -> Plan:
 
 
 def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
-    """The settings and the last step of the run that is resumed, where this call does not say."""
+    """Return the job with the resumed run's settings, and its last step, as defaults of this call."""
     saved = read_json(directory.job)
     if not saved:
         return job, steps
@@ -299,7 +299,10 @@ def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tup
 
 
 def looked_at(request: RunRequest) -> RunRequest:
-    """The request with its plan judged, in a child process that loads the job. Raises: what the job or plan raises."""
+    """Return the request with its plan completed by a child process that loads the job.
+
+    Raises: errors of job and plan.
+    """
     from shoal.launch.in_child import in_child
 
     def work() -> dict[str, Any]:
@@ -312,7 +315,7 @@ def looked_at(request: RunRequest) -> RunRequest:
 
 
 def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int:
-    """Prints an error, and where its traceback is kept; the exit code."""
+    """Print an error and the location of its traceback. Return the exit code."""
     errors = RunDirectory(request.out).errors
     print(error.render(), file=sys.stderr)
     if error.traceback_text and error.traceback_file is None and errors.is_dir():
@@ -321,8 +324,8 @@ def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int
 
 
 def _train(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> int:
-    """Trains in this process, which notes signals in `signals`; the exit code."""
-    with signals.handled():  # before torch is imported, which takes seconds
+    """Train in this process, with signals recorded in `signals`. Return the exit code."""
+    with signals.handled():  # before the import of torch, which takes seconds
         from shoal.cli.run.train import run
 
         return run(request, environment, signals, unprepared=unprepared)

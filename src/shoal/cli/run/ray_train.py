@@ -1,4 +1,4 @@
-"""Training in the workers of Ray Train: each starts the process of its own rank."""
+"""Training in the workers of Ray Train, each of which starts the process of its own rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ _LOOK_SECONDS = 0.3
 
 
 def is_worker(variables: Mapping[str, str]) -> bool:
-    """Whether this process is a worker of Ray Train's, in its training function."""
+    """Check whether this process is a worker of Ray Train in its training function."""
     train = sys.modules.get("ray.train")
     if train is None or "RANK" not in variables or INSIDE in variables or LAUNCHER_PID in variables:
         return False
     try:
         return str(train.get_context().get_world_rank()) == variables["RANK"]
-    except Exception:  # outside of such a function, in the words of this or that version
+    except Exception:  # outside of such a function; the error depends on Ray's version
         return False
 
 
 def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals) -> RunEnd:
-    """Trains as the rank that this worker is; rank 0's output is shown. Collective: all workers.
+    """Train as this worker's rank and show rank 0's output.
 
-    The rank is a process of its own, so the process group of the worker stays as Ray has made it. It gets another port:
-    that of `MASTER_PORT` is in use.
+    The rank is a separate process, so the worker keeps the process group that Ray created. The rank uses another port,
+    since `MASTER_PORT` is in use.
+    Collective: all workers.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Start of a run's ranks on this host, and their watch to the end, for the command and for Python alike."""
+"""Start and supervision of a run's ranks on this host, for the command and for Python."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal.runs.resize import granted, wished
 
 @dataclass(frozen=True)
 class RunEnd:
-    """End of a run's ranks: the exit code, the error if there is one, and the signals that this process got."""
+    """End of a run's ranks: the exit code, the error if there is one, and the signals that this process received."""
 
     code: int
     error: ShoalError | None = None
@@ -36,12 +36,12 @@ class RunEnd:
 
 @contextlib.contextmanager
 def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
-    """A request for ranks on this host, its plan judged by itself and its directory taken for the context."""
+    """Yield a request for ranks on this host, with its plan checked and its directory locked."""
     request = request.with_devices(devices_here()).with_own_sums()
     request.check_plan()
     with request.claim() as lock:
-        granted(RunDirectory(lock.folder))  # a wish that was left there is of another call
-        # A process that has trained alone keeps its GPU as long as it lives.
+        granted(RunDirectory(lock.folder))  # a leftover resize request belongs to another call
+        # A process that trains alone occupies its GPU until it exits.
         alone = request.plan.num_processes == 1 and visible_gpus() > 0
         try:
             yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
@@ -50,13 +50,13 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
 
 
 def tell_notes(request: RunRequest) -> None:
-    """Prints which defaults were chosen, and why."""
+    """Print the chosen defaults and the reasons."""
     for note in request.notes():
         print(f"note: {note}", file=sys.stderr)
 
 
 def judged_request(request: RunRequest, found: dict[str, object]) -> RunRequest:
-    """The request as a look at its job has judged it. Raises: the error that was found, its traceback kept."""
+    """Return the request completed by a probe of its job. Raises: the error of the probe, with its traceback stored."""
     if "error" not in found:
         return loaded(RunRequest, str(found["request"]))
     error = from_json(found["error"])  # type: ignore[arg-type]
@@ -70,9 +70,9 @@ def trained(
     signals: Signals,
     stream: TextIO | None = None,
 ) -> RunEnd:
-    """Trains with ranks of this host, which are started again from the newest checkpoint where one was lost.
+    """Train with ranks on this host. If a rank is lost, all restart from the newest checkpoint.
 
-    `stream`: where rank 0's output goes, if not to this process's own. Handlers of signals are the caller's.
+    `stream`: destination of rank 0's output, default this process's output. The caller handles signals.
     """
     recovery = Recovery(request.max_restarts, RunDirectory(request.out))
     arguments = ["run", request.job.target]
@@ -82,7 +82,7 @@ def trained(
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         if not lost_at:
-            granted(RunDirectory(request.out))  # after a loss a wish that nobody has heeded yet stays
+            granted(RunDirectory(request.out))  # after a loss, a pending resize request stays
         recovery.events.fence = request.fence
         run = LocalRun(
             arguments,
@@ -107,9 +107,9 @@ def trained(
 
 
 def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | None:
-    """The request that goes on with the number of processes that is wished for; None where the run has ended.
+    """Return the request that continues with the requested number of processes, or None if the run has ended.
 
-    It goes on with those that it had, and says why, where that number is none for it.
+    If the number does not fit the run, a note says why and the run continues with its previous number.
     """
     directory = RunDirectory(request.out)
     devices = wished(directory) if code == ExitCode.PREEMPTED and not signals.received else None

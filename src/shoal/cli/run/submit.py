@@ -1,4 +1,4 @@
-"""Start of a run on an engine that `--on` names, and of the ranks of a host where an engine has started one process."""
+"""Start of a run on an engine from `--on`, and of a host's ranks if an engine started one process per host."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
 from shoal.runs.request import RunRequest, devices_here
 
-# Of this call alone, not of the ranks' own command.
+# Options of this call that the ranks' command does not get.
 _OWN = ("on", "dry_run", "max_restarts")
 
 
 def submitted(
     options: RunOptions, request: RunRequest, signals: Signals | None = None, *, least: int | None = None
 ) -> int:
-    """Submits the run to its engine and follows it, or prints what would be submitted; the exit code.
+    """Submit the run to its engine and follow it, or print the submission; return the exit code.
 
-    `least`: how few processes will do, where not so many as the request has are there.
-
-    Raises: CommandError of an engine or an option; PlanError; RunDirectoryError of a directory that holds a run.
+    `least`: minimum number of processes, if fewer than requested are acceptable.
+    Raises: CommandError for an invalid engine or option; PlanError; RunDirectoryError if the directory has a run.
     """
     engine, _, own = options.on.partition(":")
     found = launcher(engine)
@@ -51,7 +50,7 @@ def submitted(
 
 
 def submission_of(options: RunOptions, request: RunRequest, own: str = "", least: int | None = None) -> Submission:
-    """The run as a launcher is given it: the request's directory is fixed, and how many processes."""
+    """Return the submission for a launcher, with a fixed run directory and number of processes."""
     fixed = replace(options, out=options.address or str(request.out.absolute()))
     if options.devices is None and not request.plan_from_file:
         fixed = replace(fixed, devices=request.plan.num_processes)
@@ -76,7 +75,7 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
 
 
 def _cluster_of(request: RunRequest) -> Cluster | None:
-    """The cluster that the plan was made for; None where nobody says, or by a name that this host does not know."""
+    """Return the cluster that the plan was made for, or None if it is unknown."""
     name = request.plan.prediction.get("cluster")
     if not request.plan_from_file or request.plan_resumed or not isinstance(name, str) or name == "here":
         return None
@@ -91,9 +90,9 @@ def _cluster_of(request: RunRequest) -> Cluster | None:
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
-    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code.
+    """Start this host's ranks of a run on several hosts, wait for them, and return the exit code.
 
-    Rank 0 takes the run directory, wherever it is: the hosts' processes do not know of each other.
+    Rank 0 locks the run directory, since the hosts' processes do not know each other.
     """
     size = environment.world_size
     request = request.with_devices(size)
@@ -115,7 +114,7 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
     except LaunchError as error:
         if environment.engine != "kubernetes":
             raise
-        print(error.render(), file=sys.stderr)  # such as a name that the cluster does not know yet: a new pod may
+        print(error.render(), file=sys.stderr)  # for example a name that is not known yet; a new pod may succeed
         return int(ExitCode.RANK_LOST)
     if ended.error is not None:
         print(ended.error.render(), file=sys.stderr)

@@ -72,30 +72,30 @@ class _Call:
     notes: tuple[str, ...] = ()
     why_grains: str = "as the job says"
     profile: StepProfile | None = None
-    unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
+    unlike: list[str] | None = None  # fields of the job that a resume's other settings change
     start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
-    """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank.
+    """Train and return the exit code. Errors are printed here or passed to the launcher that started this rank.
 
-    `unprepared`: no launcher of shoal's has taken the run directory, and told of what has no effect.
+    `unprepared`: whether no launcher of shoal has locked the run directory and warned of settings without effect.
     """
-    # A working copy, which a rank may have to itself, is written back and removed as this process unwinds.
+    # A rank's working copy is uploaded and removed while this process unwinds, so it must not exit at once.
     work = partial(_run, request, environment, signals, unprepared)
     return as_rank(environment, work, may_end_at_once=request.address is None)
 
 
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
-    """Trains. Raises: one of shoal's errors, whose traceback is kept in the run directory."""
+    """Train. Raises: a shoal error, whose traceback is stored in the run directory."""
     directory = RunDirectory(request.out)
     start_up = StartUp(request.lost_at or request.started_at)
     start_up.ends("launch")
-    with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
+    with contextlib.ExitStack() as held:  # holds the directory's lock until the last file is written
         try:
             held.enter_context(_fenced(request, environment))
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
-            unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
+            unlike = _compared(request) if environment.rank == 0 else None  # before the job is loaded here
             loaded = _attempt(request)
             if request.plan.serves:
                 return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
@@ -106,7 +106,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                    if request.address is None:  # else each process has a working copy of its own
+                    if request.address is None:  # else each process has its own working copy
                         request, directory = replace(request, out=out), RunDirectory(out)
                     if mesh.rank == 0:
                         held.callback(withdraw, out)
@@ -116,7 +116,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                     call = replace(call, request=request)
                 return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
-            request.fence.check()  # a process that stood still loses the others, and is told why
+            request.fence.check()  # a paused process lost the others; report the reason
             error = as_shoal_error(caught)
             with contextlib.suppress(OSError):
                 directory.keep_traceback(f"rank-{environment.rank}", error)
@@ -124,9 +124,9 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
 
 
 def _fenced(request: RunRequest, environment: Environment) -> AbstractContextManager[None]:
-    """A context in which this process ends by itself once a later generation goes on with the run.
+    """Return a context in which this process ends soon after a later generation starts.
 
-    One of each host looks, and less often where there are many: the others lose it, and are told then.
+    One process per host checks, less often on many hosts. The others lose their connection and then find the reason.
     """
     if environment.local_rank != 0:
         return contextlib.nullcontext()
@@ -135,7 +135,7 @@ def _fenced(request: RunRequest, environment: Environment) -> AbstractContextMan
 
 
 def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
-    """The job, or the error of loading it, for when all ranks have met: alone, one would let the others wait."""
+    """Load the job. Return a function that returns it or raises its error, to be called when all ranks have met."""
     seed_loading()
     try:
         found = replace(load(request.job), draws=request.job.by_value or has_drawn_since_loading())
@@ -150,24 +150,27 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
 
 
 def _compared(request: RunRequest) -> list[str] | None:
-    """Fields of the job that a resume's other settings change; None where it cannot be told, or need not."""
+    """Return the fields of the job that a resume's settings change; None if unknown or not needed."""
     saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
     if not saved or request.restarts or same_settings(request.job, saved):
         return None
     try:
         fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
-    except LaunchError:  # the job raises, and its own loading tells it
+    except LaunchError:  # the job raises, and loading it here will report that
         return None
-    except SystemExit:  # a request to stop, which that child was ended by: it is the run's to heed
+    except SystemExit:  # a stop request ended the child: pass it on to the run
         os.kill(os.getpid(), signal.SIGTERM)
         return None
     return fields
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
-    """The plan that all ranks train by, and the call with its data opened. Collective: all ranks."""
+    """Return the plan for all ranks, and the call with opened data.
+
+    Collective: all ranks.
+    """
     request, job = call.request, call.loaded.job
-    if request.judged is None and job.grains is None:  # their number may take a look at samples: data are opened once
+    if request.judged is None and job.grains is None:  # choosing grains may read samples: open the data only once
         job = together(mesh, lambda: opened(job))
     found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
     loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(found, job))))
@@ -178,11 +181,11 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
-    """Tells of what has no effect in the job, and in a plan as this call gives it."""
+    """Warn of settings without effect in the job and in this call's plan."""
     warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
-    if not request.plan_resumed:  # what a run keeps was completed by it
+    if not request.plan_resumed:  # a stored plan was completed by its run
         warn_of(unheeded(request.plan, job.num_grains, None if job.fuse else "Job(fuse=False)"))
 
 
@@ -211,7 +214,7 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
 
 
 def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
-    """The job's, and trackers that the command names."""
+    """Return the job's callbacks, and trackers from the command line."""
     if not request.trackers:
         return tuple(job.callbacks)
     from shoal.training.trackers.tracker import Tracker
@@ -244,12 +247,12 @@ def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Opti
 
 
 def _serve(call: _Call, environment: Environment) -> ExitCode:
-    """What this process is in a run whose parameters are kept by servers; the conductor trains."""
+    """Run this process's part of a run with parameter servers; the conductor trains."""
     from shoal.training.parameter_server.members import Members, identity, key_of
     from shoal.training.parameter_server.worker import take_part
 
     request, job = call.request, call.loaded.job
-    key_of(environment)  # or it was not shoal's launcher, which has judged the plan
+    key_of(environment)  # raises without shoal's launcher, which completes the plan
     assert request.judged is not None, "a request for servers is looked at"
     plan, job = request.judged.plan, with_judged_grains(request.judged, job)
     call = replace(call, notes=request.judged.notes, why_grains=request.judged.why_grains)
@@ -272,7 +275,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
     call.start_up.ends("build")
-    loaded = replace(call.loaded, job=engine.job)  # with its data opened
+    loaded = replace(call.loaded, job=engine.job)  # the job with opened data
     saved = read_json(directory.job) if request.resume else None
     description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
@@ -280,7 +283,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     )
     description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
     description["initial_weights"] = began = initial_weights_of(engine, saved)
-    engine.keeper.begin()  # the job is that of the run: whoever lives there still commits no more
+    engine.keeper.begin()  # the job matches the run: now take over its checkpoints
     state, complaints = engine.load() if request.resume else (None, [])
     if request.resume and state is None and began is not None and engine.taken is None:
         raise without_initial_weights(began)
@@ -293,13 +296,13 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
-        taken = engine.taken if state is None else None  # lost ranks start again with the options of the call
+        taken = engine.taken if state is None else None  # restarted ranks have the same options but a state
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):
             reporter.note(complaint)
         together(
             mesh, lambda: write_description(directory, engine, description, request.fence) if mesh.rank == 0 else None
         )
-        if taken is not None:  # so that a resume never needs the source
+        if taken is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
@@ -331,7 +334,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 def _surroundings(
     call: _Call, mesh: Mesh, reporter: Reporter, result: Result, description: dict[str, Any]
 ) -> Surroundings:
-    """What a training tells of its steps, and by what it is asked to stop: a signal, or a wish for other processes."""
+    """Return the training's callbacks for steps, and its check for stop and resize requests."""
     request, directory = call.request, RunDirectory(call.request.out)
 
     def on_step(record: StepRecord, slowest_rank: int) -> None:
@@ -348,7 +351,7 @@ def _surroundings(
 
 @contextlib.contextmanager
 def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
-    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    """Trace the steps in a context if requested. The trace is written if the context ends without an error."""
     if call.profile is None:
         yield
         return
@@ -358,7 +361,7 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
-    """The log of attempts, in which is when this one began, what its start-up took, and what it is."""
+    """Create the log of attempts and record this attempt with its start-up times."""
     state, num_steps = course
     path = RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None
     log = AttemptLog(path, fence=call.request.fence)
@@ -388,7 +391,7 @@ def _trained(
     records: RecordWriter,
     crew: Members | None,
 ) -> tuple[Outcome, dict[str, Any] | None]:
-    """From a state up to a step: how it ended, and with a crew what came of its pushes."""
+    """Train from a state up to a step. Return the outcome and, with servers, statistics of the pushes."""
     state, num_steps = course
     if crew is None:
         return engine.trainer(state, num_steps, around, records).train(), None

@@ -1,4 +1,4 @@
-"""Result file of a run, `result.json`, however the run ended."""
+"""Result file of a run, `result.json`, written at every kind of end."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from shoal.training.engine import Engine
 from shoal.training.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.training.step_records import Outcome
 
-_RECENT = 1000  # steps whose times are compared with the prediction
+_RECENT = 1000  # number of steps to compare with the prediction
 
 
 @dataclass
 class Result:
-    """The result of this call, as its steps go by. `last`: the last finished step, of this call or a checkpoint."""
+    """Result of this call, updated with each step. `last`: the last finished step, or the state of a checkpoint."""
 
     engine: Engine
     path: Path
@@ -53,15 +53,15 @@ class Result:
     log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
     trained_at: float | None = None
     after: dict[str, float] = field(default_factory=dict)
-    began_at: float | None = None  # when this start's training began
-    call_began_at: float | None = None  # where it is another instant than `started_at`, of an engine's new start
+    began_at: float | None = None  # start of training in this attempt
+    call_began_at: float | None = None  # differs from `started_at` after an engine's restart
     effective: EffectiveTime = field(init=False)
 
     def __post_init__(self) -> None:
         self.effective = EffectiveTime(self.resumed_from or 0)
 
     def take(self, record: StepRecord) -> None:
-        """Counts a finished step."""
+        """Count a finished step."""
         self.last = record
         self.effective.take(record)
         self.recent.append(MeasuredStep(record.seconds, record.spans))
@@ -69,12 +69,15 @@ class Result:
         self.first_step_at = self.first_step_at or time.time()
 
     def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
-        """The record of a training that has ended as it should, up to `num_steps`. Collective: all ranks."""
+        """Return the record of a training that ended normally, up to `num_steps`.
+
+        Collective: all ranks.
+        """
         self.trained_at, self.after = time.time(), outcome.after
         engine, state = self.engine, outcome.state
         seconds = np.array(outcome.step_seconds or [math.nan])
         median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
-        predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
+        predicted = {} if served is not None else engine.plan.prediction  # the planner does not support servers
         compression = engine.strategy.compression
         record = RunRecord(
             status="failed" if outcome.unsaved else outcome.status,
@@ -111,7 +114,7 @@ class Result:
         return replace(record, prediction=compared, **_measured(engine, outcome))
 
     def ettr(self) -> float | None:
-        """The effective training time ratio of this call, from its first start's first step on; on rank 0."""
+        """Return the effective training time ratio of this call, from the first step of its first start; on rank 0."""
         if self.engine.mesh.rank != 0 or self.began_at is None:
             return None
         began_at, seconds = self.began_at, self.effective.seconds + self.after.get("evaluation", 0.0)
@@ -124,7 +127,7 @@ class Result:
         return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None
 
     def write(self, record: RunRecord) -> StorageError | None:
-        """Writes the file, on rank 0; the error where that could not be."""
+        """Write the file on rank 0. Return the error if that fails."""
         try:
             if self.engine.mesh.rank == 0:
                 self.fence.write(self.path, record.to_json())
@@ -139,7 +142,7 @@ class Result:
         return None
 
     def write_failed(self, error: ShoalError) -> None:
-        """Writes the file of a training that has ended with an error, on rank 0, as far as that is possible."""
+        """Write the file of a training that failed, on rank 0, if possible."""
         at = self.last or RunState()
         self.write(
             RunRecord(
@@ -168,7 +171,7 @@ def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
 
 
 def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
-    """What the run's length wanted of a stream and what it gave, where that is less; a dataset always has it."""
+    """Return the wanted and actual lengths if a stream was shorter than the run's length, else None."""
     wanted, state = engine.order.samples_before(num_steps), outcome.state
     if (
         engine.num_train_samples is not None
@@ -181,7 +184,10 @@ def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, 
 
 
 def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
-    """The blocks `traffic` and `memory` of the result. Collective: all ranks, a JSON gather."""
+    """Return the entries `traffic` and `memory` of the result.
+
+    Collective: all ranks, a JSON gather.
+    """
     meter, mesh = engine.observer, engine.mesh
     if not isinstance(meter, StepMeter) or not meter.attached:
         return {}
@@ -195,14 +201,14 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
         try:
             step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
             found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)
-        except Exception as error:  # what formulas cannot say must not cost a finished run its result
+        except Exception as error:  # a failed prediction must not cost a finished run its result
             found["predicted"] = None
             warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
     return blocks(mesh.gather_json(found))
 
 
 def _plan_at(engine: Engine, step: int) -> Plan:
-    """The plan as a step sent by it: without its compression where that had ended."""
+    """Return the plan in effect at a step: without compression if that had ended."""
     compression = engine.strategy.compression
     ended = compression.fell_back if compression is not None else None
     return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan
