@@ -89,6 +89,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._caches: list[Any] = []
         self._places += reachable(modules.values(), {**functions, **own}, self._caches)
         self._parameters = {} if model is None else {name: _own(p) for name, p in model.named_parameters()}
+        self._places += [] if model is None else [(n, vars(p), frozenset()) for n, p in model.named_parameters() if is_plain(p)]
         # Modules that gather their parameters put others in their places by themselves.
         gathers = gathers or (model is not None and any(hasattr(p, "to_local") for p in model.parameters()))
         self._places_of = {

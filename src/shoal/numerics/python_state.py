@@ -6,9 +6,10 @@ as it is small; a `KeptDict` tells what differs since, and puts it back.
 
 from __future__ import annotations
 
-import argparse
+import array
 import builtins
 import collections
+import contextlib
 import copy
 import dis
 import functools
@@ -50,8 +51,7 @@ ATOMS: tuple[type, ...] = (
     torch.Size,
 )
 ATOMS += (types.ModuleType, types.BuiltinFunctionType)
-# Objects of the standard library that hold what a program puts there, and iterators that know where they are.
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+# Iterators that know where they are.
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
 
@@ -266,17 +266,36 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
         return (lambda: copy.deepcopy(value.state)), lambda state: setattr(value, "state", state)
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
-    if isinstance(value, bytearray) and len(value) <= _MOST_BYTES:
-        return (lambda: bytes(value)), lambda state: operator.setitem(value, slice(None), state)
-    if isinstance(value, types.GeneratorType):  # which cannot be set at all
-        frame = value.gi_frame
-        own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
-        return (lambda: (frame is None or frame.f_lasti, own)), lambda state: None
+    if isinstance(value, bytearray | array.array) and len(value) * getattr(value, "itemsize", 1) <= _MOST_BYTES:
+        return (lambda: value[:]), lambda state: operator.setitem(value, slice(None), state)
     if isinstance(value, itertools.count):  # which cannot be set: see _Kept.restore
         return (lambda: copy_of_count(value)), lambda state: None
     if isinstance(value, _ITERATORS):
         return (lambda: value.__reduce__()[2:]), lambda state: value.__setstate__(*state) if state else None
+    if _is_one_way(value):
+        return (lambda: _place_of(value)), lambda state: None
     return None
+
+
+def _is_one_way(value: Any) -> bool:
+    """Whether a value is an iterator of Python's own that cannot be set back: a generator, a cycle, a zip."""
+    is_iterator = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return is_iterator and not isinstance(value, (itertools.count, *_ITERATORS))
+
+
+def _place_of(value: Any) -> Any:
+    """Where an iterator and those that it reads are; any other value by its identity, a list by its length too."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
+        return frame is None or frame.f_lasti, own
+    if isinstance(value, Iterator | tuple):
+        with warnings.catch_warnings(), contextlib.suppress(TypeError):  # of an iterator without __reduce__
+            warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on
+            return [_place_of(part) for part in (value if isinstance(value, tuple) else value.__reduce__())]
+    if isinstance(value, ATOMS):
+        return value
+    return id(value), len(value) if isinstance(value, list) else None
 
 
 def copy_of_count(counter: itertools.count[Any]) -> itertools.count[Any]:
@@ -293,21 +312,27 @@ def _same_array(one: Any, other: Any) -> bool:
 
 
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
-    """The attributes of a module or an object of a user's class; None for objects of libraries, classes, functions."""
+    """The attributes of a module or another object, also of a library's class; None for classes and functions."""
     kind = type(value)
-    if isinstance(value, (nn.Module, *_HOLDERS)):
+    if isinstance(value, nn.Module):
         return vars(value)
-    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial) or not _is_users(kind):
+    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial) or _is_shoals(
+        sys.modules.get(kind.__module__)
+    ):
         return None
     if slots := _slots(kind):  # type: ignore[arg-type] # mypy does not see that a type is hashable
         return _Slots(value, slots)
-    return getattr(value, "__dict__", None)
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @functools.lru_cache(maxsize=256)
 def _slots(kind: type) -> tuple[str, ...]:
     """Names in `__slots__` of a class and of its bases."""
-    every = {k: v for base in kind.__mro__ if base.__module__ != "builtins" for k, v in vars(base).items()}
+    every = {k: v for base in kind.__mro__ if "__slots__" in vars(base) for k, v in vars(base).items()}
     return tuple(k for k, v in every.items() if isinstance(v, types.MemberDescriptorType))
 
 
@@ -323,8 +348,10 @@ def _is_shoals(module: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Tensor | types.GeneratorType):
-        return "tensor" if isinstance(value, Tensor) else "generator"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if _is_one_way(value):
+        return "generator"
     return "number" if isinstance(value, bool | int | float | complex) else "container"
 
 
