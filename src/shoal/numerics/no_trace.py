@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.checksum import bits_checksum
-from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, ValueKeeper, is_plain, reachable, same_bits
+from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, Number, ValueKeeper, is_plain, reachable, same_bits
 
 # Parameters of a model that uses torch.compile are copied up to this size, and not put back beyond it.
 _MOST_COPIED_BYTES = 256 << 20
@@ -89,7 +89,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._caches: list[Any] = []
         self._places += reachable(modules.values(), {**functions, **own}, self._caches)
         self._parameters = {} if model is None else {name: _own(p) for name, p in model.named_parameters()}
-        self._places += [] if model is None else [(n, vars(p), frozenset()) for n, p in model.named_parameters() if is_plain(p)]
+        self._places += (
+            [] if model is None else [(n, vars(p), frozenset()) for n, p in model.named_parameters() if is_plain(p)]
+        )
         # Modules that gather their parameters put others in their places by themselves.
         gathers = gathers or (model is not None and any(hasattr(p, "to_local") for p in model.parameters()))
         self._places_of = {
@@ -272,10 +274,13 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             if key in home
         ]
 
-    def numbers(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
-        """Name, home and key of each number that has changed."""
-        found = [(place, place[1][place[2]]) for place in self.places()]
-        return [place for place, value in found if isinstance(value, int | float) and not isinstance(value, bool)]
+    def numbers(self) -> list[Number]:
+        """The numbers that have changed, also those within containers and objects."""
+        return [
+            number
+            for name, _, kept in self._kept
+            for number in kept.numbers(lambda key, name=name: f"{name}.{key}".lstrip("."))
+        ]
 
 
 def refresh_recurrent(modules: Iterable[nn.Module]) -> None:

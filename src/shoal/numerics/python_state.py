@@ -118,6 +118,24 @@ class KeptDict:
             if key not in stays:
                 del self._home[key]
 
+    def numbers(self, named: Callable[[Any], str], begun: set[int] | None = None) -> Iterator[Number]:
+        """Numbers that have changed: an entry of its own, a tensor of one element, a count, or within an entry."""
+        begun = set() if begun is None else begun
+        for key in list(self._home):
+            if key not in self._skip:
+                kept = self._kept.get(key) or _Kept(None)
+                yield from kept.numbers(self._home, key, named(key), begun)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that changes: the `name` of the attribute that refers to it, its `path` from there, and its access."""
+
+    name: str
+    path: str
+    read: Callable[[], float]
+    write: Callable[[float], None]
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -153,6 +171,48 @@ class _Kept:
                 kept.same(item, begun) for kept, item in zip(self.content, items, strict=True)
             )
         return not isinstance(self.content, int) or len(value) == self.content
+
+    def numbers(self, home: Any, key: Any, name: str, begun: set[int], path: str = "") -> Iterator[Number]:
+        """The numbers that have changed in `home[key]`, which was this value. An object in `begun` gives none again."""
+        now, path = home[key], path or name
+        kind: Any = type(now)
+        if isinstance(now, int | float) and not isinstance(now, bool):
+            if not self.same(now, set()):
+                yield Number(name, path, lambda: home[key], lambda value: operator.setitem(home, key, kind(value)))
+            return
+        if isinstance(now, ATOMS) or id(now) in begun:
+            return
+        begun.add(id(now))
+        if isinstance(now, Tensor):
+            if is_plain(now) and now.numel() == 1 and not now.is_complex() and now.dtype != torch.bool:
+                write = torch.no_grad()(lambda value: home[key].data.fill_(value))
+                yield Number(name, path, lambda: home[key].item(), write)
+        elif isinstance(now, itertools.count):
+            ahead = copy_of_count(now)
+            step = -next(ahead) + next(ahead)
+            put = lambda value: operator.setitem(home, key, itertools.count(value, step))  # noqa: E731
+            yield Number(name, path, lambda: next(copy_of_count(home[key])), put)
+        elif (
+            isinstance(now, list | collections.deque)
+            and now
+            and now is self.value
+            and isinstance(self.content, list)
+            and len(now) > len(self.content)
+        ):
+            grow = lambda value: home[key].extend([home[key][-1]] * min(value - len(home[key]), _MOST_ITEMS))  # noqa: E731
+            yield Number(name, path, lambda: len(home[key]), grow)
+        elif now is self.value and isinstance(self.content, KeptDict):
+            inner = self.content
+            for at in list(inner.keys() & set(inner._home)):
+                kept = inner._kept.get(at) or _Kept(None)
+                yield from kept.numbers(inner._home, at, name, begun, f"{path}.{at}")
+        elif (
+            isinstance(now, list | collections.deque)
+            and isinstance(self.content, list)
+            and len(now) == len(self.content)
+        ):
+            for at, kept in enumerate(self.content):
+                yield from kept.numbers(now, at, name, begun, f"{path}.{at}")
 
     def _same_tensor(self, now: Tensor) -> bool:
         if isinstance(self.content, Tensor):

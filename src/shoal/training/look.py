@@ -29,7 +29,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.numerics.python_state import same_bits
-from shoal.parallel.backward import run_backward
+from shoal.parallel.backward import run_backward, run_engine
 from shoal.parallel.model.sharded_model import replaced
 from shoal.training.computation import BufferLook, LossComputer, ProbeResult
 from shoal.training.coupling import compare
@@ -62,8 +62,6 @@ class Look:
         self._computer, self._together = computer, together
         self._differentiates = not computer.divided and not computer.compiles
 
-    _unchanged = False  # whether the forward of the policy's look left no state
-
     def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
         """Compute the first microbatch fused and grain by grain, and return how it has to be computed.
 
@@ -92,7 +90,7 @@ class Look:
                 found = self._policy(microbatch, buffers, kept, precision)
                 found = replace(found, computation=replace(found.computation, fuse=False))
             self._check_allowed(kept)
-            allowed = () if self._unchanged and not computer.exact else self._state(grains, kept)
+            allowed = self._state(grains, kept, gradients=not (computer.divided or computer.compiles))
             return replace(found, computation=replace(found.computation, kept_state=allowed))
 
     def state(self, grains: Microbatch) -> None:
@@ -228,7 +226,6 @@ class Look:
             changed |= set(kept.changed_buffers())
             if precision == self._computer.precision:
                 written = kept.changed_parameters()
-                self._unchanged = not self._together(bool(kept.changes() or written or kept.written_parameters()))
                 frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
                 changed |= {*written, *kept.written_parameters()} & frozen
             split, parts = microbatch.split(), []
@@ -270,17 +267,23 @@ class Look:
             kept.restore()
         return False, ""
 
-    def _computed(self, microbatch: Microbatch, kept: NoTrace, precision: Precision) -> tuple[Sums, int, bool]:
-        """(total, weight), how often the model drew by grain, and whether it drew otherwise."""
+    def _computed(
+        self, microbatch: Microbatch, kept: NoTrace, precision: Precision, *, gradients: bool = False
+    ) -> tuple[Any, int, bool]:
+        """(total, weight), how often the model drew by grain, and whether it drew otherwise.
+
+        `gradients`: two numbers of each parameter's gradient follow the weight.
+        """
         computer = self._computer.in_precision(precision)
 
-        def run(*, with_backward: bool = False) -> tuple[Sums, int, bool]:
+        def run(*, with_backward: bool = False) -> tuple[Any, int, bool]:
             with computer.grain_scope(microbatch) as scope, torch.set_grad_enabled(self._differentiates):
                 batch = precision.inputs(copy_of(microbatch.batch))
                 total, weight = computer.evaluate(computer.pair, batch) if computer.evaluate else computer.loss(batch)
                 if with_backward and isinstance(total, Tensor) and total.requires_grad:
                     run_backward(total)
-            return (float(total), float(weight)), scope.calls, scope.leaked()
+                numbers = self._of_gradients(total, kept) if gradients else ()
+            return (float(total), float(weight), *numbers), scope.calls, scope.leaked()
 
         try:
             return run()
@@ -306,22 +309,45 @@ class Look:
                 remedy='write shard.level = "optimizer"' if computer.cut else 'write execution.compile = "none"',
             ) from error
 
+    def _of_gradients(self, total: Any, kept: NoTrace) -> tuple[float, ...]:
+        """Sum and norm of the gradient of each parameter; hooks on parameters, which a step calls once, do not run.
+
+        Raises: JobError for a buffer that the backward writes.
+        """
+        asked = [p for p in self._computer.model.parameters() if p.requires_grad]
+        if not (isinstance(total, Tensor) and total.requires_grad and asked):
+            return (0.0, 0.0) * len(asked)
+        found: Sequence[Tensor | None] = ()
+        by_forward = set(kept.changed_buffers())
+        with contextlib.suppress(Exception):  # of a checkpoint that is reentrant, or too little memory
+            found = run_engine((total,), (torch.ones_like(total),), asked, accumulate=False)
+        by_backward = set(kept.changed_buffers()) - by_forward
+        if by_backward:
+            raise JobError(
+                given=f"a backward that writes buffer {min(by_backward)}",
+                conflict="a step's buffers are put together from what its forwards leave in them, and each microbatch "
+                "has a backward of its own",
+                remedy="write the buffer in the forward, or from the step's gradients in a callback after the step",
+            )
+        return tuple(number for gradient in found or [None] * len(asked) for number in _two_numbers(gradient))
+
     # ------------------------------------------------------------------------------------------------------------ state
 
-    def _state(self, grains: Microbatch, kept: NoTrace) -> tuple[str, ...]:
+    def _state(self, grains: Microbatch, kept: NoTrace, *, gradients: bool = False) -> tuple[str, ...]:
         """Names of the state that Job(allow_state=...) allows, where there is some.
 
+        `gradients`: state also counts where a backward leaves it, or where it changes a gradient alone.
         Raises: JobError for state that changes a loss, or for a trainable parameter that the forward writes.
         """
         computer, precision = self._computer, self._computer.precision
         one, other = _two_grains(grains)
         kept.restore()
 
-        def run(part: Microbatch) -> Sums:
+        def run(part: Microbatch) -> tuple[float, ...]:
             try:
-                return self._computed(part, kept, precision)[0]
+                return self._computed(part, kept, precision, gradients=gradients)[0]
             except NotFusibleError:  # without a scope: the generators begin with the same state each time
-                return self._computed_opaquely(part, precision)
+                return self._computed_opaquely(part, precision, kept if gradients else None)
 
         first = run(one)
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
@@ -348,13 +374,15 @@ class Look:
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy='use the data axis, shard.level = "optimizer"',
             )
-        if computer.exact:
+        advanced = any(change.kind == "generator" for change in kept.changes())  # which is told below
+        if computer.exact and not self._together(advanced):
             kept.restore()
             if self._together(differ(run(one), first)):
                 raise JobError(
                     given="a loss or model whose first batch, computed twice, gives two losses",
                     conflict="it draws from a source of randomness that shoal cannot seed, such as a generator of its "
-                    "own, the clock or the operating system; in exact mode each number has to be the same in each run",
+                    "own, the clock or the operating system, or it keeps state where shoal does not look, such as a "
+                    "large numpy array or a file; in exact mode each number has to be the same in each run",
                     remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
                 )
         elif writes:  # the forwards above have left other state than that of `one` from the beginning
@@ -419,14 +447,15 @@ class Look:
                     remedy="write the module's name and the attribute's, such as 'encoder.calls'",
                 )
 
-    def _computed_opaquely(self, part: Microbatch, precision: Precision) -> Sums:
+    def _computed_opaquely(self, part: Microbatch, precision: Precision, kept: NoTrace | None = None) -> Any:
         computer = self._computer
         opaque = computer.in_precision(precision)
         opaque.computation = replace(computer.computation, randomness="opaque")
         with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
             batch = precision.inputs(copy_of(part.batch))
             total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
-        return float(total), float(weight)
+            numbers = self._of_gradients(total, kept) if kept is not None else ()
+        return float(total), float(weight), *numbers
 
     def _agree(self, one: Tensor, other: Tensor) -> bool:
         """Tell whether two written values are the same: to the bit in exact mode, else but for rounding."""
@@ -504,17 +533,17 @@ def find_state(
     kept.restore()
     other()
     kept.keep_state(but=allowed)
-    values: dict[str, list[Any]] = {}
+    values: dict[str, list[float]] = {}
     grows = any(kinds[name] == "container" for name in names)
     repeats = 0 if evaluates else _MOST_REPEATS if together(grows) else _REPEATS
-    for number in range(1 + repeats):
+    for turn in range(1 + repeats):
         found = None
         with contextlib.suppress(Exception):  # of a forward that the training may never come to
             found = one()
         if together(found is None):
             break
-        for name, home, key in kept.numbers():
-            values.setdefault(name, []).append(home[key])
+        for number in kept.numbers():
+            values.setdefault(number.path, []).append(number.read())
         if matters(found):
             culprits = []
             for name in names if not divided and len(names) > 1 else ():
@@ -524,28 +553,58 @@ def find_state(
                 with contextlib.suppress(Exception):
                     if differ(one(), first):
                         culprits.append(name)
-            when = " in an evaluation" if evaluates else " after some more forwards" if number else ""
+            when = " in an evaluation" if evaluates else " after some more forwards" if turn else ""
             raise _state_error(culprits or names, kinds, when)
         kept.keep_state(but=allowed)
-    # Counters, which may matter later: numbers that each forward of the same samples has changed by as much.
-    counters = {
-        name
-        for name, seen in values.items()
-        if name not in allowed
-        and len(seen) > 1
-        and seen[0] != seen[1]
-        and len({b - a for a, b in itertools.pairwise(seen)}) == 1
-    }
-    for name, home, key in kept.numbers() if not divided else ():
-        for jump in _JUMPS if name in counters else ():
-            kept.keep_state(only=name)
-            home[key] = type(home[key])(values[name][-1] + jump)
+    if evaluates or divided:
+        return tuple(sorted(allowed))
+    kept.restore()
+    one()
+    seen = {number.path: number.read() for number in kept.numbers()}
+    kept.restore()
+    other()
+    for number in kept.numbers():
+        now = number.read()
+        # Counters may matter later; what follows the samples may matter once it is large or small.
+        tried = {f" after {jump} more forwards": _later(values.get(number.path, ()), jump) for jump in _JUMPS}
+        if seen.get(number.path, now) != now:
+            tried |= {" when it is larger": now + 10 * (abs(now) + 1), " when it is smaller": now - 10 * (abs(now) + 1)}
+        tried = {when: value for when, value in tried.items() if value is not None and number.name not in allowed}
+        if tried:
+            kept.restore()
+            other()
+        for when, value in tried.items():
+            kept.keep_state(only=number.name)
             found = first
-            with contextlib.suppress(Exception):  # of a count that the model was never made for
+            with contextlib.suppress(Exception):  # of a number that the model was never made for
+                number.write(value)
                 found = one()
-            if differ(found, first):
-                raise _state_error([name], kinds, f" after {jump} more forwards")
+            if matters(found):
+                raise _state_error([number.name], {number.name: "number"}, when)
     return tuple(sorted(allowed))
+
+
+def _later(seen: Sequence[float], jump: int) -> float | None:
+    """Return the value of a counter after more forwards: one that changes by a constant number or factor; else None."""
+    pairs = list(itertools.pairwise(seen))
+    if len({b - a for a, b in pairs}) == 1:
+        step = pairs[0][1] - pairs[0][0]
+        return seen[-1] + jump * step if step else None
+    factors = [b / a for a, b in pairs if a]
+    if len(factors) == len(pairs) > 1 and max(factors) - min(factors) < 1e-6 * abs(factors[0]):
+        with contextlib.suppress(OverflowError):
+            return seen[-1] * factors[0] ** jump
+    return None
+
+
+def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
+    """Sum and norm of a gradient, 0 of none."""
+    if gradient is None:
+        return 0.0, 0.0
+    values = gradient.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return float(values.sum(dtype=torch.float32)), float(torch.linalg.vector_norm(values, dtype=torch.float32))
 
 
 def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
