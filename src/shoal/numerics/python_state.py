@@ -383,8 +383,8 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     if slots := _slots(kind):  # type: ignore[arg-type] # mypy does not see that a type is hashable
         return _Slots(value, slots)
     try:
-        found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+        found = getattr(value, "__dict__", None)
+    except Exception:  # of a proxy without an object
         return None
     return found if isinstance(found, dict) else None
 
@@ -549,9 +549,10 @@ def reachable(  # noqa: C901 - a case for each kind of value
         elif isinstance(value, type):
             if _is_users(value):
                 found.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
-                own = {k: v for k, v in vars(value).items() if not k.startswith("__") or k in ("__init__", "__call__")}
-                for member in own.values():
-                    visit(value.__name__, getattr(member, "__func__", member) if not isinstance(member, type) else None)
+                for member in list(vars(value).values()):
+                    parts = (getattr(member, kind, None) for kind in ("__func__", "func", "fget", "fset"))
+                    for part in (member, *parts) if not isinstance(member, type) else ():
+                        visit(value.__name__, part if callable(part) else None)
         elif isinstance(value, nn.Module):
             for inner, module in value.named_modules():
                 own_name = f"{name}.{inner}" if inner else name

@@ -146,6 +146,14 @@ class Look:
         again = [left(place, place + 1, start) for place in range(count)]
         fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
         seen.append((start, left(0, count, start), again))
+        # And where counts are as large as after more steps: one may have a bound, or begin anew.
+        before, after = seen[0][0], seen[0][1][1]
+        counts = {n: after[n] - before[n] for n in names if n in before and _counts(before[n], after[n])}
+        for jump in _JUMPS if counts and not self._computer.divided else ():
+            start = {n: t + jump * counts[n] if n in counts else t for n, t in after.items()}
+            with contextlib.suppress(Exception):  # of a count that the model was never made for
+                again = [left(place, place + 1, start) for place in range(count)]
+                seen.append((start, left(0, count, start), again))
         sizes = [grain.size for grain in grains.grains]
         rules: dict[str, tuple[str, ...]] = {}
         ordered: list[str] = []
@@ -650,6 +658,13 @@ def _shifted(buffer: Tensor) -> Tensor:
         return buffer
     signs = torch.arange(buffer.numel(), device=buffer.device).reshape(buffer.shape) % 2 * 2 - 1
     return buffer + (signs * 0.1 * (buffer.abs() + 0.1)).nan_to_num(0.0, 0.0, 0.0).to(buffer.dtype)
+
+
+def _counts(before: Tensor, after: Tensor) -> bool:
+    """Whether a buffer holds whole numbers that have grown."""
+    if before.shape != after.shape or before.is_complex() or after.dtype == torch.bool:
+        return False
+    return bool((after >= before).all() and (after > before).any() and (after == after.round()).all())
 
 
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
+import queue
 import random
+import threading
 import tracemalloc
 import types
 from collections.abc import Callable
@@ -200,7 +203,113 @@ def unchanged(net: Any, y: Tensor) -> Tensor:
     return y
 
 
+def of_queue(net: Any, y: Tensor) -> Tensor:
+    before = net.kept.get()
+    net.kept.put(y.detach().mean())
+    return y + before
+
+
+def queue_of(value: Tensor) -> queue.Queue[Tensor]:
+    made: queue.Queue[Tensor] = queue.Queue()
+    made.put(value)
+    return made
+
+
+def of_array(net: Any, y: Tensor) -> Tensor:
+    net.kept[0] *= 0.9
+    return y * net.kept[0]
+
+
+def of_parameter(net: Any, y: Tensor) -> Tensor:
+    net.layer.weight.calls = getattr(net.layer.weight, "calls", 0) + 1
+    return y * net.layer.weight.calls
+
+
+LOCAL = threading.local()
+
+
+def of_thread(net: Any, y: Tensor) -> Tensor:
+    LOCAL.calls = getattr(LOCAL, "calls", 0) + 1
+    return y * LOCAL.calls
+
+
+class Scaled(Net):
+    @property
+    def scale(self) -> int:
+        CALLS["n"] += 1
+        return CALLS["n"]
+
+
+def of_hook(net: Any, y: Tensor) -> Tensor:
+    """Divides the gradient by a running mean of its size."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        net.size = 0.5 * net.size + 0.5 * float(gradient.norm())
+        return gradient / net.size
+
+    if y.requires_grad:
+        y.register_hook(hook)
+    return y
+
+
+def reversed_later(net: Any, y: Tensor) -> Tensor:
+    """Scales the gradient alone, by a counter of forwards."""
+    net.calls += 1
+    return y.detach() + (y - y.detach()) * min(1.0, net.calls / 10)
+
+
+def counts_inside(net: Any, y: Tensor) -> Tensor:
+    net.kept.n += 1
+    return y if net.kept.n < 50 else y * 0.5
+
+
+def counts_in_tensor(net: Any, y: Tensor) -> Tensor:
+    net.kept += 1
+    return y if net.kept < 50 else y * 0.5
+
+
+def counts_in_list(net: Any, y: Tensor) -> Tensor:
+    net.kept[0] += 1
+    return y if net.kept[0] < 50 else y * 0.5
+
+
+def counts_by_iterator(net: Any, y: Tensor) -> Tensor:
+    return y if next(net.kept) < 50 else y * 0.5
+
+
+def decays(net: Any, y: Tensor) -> Tensor:
+    net.kept *= 0.98
+    return y if net.kept > 0.4 else y * 0.5
+
+
+def full(net: Any, y: Tensor) -> Tensor:
+    net.kept.append(float(y.detach().mean()))
+    return y if len(net.kept) < 50 else y + sum(net.kept)
+
+
+def best_so_far(net: Any, y: Tensor) -> Tensor:
+    net.kept = max(net.kept, float(y.detach().mean()))
+    return y if net.kept < 5 else y * 0.5
+
+
 STATE: dict[str, tuple[Callable[[], Case], str]] = {
+    "queue": (lambda: (Net(of_queue, kept=queue_of(torch.zeros(()))), plain), "kept"),
+    "chain of dicts": (lambda: (Net(of_array, kept=collections.ChainMap({0: 1.0})), plain), "kept"),
+    "array": (lambda: (Net(of_array, kept=array.array("d", [1.0])), plain), "kept"),
+    "cycle": (lambda: (Net(of_iterator, kept=itertools.cycle([1.0, 2.0, 3.0])), plain), "kept"),
+    "zip": (lambda: (Net(lambda net, y: y * sum(next(net.kept)), kept=zip(range(99), strict=True)), plain), "kept"),
+    "parameter's attribute": (lambda: (Net(of_parameter), plain), "layer.weight.calls"),
+    "thread": (lambda: (Net(of_thread), plain), "LOCAL"),
+    "property": (lambda: (Scaled(lambda net, y: y * net.scale), plain), "CALLS"),
+    "hook on an activation": (lambda: (Net(of_hook, size=1.0), plain), "size"),
+    "of the gradient": (lambda: (Net(reversed_later, calls=0), plain), "calls"),
+    "later, in an object": (lambda: (Net(counts_inside, kept=Slotted()), plain), "kept"),
+    "later, in a tensor": (lambda: (Net(counts_in_tensor, kept=torch.zeros(())), plain), "kept"),
+    "later, in a list": (lambda: (Net(counts_in_list, kept=[0]), plain), "kept"),
+    "later, in an iterator": (lambda: (Net(counts_by_iterator, kept=itertools.count()), plain), "kept"),
+    "later, by a factor": (lambda: (Net(decays, kept=1.0), plain), "kept"),
+    "later, when it is full": (lambda: (Net(full, kept=collections.deque(maxlen=60)), plain), "kept"),
+    "later, when it is large": (lambda: (Net(best_so_far, kept=-1e9), plain), "kept"),
     "carried": (lambda: (Net(carried, state=None), plain), "state"),
     "warmed up": (lambda: (Net(warmed_up, calls=0), plain), "calls"),
     "begins later": (lambda: (Net(begins_later, calls=0), plain), "calls"),
@@ -289,7 +398,17 @@ def hooked(net: Any, y: Tensor) -> Tensor:
     return y * len(net.calls)
 
 
+def for_logs(net: Any, y: Tensor) -> Tensor:
+    net.samples, net.rows = net.samples + len(y), len(y)
+    net.best = max(net.best, float(y.detach().mean()))
+    net.scale = net.scale or y.shape[1] ** -0.5
+    if y.requires_grad:
+        y.register_hook(lambda gradient: net.norms.append(float(gradient.norm())))
+    return y.reshape(net.rows, -1) * net.scale
+
+
 PURE: dict[str, Callable[[], Case]] = {
+    "for logs": lambda: (Net(for_logs, samples=0, best=-1e9, scale=None, norms=[]), plain),
     "cache": lambda: (Net(cached, mask=None), plain),
     "kept for plots": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), plain),
     "auxiliary loss": lambda: (Net(kept_for_plots, last=None, history=[], calls=0), auxiliary),
@@ -312,6 +431,38 @@ def test_what_does_not_change_a_loss_is_let_pass(name: str) -> None:
     assert found.fuse or found.randomness == "opaque"
     assert not found.kept_state
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_buffer_that_a_backward_writes_is_refused_by_its_name() -> None:
+    def keeps_largest(net: Any, y: Tensor) -> Tensor:
+        if y.requires_grad:
+            y.register_hook(lambda gradient: net.largest.copy_(gradient.abs().max()))
+        return y
+
+    model = Net(keeps_largest)
+    model.register_buffer("largest", torch.zeros(()))
+    with pytest.raises(JobError, match="a backward that writes buffer largest"):
+        look_at(computer(model), first_batch(), StepBuffers(model))
+
+
+@pytest.mark.parametrize(
+    ("update", "rules"),
+    [
+        (lambda seen, y: seen.add_(len(y)), ("sum",)),
+        (lambda seen, y: seen.add_(len(y)).clamp_(max=1_000), ()),
+        (lambda seen, y: seen.add_(len(y)).remainder_(1_000), ()),
+    ],
+)
+def test_a_count_that_has_a_bound_or_begins_anew_has_no_rule(update: Any, rules: tuple[str, ...]) -> None:
+    def counts(net: Any, y: Tensor) -> Tensor:
+        update(net.seen, y)
+        return y
+
+    model = Net(counts)
+    model.register_buffer("seen", torch.zeros((), dtype=torch.long))
+    found = Look(computer(model)).buffers(first_batch(), ["seen"])
+    assert found.rules["seen"] == rules
+    assert model.seen == 0
 
 
 def test_a_look_keeps_a_bounded_part_of_large_data() -> None:
