@@ -276,11 +276,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     def numbers(self) -> list[Number]:
         """The numbers that have changed, also those within containers and objects."""
-        return [
-            number
-            for name, _, kept in self._kept
-            for number in kept.numbers(lambda key, name=name: f"{name}.{key}".lstrip("."))
-        ]
+        return [number for name, _, kept in self._kept for number in kept.numbers(name)]
 
 
 def refresh_recurrent(modules: Iterable[nn.Module]) -> None:

@@ -118,13 +118,13 @@ class KeptDict:
             if key not in stays:
                 del self._home[key]
 
-    def numbers(self, named: Callable[[Any], str], begun: set[int] | None = None) -> Iterator[Number]:
+    def numbers(self, of: str) -> Iterator[Number]:
         """Numbers that have changed: an entry of its own, a tensor of one element, a count, or within an entry."""
-        begun = set() if begun is None else begun
+        begun: set[int] = set()
         for key in list(self._home):
             if key not in self._skip:
                 kept = self._kept.get(key) or _Kept(None)
-                yield from kept.numbers(self._home, key, named(key), begun)
+                yield from kept.numbers(self._home, key, f"{of}.{key}".lstrip("."), begun)
 
 
 @dataclass(frozen=True)
@@ -372,15 +372,18 @@ def _same_array(one: Any, other: Any) -> bool:
 
 
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
-    """The attributes of a module or another object, also of a library's class; None for classes and functions."""
-    kind = type(value)
+    """The attributes of a module or another object, also of a library's class; None for classes and functions.
+
+    Also None for what divides a model: a forward may write that, and it has memory that cannot be put back.
+    """
+    kind: Any = type(value)
     if isinstance(value, nn.Module):
         return vars(value)
-    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial) or _is_shoals(
-        sys.modules.get(kind.__module__)
-    ):
+    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial):
         return None
-    if slots := _slots(kind):  # type: ignore[arg-type] # mypy does not see that a type is hashable
+    if f"{kind.__module__}.".startswith(("shoal.", "torch.distributed.")):
+        return None
+    if slots := _slots(kind):
         return _Slots(value, slots)
     try:
         found = getattr(value, "__dict__", None)
@@ -550,8 +553,8 @@ def reachable(  # noqa: C901 - a case for each kind of value
             if _is_users(value):
                 found.append((value.__qualname__.rpartition(".")[2], _Named(value, None), frozenset()))
                 for member in list(vars(value).values()):
-                    parts = (getattr(member, kind, None) for kind in ("__func__", "func", "fget", "fset"))
-                    for part in (member, *parts) if not isinstance(member, type) else ():
+                    inner = (getattr(member, kind, None) for kind in ("__func__", "func", "fget", "fset"))
+                    for part in (member, *inner) if not isinstance(member, type) else ():
                         visit(value.__name__, part if callable(part) else None)
         elif isinstance(value, nn.Module):
             for inner, module in value.named_modules():

@@ -267,7 +267,8 @@ class Look:
 
                 def loss(part: Microbatch, kept: NoTrace = wide, precision: Precision = precision) -> Sums:
                     kept.restore()
-                    return self._computed(part, kept, precision)[0]
+                    (total, weight), *_ = self._computed(part, kept, precision)
+                    return total, weight
 
                 fused, parts, coupled = compare(computer.model, loss, microbatch, split, kind.itemsize)
                 fuse = _is_sum(fused, parts)
@@ -351,7 +352,7 @@ class Look:
         one, other = _two_grains(grains)
         kept.restore()
 
-        def run(part: Microbatch) -> tuple[float, ...]:
+        def run(part: Microbatch) -> Any:
             try:
                 return self._computed(part, kept, precision, gradients=gradients)[0]
             except NotFusibleError:  # without a scope: the generators begin with the same state each time
@@ -455,7 +456,7 @@ class Look:
                     remedy="write the module's name and the attribute's, such as 'encoder.calls'",
                 )
 
-    def _computed_opaquely(self, part: Microbatch, precision: Precision, kept: NoTrace | None = None) -> Any:
+    def _computed_opaquely(self, part: Microbatch, precision: Precision, kept: NoTrace | None = None) -> Sums:
         computer = self._computer
         opaque = computer.in_precision(precision)
         opaque.computation = replace(computer.computation, randomness="opaque")
@@ -577,11 +578,13 @@ def find_state(
         tried = {f" after {jump} more forwards": _later(values.get(number.path, ()), jump) for jump in _JUMPS}
         if seen.get(number.path, now) != now:
             tried |= {" when it is larger": now + 10 * (abs(now) + 1), " when it is smaller": now - 10 * (abs(now) + 1)}
-        tried = {when: value for when, value in tried.items() if value is not None and number.name not in allowed}
-        if tried:
+        tried = {when: value for when, value in tried.items() if number.name not in allowed}
+        if any(value is not None for value in tried.values()):
             kept.restore()
             other()
         for when, value in tried.items():
+            if value is None:
+                continue
             kept.keep_state(only=number.name)
             found = first
             with contextlib.suppress(Exception):  # of a number that the model was never made for
@@ -612,7 +615,8 @@ def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
     values = gradient.detach()
     values = values.coalesce().values() if values.is_sparse else values
     values = torch.view_as_real(values) if values.is_complex() else values
-    return float(values.sum(dtype=torch.float32)), float(torch.linalg.vector_norm(values, dtype=torch.float32))
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, dtype=wide))
 
 
 def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
