@@ -275,7 +275,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         ]
 
     def numbers(self) -> list[Number]:
-        """The numbers that have changed, also those within containers and objects."""
+        """Return the numbers that have changed, also those within containers and objects."""
         return [number for name, _, kept in self._kept for number in kept.numbers(name)]
 
 

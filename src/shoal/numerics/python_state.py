@@ -119,12 +119,12 @@ class KeptDict:
                 del self._home[key]
 
     def numbers(self, of: str) -> Iterator[Number]:
-        """Numbers that have changed: an entry of its own, a tensor of one element, a count, or within an entry."""
+        """Yield the numbers that have changed: entries, tensors of one element and counts, also within entries."""
         begun: set[int] = set()
         for key in list(self._home):
             if key not in self._skip:
-                kept = self._kept.get(key) or _Kept(None)
-                yield from kept.numbers(self._home, key, f"{of}.{key}".lstrip("."), begun)
+                before = self._kept.get(key) or _Kept(None)
+                yield from before.numbers(self._home, key, f"{of}.{key}".lstrip("."), begun)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Kept:
         return not isinstance(self.content, int) or len(value) == self.content
 
     def numbers(self, home: Any, key: Any, name: str, begun: set[int], path: str = "") -> Iterator[Number]:
-        """The numbers that have changed in `home[key]`, which was this value. An object in `begun` gives none again."""
+        """Yield the numbers that have changed in `home[key]`, which was this value; none of an object in `begun`."""
         now, path = home[key], path or name
         kind: Any = type(now)
         if isinstance(now, int | float) and not isinstance(now, bool):
@@ -204,15 +204,15 @@ class _Kept:
         elif now is self.value and isinstance(self.content, KeptDict):
             inner = self.content
             for at in list(inner.keys() & set(inner._home)):
-                kept = inner._kept.get(at) or _Kept(None)
-                yield from kept.numbers(inner._home, at, name, begun, f"{path}.{at}")
+                before = inner._kept.get(at) or _Kept(None)
+                yield from before.numbers(inner._home, at, name, begun, f"{path}.{at}")
         elif (
             isinstance(now, list | collections.deque)
             and isinstance(self.content, list)
             and len(now) == len(self.content)
         ):
-            for at, kept in enumerate(self.content):
-                yield from kept.numbers(now, at, name, begun, f"{path}.{at}")
+            for at, before in enumerate(self.content):
+                yield from before.numbers(now, at, name, begun, f"{path}.{at}")
 
     def _same_tensor(self, now: Tensor) -> bool:
         if isinstance(self.content, Tensor):
@@ -338,13 +338,13 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _is_one_way(value: Any) -> bool:
-    """Whether a value is an iterator of Python's own that cannot be set back: a generator, a cycle, a zip."""
+    """Tell whether a value is an iterator of Python's own that cannot be set back: a generator, a cycle, a zip."""
     is_iterator = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return is_iterator and not isinstance(value, (itertools.count, *_ITERATORS))
 
 
 def _place_of(value: Any) -> Any:
-    """Where an iterator and those that it reads are; any other value by its identity, a list by its length too."""
+    """Return where an iterator and those that it reads are; of another value its identity, of a list its length too."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
@@ -372,7 +372,7 @@ def _same_array(one: Any, other: Any) -> bool:
 
 
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
-    """The attributes of a module or another object, also of a library's class; None for classes and functions.
+    """Return the attributes of a module or another object, also of a library's class; None for classes and functions.
 
     Also None for what divides a model: a forward may write that, and it has memory that cannot be put back.
     """
@@ -386,10 +386,10 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     if slots := _slots(kind):
         return _Slots(value, slots)
     try:
-        found = getattr(value, "__dict__", None)
+        attributes = getattr(value, "__dict__", None)
     except Exception:  # of a proxy without an object
         return None
-    return found if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else None
 
 
 @functools.lru_cache(maxsize=256)

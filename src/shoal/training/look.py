@@ -318,19 +318,19 @@ class Look:
                 remedy='write shard.level = "optimizer"' if computer.cut else 'write execution.compile = "none"',
             ) from error
 
-    def _of_gradients(self, total: Any, kept: NoTrace) -> tuple[float, ...]:
-        """Sum and norm of the gradient of each parameter; hooks on parameters, which a step calls once, do not run.
+    def _of_gradients(self, total: Any, trace: NoTrace) -> tuple[float, ...]:
+        """Return the sum and the norm of each parameter's gradient.
 
-        Raises: JobError for a buffer that the backward writes.
+        Hooks on parameters do not run: a step calls them once. Raises: JobError for a buffer that the backward writes.
         """
-        asked = [p for p in self._computer.model.parameters() if p.requires_grad]
-        if not (isinstance(total, Tensor) and total.requires_grad and asked):
-            return (0.0, 0.0) * len(asked)
-        found: Sequence[Tensor | None] = ()
-        by_forward = set(kept.changed_buffers())
+        parameters = [p for p in self._computer.model.parameters() if p.requires_grad]
+        if not (isinstance(total, Tensor) and total.requires_grad and parameters):
+            return (0.0, 0.0) * len(parameters)
+        gradients: Sequence[Tensor | None] = [None] * len(parameters)
+        by_forward = set(trace.changed_buffers())
         with contextlib.suppress(Exception):  # of a checkpoint that is reentrant, or too little memory
-            found = run_engine((total,), (torch.ones_like(total),), asked, accumulate=False)
-        by_backward = set(kept.changed_buffers()) - by_forward
+            gradients = run_engine((total,), (torch.ones_like(total),), parameters, accumulate=False)
+        by_backward = set(trace.changed_buffers()) - by_forward
         if by_backward:
             raise JobError(
                 given=f"a backward that writes buffer {min(by_backward)}",
@@ -338,7 +338,7 @@ class Look:
                 "has a backward of its own",
                 remedy="write the buffer in the forward, or from the step's gradients in a callback after the step",
             )
-        return tuple(number for gradient in found or [None] * len(asked) for number in _two_numbers(gradient))
+        return tuple(number for gradient in gradients for number in _two_numbers(gradient))
 
     # ------------------------------------------------------------------------------------------------------------ state
 
@@ -456,14 +456,14 @@ class Look:
                     remedy="write the module's name and the attribute's, such as 'encoder.calls'",
                 )
 
-    def _computed_opaquely(self, part: Microbatch, precision: Precision, kept: NoTrace | None = None) -> Sums:
+    def _computed_opaquely(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
         computer = self._computer
         opaque = computer.in_precision(precision)
         opaque.computation = replace(computer.computation, randomness="opaque")
         with opaque.scope(part), torch.set_grad_enabled(self._differentiates):
             batch = precision.inputs(copy_of(part.batch))
             total, weight = opaque.evaluate(opaque.pair, batch) if opaque.evaluate else opaque.loss(batch)
-            numbers = self._of_gradients(total, kept) if kept is not None else ()
+            numbers = self._of_gradients(total, trace) if trace is not None else ()
         return float(total), float(weight), *numbers
 
     def _agree(self, one: Tensor, other: Tensor) -> bool:
@@ -586,11 +586,11 @@ def find_state(
             if value is None:
                 continue
             kept.keep_state(only=number.name)
-            found = first
+            result = first
             with contextlib.suppress(Exception):  # of a number that the model was never made for
                 number.write(value)
-                found = one()
-            if matters(found):
+                result = one()
+            if matters(result):
                 raise _state_error([number.name], {number.name: "number"}, when)
     return tuple(sorted(allowed))
 
@@ -665,7 +665,7 @@ def _shifted(buffer: Tensor) -> Tensor:
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:
-    """Whether a buffer holds whole numbers that have grown."""
+    """Tell whether a buffer holds whole numbers that have grown."""
     if before.shape != after.shape or before.is_complex() or after.dtype == torch.bool:
         return False
     return bool((after >= before).all() and (after > before).any() and (after == after.round()).all())
