@@ -324,8 +324,9 @@ class Look:
         Hooks on parameters do not run: a step calls them once. Raises: JobError for a buffer that the backward writes.
         """
         parameters = [p for p in self._computer.model.parameters() if p.requires_grad]
+        nothing = (0.0, 0.0) * len(parameters)
         if not (isinstance(total, Tensor) and total.requires_grad and parameters):
-            return (0.0, 0.0) * len(parameters)
+            return nothing
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
         by_forward = set(trace.changed_buffers())
         with contextlib.suppress(Exception):  # of a checkpoint that is reentrant, or too little memory
@@ -338,6 +339,9 @@ class Look:
                 "has a backward of its own",
                 remedy="write the buffer in the forward, or from the step's gradients in a callback after the step",
             )
+        # A GPU's kernels may add in another order each time: what is only sometimes another number is no state.
+        if self._computer.precision.device.type != "cpu" and not self._computer.exact:
+            return nothing
         return tuple(number for gradient in gradients for number in _two_numbers(gradient))
 
     # ------------------------------------------------------------------------------------------------------------ state
@@ -646,6 +650,8 @@ def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> J
     said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if all(kinds.get(name) == "number" for name in names):
         remedy = "count in a buffer (register_buffer), which shoal advances once a step,"
+    elif any(name.endswith(("._buffers", "._parameters")) for name in names):
+        remedy = "make the module that has it a part of the model (self.criterion = ... in the model),"
     else:
         remedy = "keep it in a buffer (register_buffer) whose value does not depend on how the batch is divided,"
     return JobError(

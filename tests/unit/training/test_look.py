@@ -445,6 +445,22 @@ def test_a_buffer_that_a_backward_writes_is_refused_by_its_name() -> None:
         look_at(computer(model), first_batch(), StepBuffers(model))
 
 
+def test_a_loss_with_a_buffer_belongs_into_the_model() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(1))
+
+        def forward(self, model: nn.Module, batch: Any) -> Any:
+            y = model(batch[0])
+            self.center.lerp_(y.detach().mean(0), 0.5)
+            return mse(y - self.center.clone(), batch[1])
+
+    model = Net(unchanged)
+    with pytest.raises(JobError, match="a part of the model"):
+        look_at(computer(model, Centred()), first_batch(), StepBuffers(model))
+
+
 @pytest.mark.parametrize(
     ("update", "rules"),
     [
