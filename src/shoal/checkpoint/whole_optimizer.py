@@ -31,6 +31,8 @@ Read = Callable[[dict[str, Any], torch.device | None], Tensor]
 
 # Checkpoint group of the parameters' evaluation values, if an optimizer trains with other values.
 EVALUATED = "evaluated"
+# Key in a group of which the optimizer's own steps, or hooks of them, change the learning rate.
+OWN_RATE = "shoal_own_rate"
 # Path prefix of tensors that belong to no parameter.
 ATTRIBUTES = "attributes"
 _BASELINE = "_shoal_baseline"
@@ -112,6 +114,12 @@ def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the distinct groups with a learning rate, of optimizers as in `parts`."""
     every = {id(group): group for part in held for group in part.param_groups}
     return [group for group in every.values() if "lr" in group]
+
+
+def rates_seen(held: Iterable[Any]) -> list[Any]:
+    """The learning rates of `rated`, to compare; a tensor, which is not read, by torch's count of its changes."""
+    rates = [group["lr"] for group in rated(held)]
+    return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 def states(optimizer: Any) -> Iterator[dict[str, Any]]:

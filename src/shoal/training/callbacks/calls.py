@@ -90,12 +90,13 @@ class CallbackCalls:
         self,
         facts: RunFacts,
         model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
         build: Callable[[], nn.Module],
         note: Callable[[str], None],
         events: Events,
     ) -> None:
         """Gives the callbacks their run, before the first step."""
-        self._guard, self._model = ModelGuard(model), model
+        self._guard, self._model = ModelGuard(model, optimizer), model
         if model.divides_state:  # else nothing is gathered
             self._barrier = HookBarrier(model.mesh)
         limbs = Limbs(model, build, self._guard.gives, note, events, self._barrier)

@@ -225,6 +225,56 @@ def test_a_callback_that_changes_a_parameter_ends_the_run() -> None:
         trained(job(Closes()))
 
 
+class Anneals(shoal.Callback):
+    """Writes a buffer by hand, with a forward before it or without one."""
+
+    def __init__(self, forward: bool) -> None:
+        self.forward = forward
+
+    def on_step(self, run: Any, record: Any) -> None:
+        if self.forward:
+            run.model(X)
+        run.model.inner[1].running_mean.fill_(record.step)
+
+
+def test_a_buffer_that_a_callback_writes_without_a_forward_ends_the_run() -> None:
+    with pytest.raises(JobError, match=r"callback Anneals, whose on_step changes the buffer inner\.1\.running_mean"):
+        trained(job(Anneals(forward=False)))
+    assert trained(job(Anneals(forward=True)))[0] == trained(job())[0]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_learning_rate_that_a_callback_sets_ends_the_run(as_tensor: bool) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    class Decays(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            made[-1].param_groups[0]["lr"] *= 0.5
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=torch.tensor(0.1) if as_tensor else 0.1, foreach=False))
+        return made[-1]
+
+    with pytest.raises(JobError, match="callback Decays, whose on_step changes a learning rate"):
+        trained(job(Decays(), optimizer=make))
+
+
+def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_path: Path) -> None:
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.param_groups[0]["lr"] *= 0.5
+
+    own: dict[str, Any] = {"optimizer": lambda parameters: Decaying(parameters, lr=0.1)}
+    halves = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    halved = trained(job(**halves, schedule=lambda progress: 0.5**progress.step))[0]  # type: ignore[attr-defined]
+    assert trained(job(**own))[0] == halved
+    trained(job(**own, steps=2), tmp_path)
+    assert trained(job(**own), tmp_path, resume=True)[0] == halved
+    with pytest.raises(JobError, match="optimizer Decaying, whose step changes a learning rate, and a schedule"):
+        trained(job(**own, schedule=lambda progress: 1.0))
+
+
 def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
     class Late(shoal.Callback):
         def on_step(self, run: Any, record: Any) -> None:
