@@ -135,7 +135,7 @@ class Engine(TrainingParts):
         known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
         facts = RunFacts(*known, around.out, around.settings, around.description)
         build, optimizer = functools.partial(make_model, self.job), self.updater.optimizer
-        self.callbacks.begin(facts, self.sharded_model, optimizer, build, around.note, around.events)
+        self.callbacks.begin(facts, self.sharded_model, optimizer, build, note=around.note, events=around.events)
 
     def first_state(self) -> RunState:
         """Before the first step."""

@@ -92,6 +92,7 @@ class CallbackCalls:
         model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         build: Callable[[], nn.Module],
+        *,
         note: Callable[[str], None],
         events: Events,
     ) -> None:
