@@ -149,9 +149,25 @@ class Stepper:
             return float(groups[0]["lr"])
         return self._rates[0] * multiplier if self._rates else multiplier
 
-    def _keep_own(self, before: list[Any]) -> None:
-        """Marks groups to which a step has given another rate than `before`. Raises: JobError beside a schedule."""
-        for group, was, now in zip(rated(self._parts), before, rates_seen(self._parts), strict=False):
+    def _trained(self) -> list[tuple[int, bool]]:
+        """Which parameters of the groups require a gradient."""
+        return [
+            (id(p), p.requires_grad) for part in self._parts for group in part.param_groups for p in group["params"]
+        ]
+
+    def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
+        """Marks groups to which a step has given another rate than before it.
+
+        Raises: JobError for a rate beside a schedule, and for a parameter that is frozen or trained from now on.
+        """
+        if any(is_trained != dict(trained).get(key, is_trained) for key, is_trained in self._trained()):
+            raise JobError(
+                given=f"optimizer {type(self._optimizer).__name__}, whose step changes requires_grad of a parameter",
+                conflict="what a job trains is divided and summed over ranks as it is before the first step",
+                remedy="leave requires_grad alone and give the parameter's group a learning rate of 0 for a while, or "
+                "set requires_grad in a loop of your own with shoal.Session",
+            )
+        for group, was, now in zip(rated(self._parts), rates, rates_seen(self._parts), strict=False):
             if was != now and self._job.schedule is not None:
                 raise JobError(
                     given=f"optimizer {type(self._optimizer).__name__}, whose step changes a learning rate, and a "
@@ -188,7 +204,7 @@ class Stepper:
             raise step_error(self._optimizer, error) from error
         self.seed(number)
         before = all_generators() if refuse_noise else None
-        rates = rates_seen(self._parts) if may_draw(self._optimizer) else None
+        seen = (rates_seen(self._parts), self._trained()) if may_draw(self._optimizer) else None
         try:
             if self._exact:
                 step_optimizer(self._optimizer)
@@ -198,8 +214,8 @@ class Stepper:
                 self._learn()
         except Exception as error:
             raise step_error(self._optimizer, error) from error
-        if rates is not None:
-            self._keep_own(rates)
+        if seen is not None:
+            self._settle(*seen)
         if before is not None and all_generators() != before:
             raise JobError(
                 given="an optimizer that draws random numbers, where ranks update different parts of a model",

@@ -275,6 +275,26 @@ def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_p
         trained(job(**own, schedule=lambda progress: 1.0))
 
 
+@pytest.mark.parametrize(("first", "said"), [(0, "an optimizer function that sets requires_grad"), (2, "whose step")])
+def test_an_optimizer_that_freezes_a_parameter_is_refused(first: int, said: str) -> None:
+    class Freezing(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            self.num_steps = 0
+            super().__init__(parameters, lr=0.1)
+            self.freeze()
+
+        def freeze(self) -> None:
+            self.param_groups[0]["params"][0].requires_grad_(self.num_steps < first)
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.num_steps += 1
+            self.freeze()
+
+    with pytest.raises(JobError, match=said):
+        trained(job(optimizer=Freezing))
+
+
 def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
     class Late(shoal.Callback):
         def on_step(self, run: Any, record: Any) -> None:
