@@ -78,6 +78,7 @@ class CallbackCalls:
         self._failures: list[dict[str, Any]] = []
         self._errors: dict[str, ShoalError] = {}
         self._warned: set[str] = set()
+        self._told: set[str] = set()  # keys of those that were told what a resume lacks
         self._state = RunState()
         self.unagreed = False
         self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
@@ -198,6 +199,7 @@ class CallbackCalls:
                 with self._guard.around(callback.key, hook):
                     getattr(callback, hook)(self._run, *arguments)
                 raised = False
+                self._tell_of_numbers(callback)
             except Meddled as error:  # at once: nothing may be computed or saved with it
                 self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
@@ -208,6 +210,17 @@ class CallbackCalls:
             finally:
                 self._barrier.end(raised)
                 self._run.caller = None
+
+    def _tell_of_numbers(self, callback: Callback) -> None:
+        """Notes, once, attributes of the model that a callback sets and that a resumed run would not have."""
+        told, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
+        kept = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
+        if told and not kept and callback.key not in self._told and self._run is not None:
+            self._told.add(callback.key)
+            self._run.note(
+                f"callback {callback.key} sets {told[0]} of the model, which is in no checkpoint: a resumed run begins "
+                "with the value of model(); set it in on_start, too, from run.step"
+            )
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
         step, text = self._state.step, next(iter(text_of(error).strip().splitlines()), "")[:300]

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.checkpoint.whole_optimizer import parts, rates_seen
 from shoal.errors import JobError, ShoalError
 from shoal.numerics.isolation import generators_kept
-from shoal.numerics.python_state import same_bits
+from shoal.numerics.python_state import OF_TORCH, same_bits
 from shoal.parallel.model.sharded_model import ShardedModel, local
 
 _CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
@@ -32,6 +32,7 @@ class _Armed(NamedTuple):
 
     modes: list[tuple[nn.Module, bool]]
     buffers: list[tuple[str, Tensor, Tensor]]
+    numbers: dict[str, object]
     forwards: RemovableHandle
 
 
@@ -48,6 +49,7 @@ class ModelGuard:
         self._inside = False
         # A callback may keep what it was given once, and use it in any later hook.
         self._has_model = self._has_parameters = False
+        self.set_numbers: set[str] = set()  # attributes of the model that hooks have set
         self._sums: list[int] = []
 
     def gives(self, what: str) -> None:
@@ -65,13 +67,22 @@ class ModelGuard:
             return
         modes = [(module, module.training) for module in self._model.model.modules()]
         buffers = [(name, b, b.detach().clone()) for name, b in self._model.buffers()]
-        self._armed = _Armed(modes, buffers, register_module_forward_pre_hook(self._runs))
+        self._armed = _Armed(modes, buffers, self._numbers(), register_module_forward_pre_hook(self._runs))
 
     def _seen(self) -> dict[str, tuple[int, bool, int]]:
         """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
         return {
             name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
             for name, p in self._model.parameters()
+        }
+
+    def _numbers(self) -> dict[str, object]:
+        """Plain attributes of the model's modules that are numbers or texts."""
+        return {
+            f"{prefix}.{name}".removeprefix("."): value
+            for prefix, module in self._model.model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and name != "training" and name not in OF_TORCH
         }
 
     def _runs(self, module: nn.Module, inputs: object) -> None:
@@ -146,6 +157,8 @@ class ModelGuard:
         if armed is None:
             return None
         armed.forwards.remove()
+        if not self._has_run:
+            self.set_numbers |= {name for name, value in self._numbers().items() if armed.numbers.get(name) != value}
         for module, training in armed.modes:
             module.training = training
         written = None

@@ -243,6 +243,20 @@ def test_a_buffer_that_a_callback_writes_without_a_forward_ends_the_run() -> Non
     assert trained(job(Anneals(forward=True)))[0] == trained(job())[0]
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_attribute_that_a_callback_sets_is_told_of(starts: bool) -> None:
+    class Sets(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            run.model.beta = float(run.step)
+
+    class Starts(Sets):
+        def on_start(self, run: Any) -> None:
+            run.model.beta = float(run.step)
+
+    lines = trained(job((Starts if starts else Sets)()))[2]
+    assert [line for line in lines if "sets beta of the model" in line] == ([] if starts else [lines[0]])
+
+
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_a_learning_rate_that_a_callback_sets_ends_the_run(as_tensor: bool) -> None:
     made: list[torch.optim.Optimizer] = []
@@ -261,7 +275,7 @@ def test_a_learning_rate_that_a_callback_sets_ends_the_run(as_tensor: bool) -> N
 
 def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_path: Path) -> None:
     class Decaying(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()
             self.param_groups[0]["lr"] *= 0.5
 
@@ -286,7 +300,7 @@ def test_an_optimizer_that_freezes_a_parameter_is_refused(first: int, said: str)
         def freeze(self) -> None:
             self.param_groups[0]["params"][0].requires_grad_(self.num_steps < first)
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             super().step()
             self.num_steps += 1
             self.freeze()
