@@ -275,7 +275,7 @@ def test_a_learning_rate_that_a_callback_sets_ends_the_run(as_tensor: bool) -> N
 
 def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_path: Path) -> None:
     class Decaying(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             super().step()
             self.param_groups[0]["lr"] *= 0.5
 
@@ -289,6 +289,30 @@ def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_p
         trained(job(**own, schedule=lambda progress: 1.0))
 
 
+def scheduled(parameters: Any) -> torch.optim.Optimizer:
+    """With a scheduler, and with a warm-up by a counter, in hooks of its step."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    seen, total = {"steps": 0}, 0
+
+    def warm_up(*arguments: Any) -> None:
+        nonlocal total
+        seen["steps"] += 1
+        total += 1
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1 * min(1.0, (seen["steps"] + total) / 10)
+
+    optimizer.register_step_pre_hook(warm_up)
+    optimizer.register_step_post_hook(lambda *arguments: scheduler.step())
+    return optimizer
+
+
+def test_what_hooks_of_the_optimizer_count_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    undisturbed = trained(job(optimizer=scheduled))[0]
+    trained(job(optimizer=scheduled, steps=4), tmp_path)
+    assert trained(job(optimizer=scheduled), tmp_path, resume=True)[0] == undisturbed
+
+
 @pytest.mark.parametrize(("first", "said"), [(0, "an optimizer function that sets requires_grad"), (2, "whose step")])
 def test_an_optimizer_that_freezes_a_parameter_is_refused(first: int, said: str) -> None:
     class Freezing(torch.optim.SGD):
@@ -300,7 +324,7 @@ def test_an_optimizer_that_freezes_a_parameter_is_refused(first: int, said: str)
         def freeze(self) -> None:
             self.param_groups[0]["params"][0].requires_grad_(self.num_steps < first)
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             super().step()
             self.num_steps += 1
             self.freeze()
