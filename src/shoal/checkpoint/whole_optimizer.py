@@ -126,9 +126,9 @@ def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
     return [group for group in every.values() if "lr" in group]
 
 
-def rates_seen(held: Iterable[Any]) -> list[Any]:
-    """The learning rates of `rated`, to compare; a tensor, which is not read, by torch's count of its changes."""
-    rates = [group["lr"] for group in rated(held)]
+def rates_seen(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the learning rates of `rated`, to compare; a tensor is its count of changes, so that nothing is read."""
+    rates = [group["lr"] for group in rated(optimizers)]
     return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
 
 
@@ -160,15 +160,15 @@ def begin(optimizer: Any) -> None:
 
 
 def _of_hooks(part: Any) -> dict[str, CellType]:
-    """Variables of hooks of an optimizer's step that are numbers, texts, containers or schedulers, by place."""
-    found = {}
+    """Return variables in hooks of an optimizer's step that are numbers, texts, containers or schedulers, by place."""
+    cells = {}
     for kind in ("step_pre_hooks", "step_post_hooks"):
         for number, hook in enumerate(getattr(part, f"_optimizer_{kind}", {}).values()):
             names = hook.__code__.co_freevars if isinstance(hook, FunctionType) else ()
             for name, cell in zip(names, getattr(hook, "__closure__", None) or (), strict=False):
                 if cell != CellType() and isinstance(cell.cell_contents, _IN_HOOKS):
-                    found[f"{kind}[{number}].{name}"] = cell
-    return found
+                    cells[f"{kind}[{number}].{name}"] = cell
+    return cells
 
 
 def containers(optimizer: Any) -> set[int]:

@@ -127,10 +127,10 @@ class GrainLoss(NamedTuple):
     weight: float
 
 
-def refuse_other_losses(told: Sequence[tuple[float, float, float, float] | None]) -> None:
-    """Raises: JobError where ranks, in their order, give the same samples different losses."""
+def refuse_other_losses(losses: Sequence[tuple[float, float, float, float] | None]) -> None:
+    """Refuse ranks that give the same samples different losses. Raises: JobError."""
     first: dict[tuple[float, float], tuple[int, GrainLoss]] = {}
-    for rank, loss in enumerate(GrainLoss(*seen) if seen is not None else None for seen in told):
+    for rank, loss in enumerate(GrainLoss(*seen) if seen is not None else None for seen in losses):
         if loss is None or not math.isfinite(loss.total):
             continue
         of, other = first.setdefault((loss.grain, loss.batch), (rank, loss))

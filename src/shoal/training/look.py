@@ -100,7 +100,7 @@ class Look:
             return replace(found, computation=computation, seen=self._loss_of_grain())
 
     def _loss_of_grain(self) -> GrainLoss | None:
-        """The loss of a grain that other ranks look at, too; None of a model that is divided or draws otherwise."""
+        """Return the loss of a grain that other ranks look at, too; None if the model is divided or draws otherwise."""
         if self._seen is None or self._computer.divided:
             return None
         part, (total, weight) = self._seen

@@ -150,13 +150,13 @@ class Stepper:
         return self._rates[0] * multiplier if self._rates else multiplier
 
     def _trained(self) -> list[tuple[int, bool]]:
-        """Which parameters of the groups require a gradient."""
+        """Return which parameters of the groups require a gradient."""
         return [
             (id(p), p.requires_grad) for part in self._parts for group in part.param_groups for p in group["params"]
         ]
 
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
-        """Marks groups to which a step has given another rate than before it.
+        """Mark groups to which a step has given another rate than before it.
 
         Raises: JobError for a rate beside a schedule, and for a parameter that is frozen or trained from now on.
         """

@@ -82,7 +82,7 @@ def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unshared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Floating-point tensors that are plain attributes: neither broadcast nor in checkpoints."""
+    """Yield floating-point tensors that are plain attributes: neither broadcast nor in checkpoints."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             plain = isinstance(value, Tensor) and is_strided(value) and not value.is_meta

@@ -78,7 +78,7 @@ class CallbackCalls:
         self._failures: list[dict[str, Any]] = []
         self._errors: dict[str, ShoalError] = {}
         self._warned: set[str] = set()
-        self._told: set[str] = set()  # keys of those that were told what a resume lacks
+        self._said: set[str] = set()  # keys of callbacks of which a note says what a resume lacks
         self._state = RunState()
         self.unagreed = False
         self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
@@ -212,14 +212,14 @@ class CallbackCalls:
                 self._run.caller = None
 
     def _tell_of_numbers(self, callback: Callback) -> None:
-        """Notes, once, attributes of the model that a callback sets and that a resumed run would not have."""
-        told, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
-        kept = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
-        if told and not kept and callback.key not in self._told and self._run is not None:
-            self._told.add(callback.key)
+        """Note, once, attributes of the model that a callback sets and that a resumed run would not have."""
+        names, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
+        restores = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
+        if names and not restores and callback.key not in self._said and self._run is not None:
+            self._said.add(callback.key)
             self._run.note(
-                f"callback {callback.key} sets {told[0]} of the model, which is in no checkpoint: a resumed run begins "
-                "with the value of model(); set it in on_start, too, from run.step"
+                f"callback {callback.key} sets {names[0]} of the model, which is in no checkpoint: a resumed run "
+                "begins with the value of model(); set it in on_start, too, from run.step"
             )
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:

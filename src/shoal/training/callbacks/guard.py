@@ -77,7 +77,7 @@ class ModelGuard:
         }
 
     def _numbers(self) -> dict[str, object]:
-        """Plain attributes of the model's modules that are numbers or texts."""
+        """Return plain attributes of the model's modules that are numbers or texts."""
         return {
             f"{prefix}.{name}".removeprefix("."): value
             for prefix, module in self._model.model.named_modules()
@@ -152,7 +152,7 @@ class ModelGuard:
         return changed
 
     def _put_back(self) -> str | None:
-        """Puts modes and buffers back; the first buffer that the hook has changed without a forward."""
+        """Put modes and buffers back, and return the first buffer that the hook has changed without a forward."""
         armed, self._armed = self._armed, None
         if armed is None:
             return None

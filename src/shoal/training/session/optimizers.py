@@ -109,7 +109,7 @@ class OwnStepper(Stepper):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
-        """A loop of one's own takes rates and what is trained as they are."""
+        """Accept rates and requires_grad as they are: the loop may change both."""
 
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
         with multiplied(self._optimizer, self._now):
