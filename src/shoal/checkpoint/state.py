@@ -21,7 +21,7 @@ from shoal.checkpoint.whole_optimizer import (
     parts,
     restore_attributes,
 )
-from shoal.distributed.process_setup import is_torchs
+from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
 from shoal.parallel.model.sharded_model import laid_out, local, replaced
 
@@ -104,7 +104,7 @@ def optimizer_state(
                 raise replaced(f"{lost} of the optimizer's group {len(document['groups'])}")
             members = [names[id(p)] for p in group["params"]]
             document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
-        if not is_torchs(part):
+        if not is_torchs(part) or is_hooked(part):
             on_device = functools.partial(leaf, device)
             document["attributes"] = attributes(part, where, held, on_device, aside)
             document["extras"] = extras(part, where, held, on_device, list(tensors.values()))

@@ -12,16 +12,25 @@ import random
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.distributed.failures import user_error
-from shoal.distributed.process_setup import is_torchs
+from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import UserCodeError
 from shoal.numerics.python_state import copy_of_count
 
@@ -31,6 +40,8 @@ Read = Callable[[dict[str, Any], torch.device | None], Tensor]
 
 # Checkpoint group of the parameters' evaluation values, if an optimizer trains with other values.
 EVALUATED = "evaluated"
+# Key in a group of which the optimizer's own steps, or hooks of them, change the learning rate.
+OWN_RATE = "shoal_own_rate"
 # Path prefix of tensors that belong to no parameter.
 ATTRIBUTES = "attributes"
 _BASELINE = "_shoal_baseline"
@@ -57,6 +68,7 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
 _ITERATORS: tuple[Any, ...] = (GeneratorType, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
 # Objects of these modules belong to the process: a logger refers to all loggers and their files.
 _OF_PROCESS = ("logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "io")
+_IN_HOOKS = (bool, int, float, str, dict, list, deque, set, LRScheduler)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
 
 
@@ -114,6 +126,12 @@ def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
     return [group for group in every.values() if "lr" in group]
 
 
+def rates_seen(optimizers: Iterable[Any]) -> list[Any]:
+    """Return the learning rates of `rated`, to compare; a tensor is its count of changes, so that nothing is read."""
+    rates = [group["lr"] for group in rated(optimizers)]
+    return [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
+
+
 def states(optimizer: Any) -> Iterator[dict[str, Any]]:
     """Yield the state of each parameter, in the optimizer and its inner optimizers."""
     for part in parts(optimizer).values():
@@ -128,7 +146,7 @@ def begin(optimizer: Any) -> None:
     The record is an attribute of the optimizer, since callers that need the state have only the optimizer.
     Raises: UserCodeError for an iterator among the attributes, since its position cannot be stored.
     """
-    if is_torchs(optimizer):
+    if is_torchs(optimizer) and not is_hooked(optimizer):
         return
     aside = containers(optimizer)
     for part in parts(optimizer).values():
@@ -137,7 +155,20 @@ def begin(optimizer: Any) -> None:
             encoder = _Encoder({}, aside)
             baseline[name] = encoder.plain(value)
             encoder.refuse_iterator(name, part)
+        baseline |= {name: _Encoder({}, aside).plain(cell.cell_contents) for name, cell in _of_hooks(part).items()}
         setattr(part, _BASELINE, baseline)
+
+
+def _of_hooks(part: Any) -> dict[str, CellType]:
+    """Return variables in hooks of an optimizer's step that are numbers, texts, containers or schedulers, by place."""
+    cells = {}
+    for kind in ("step_pre_hooks", "step_post_hooks"):
+        for number, hook in enumerate(getattr(part, f"_optimizer_{kind}", {}).values()):
+            names = hook.__code__.co_freevars if isinstance(hook, FunctionType) else ()
+            for name, cell in zip(names, getattr(hook, "__closure__", None) or (), strict=False):
+                if cell != CellType() and isinstance(cell.cell_contents, _IN_HOOKS):
+                    cells[f"{kind}[{number}].{name}"] = cell
+    return cells
 
 
 def containers(optimizer: Any) -> set[int]:
@@ -169,6 +200,11 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
                 remedy="make it in the optimizer's __init__, or keep tensors and numbers in attributes",
             )
         found[name] = _Encoder(names, aside, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
+    for name, cell in _of_hooks(part).items() if hasattr(part, _BASELINE) else ():
+        encoder, value = _Encoder(names, aside), cell.cell_contents
+        changed = encoder.plain(value) != baseline.get(name)
+        if changed and not encoder.has_tensors and (isinstance(value, LRScheduler) or not encoder.has_objects):
+            found[name] = _Encoder(names, aside).encode(value, "")
     return found
 
 
@@ -188,8 +224,15 @@ def restore_attributes(
             delattr(part, name)
         elif plain != baseline[name]:
             setattr(part, name, restored(json.loads(baseline[name]), value, parameters, read))
+    cells = _of_hooks(part)
+    for name, cell in cells.items():
+        document = saved.get(name, json.loads(baseline[name]) if name in baseline else None)
+        plain = _Encoder({}, aside).plain(cell.cell_contents)
+        if document is not None and json.dumps(document) != plain:
+            cell.cell_contents = restored(document, cell.cell_contents, parameters, read)
     for name, document in saved.items():
-        setattr(part, name, restored(document, getattr(part, name, None), parameters, read))
+        if name not in cells:
+            setattr(part, name, restored(document, getattr(part, name, None), parameters, read))
 
 
 class _Encoder:

@@ -30,7 +30,7 @@ from shoal.data.quarantine import Fetched, Quarantine, TolerantReader
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
 from shoal.numerics.flat import is_strided, raw_bytes, strided_parts
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.no_trace import NoTrace
 from shoal.runs.user_frames import place_of, raised_by_library, traceback_of
 
@@ -185,18 +185,23 @@ class SampleSource(MapSource):
     def check_repeats(self, grains: Sequence[Ids], keys: Sequence[int]) -> None:
         """Read neighbouring grains twice, the second time in reverse order, and compare samples and batches.
 
-        Raises: DataError for the first sample that differs. Unreadable samples are ignored here.
+        Raises: DataError for the first sample that differs, and for samples that draw in their first reading alone.
+        Unreadable samples are ignored here.
         """
+        drew = [0]
 
         def once(grain: int) -> tuple[list[Any], Any]:
             ids = grains[grain].tolist()
             seed_everything(keys[grain])
+            before, seed = all_generators(), torch.initial_seed()
             samples = self.read(ids)
+            drew[-1] += all_generators() != before and torch.initial_seed() == seed  # else it seeds by itself
             return samples, collate_samples(self._collate, samples, self.name, ids)
 
         order = range(len(grains))
         try:
             first = [once(grain) for grain in order]
+            drew.append(0)
             again = [once(grain) for grain in reversed(order)][::-1]
         except DataError:
             return
@@ -204,6 +209,14 @@ class SampleSource(MapSource):
             which = [i for i, a, b in zip(ids.tolist(), samples, others, strict=True) if not _same(a, b)]
             if which or not _same(batch, other):
                 raise self._not_repeated(f"sample {which[0]}" if which else "the batch that collate makes of samples")
+        if drew[0] and not drew[1]:
+            raise DataError(
+                given=f"samples of {self.name} that draw random numbers in their first reading and no more",
+                conflict=f"{type(self.data).__name__} keeps what it has drawn: the values follow from the step and the "
+                "process that reads a sample first, and a resumed run draws others",
+                remedy="keep the sample and draw in each reading, or make the generator from the sample's index in "
+                "__getitem__",
+            )
 
     def _not_repeated(self, what: str) -> DataError:
         own = [name for name, value in getattr(self.data, "__dict__", {}).items() if isinstance(value, _GENERATORS)]

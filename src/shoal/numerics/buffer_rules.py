@@ -263,7 +263,7 @@ def no_rule(kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = Tru
         given=f"buffer{'s' if len(kinds) > 1 else ''} {said}, which a forward changes",
         conflict=f"a step is computed in microbatches, and {cause}",
         remedy="keep sums over samples in buffers (a count, a sum, a sum of squares) and compute the value from them; "
-        "or change the buffer in a callback after the step; or write Job(grains=1), which computes a batch in one "
+        "or write Job(grains=1), which computes a batch in one "
         f"forward; or declare a rule that is good enough: Job(buffers={{{declared}}}), say, "
         f"of {', '.join(BUFFER_RULES)}",
     )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from shoal.training.coupling import meaning
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
 RANDOMNESS = ("none", "scoped", "opaque")
+# Ranks with the same weights and samples differ by rounding, at most bfloat16's on unlike devices; a loss that is a
+# small difference of large terms is nothing but rounding.
+_OTHER_LOSS, _NO_LOSS = 1e-2, 1e-4
 
 
 @dataclass(frozen=True)
@@ -105,12 +109,43 @@ class BufferLook:
 class ProbeResult:
     """Microbatch policy by the evidence of one batch; not `conclusive` where its loss was not finite.
 
-    `too_large`: memory ran out, and fewer grains are to be asked about.
+    `too_large`: memory ran out, and fewer grains are to be asked about. `seen`: what another rank would give as well.
     """
 
     computation: MicrobatchPolicy
     conclusive: bool = True
     too_large: bool = False
+    seen: GrainLoss | None = None
+
+
+class GrainLoss(NamedTuple):
+    """A grain's loss on one rank: the grain's number, a checksum of its batch, and the loss's total and weight."""
+
+    grain: float
+    batch: float
+    total: float
+    weight: float
+
+
+def refuse_other_losses(losses: Sequence[tuple[float, float, float, float] | None]) -> None:
+    """Refuse ranks that give the same samples different losses. Raises: JobError."""
+    first: dict[tuple[float, float], tuple[int, GrainLoss]] = {}
+    for rank, loss in enumerate(GrainLoss(*seen) if seen is not None else None for seen in losses):
+        if loss is None or not math.isfinite(loss.total):
+            continue
+        of, other = first.setdefault((loss.grain, loss.batch), (rank, loss))
+        for name in ("total", "weight"):
+            one, two = getattr(other, name), getattr(loss, name)
+            if not math.isclose(one, two, rel_tol=_OTHER_LOSS, abs_tol=_NO_LOSS):
+                raise JobError(
+                    given=f"a loss that gives the same samples the {name} {one:.6g} on rank {of} and {two:.6g} on rank "
+                    f"{rank}",
+                    conflict="the ranks have the same weights and compute with other numbers: what the job draws while "
+                    "it is loaded, from Python's or NumPy's generators, differs by rank, and so does what follows from "
+                    "RANK or get_rank()",
+                    remedy="seed the generator with a constant (random.seed(0), numpy.random.default_rng(0)), or make "
+                    "the number a parameter of the job function and give it with --set",
+                )
 
 
 class RedoError(Exception):

@@ -134,7 +134,8 @@ class Engine(TrainingParts):
         """Tells the callbacks which run they are in, which goes up to `num_steps`."""
         known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
         facts = RunFacts(*known, around.out, around.settings, around.description)
-        self.callbacks.begin(facts, self.sharded_model, lambda: make_model(self.job), around.note, around.events)
+        build, optimizer = functools.partial(make_model, self.job), self.updater.optimizer
+        self.callbacks.begin(facts, self.sharded_model, optimizer, build, note=around.note, events=around.events)
 
     def first_state(self) -> RunState:
         """Before the first step."""

@@ -67,6 +67,14 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="only the model's own parameters get gradients",
             remedy="build it from the list that the optimizer function is given",
         )
+    frozen = [name for name, p in parameters._named if not p.requires_grad]
+    if frozen:
+        raise JobError(
+            given=f"an optimizer function that sets requires_grad of {frozen[0]} to False",
+            conflict="what is trained is decided before the optimizer is made",
+            remedy="freeze the parameter in model(); to train it later leave it as it is and give its group a learning "
+            "rate of 0 for a while, or use a loop of your own with shoal.Session",
+        )
     to_train(optimizer)
     begin(optimizer)
     return optimizer

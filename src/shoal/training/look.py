@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer
 from shoal.errors import JobError, PeerError, ShoalError, UserCodeError, text_of
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.buffer_rules import COARSE, FINE, Observed, Rounding, explaining, is_in_order
+from shoal.numerics.checksum import bits_checksum
+from shoal.numerics.flat import is_strided
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.out_of_memory import is_out_of_memory
@@ -31,7 +33,7 @@ from shoal.numerics.precision import Precision
 from shoal.numerics.python_state import same_bits
 from shoal.parallel.backward import run_backward, run_engine
 from shoal.parallel.model.sharded_model import replaced
-from shoal.training.computation import BufferLook, LossComputer, ProbeResult
+from shoal.training.computation import BufferLook, GrainLoss, LossComputer, ProbeResult
 from shoal.training.coupling import compare
 from shoal.training.optimizer_trial import OptimizerTrial, refuse_read
 
@@ -62,6 +64,8 @@ class Look:
         self._computer, self._together = computer, together
         self._differentiates = not computer.divided and not computer.compiles
 
+    _seen: tuple[Microbatch, Sums] | None = None  # the first grain's, without what the forwards of others leave
+
     def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
         """Compute the first microbatch fused and grain by grain, and return how it has to be computed.
 
@@ -91,7 +95,17 @@ class Look:
                 found = replace(found, computation=replace(found.computation, fuse=False))
             self._check_allowed(kept)
             allowed = self._state(grains, kept, gradients=not (computer.divided or computer.compiles))
-            return replace(found, computation=replace(found.computation, kept_state=allowed))
+            computation = replace(found.computation, kept_state=allowed)
+            return replace(found, computation=computation, seen=self._loss_of_grain())
+
+    def _loss_of_grain(self) -> GrainLoss | None:
+        """Return the loss of a grain that other ranks look at, too; None if the model is divided or draws otherwise."""
+        seen, self._seen = self._seen, None
+        if seen is None or self._computer.divided:
+            return None
+        part, (total, weight) = seen
+        tensors = [leaf for leaf in tree_leaves(part.batch) if isinstance(leaf, Tensor) and is_strided(leaf)]
+        return GrainLoss(part.grains[0].index, bits_checksum(tensors), total, weight)
 
     def state(self, grains: Microbatch) -> None:
         """Look for state again. Raises: as `policy`."""
@@ -221,7 +235,7 @@ class Look:
             raise JobError(
                 given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
                 conflict="shoal cannot put the parameter back after it has looked at the first batch",
-                remedy="write it with torch's operators under torch.no_grad(), or in a callback after the step",
+                remedy="write it with torch's operators under torch.no_grad(), or in a step of the optimizer",
             )
 
     def _policy(self, microbatch: Microbatch, buffers: StepBuffers, kept: NoTrace, precision: Precision) -> ProbeResult:
@@ -243,6 +257,7 @@ class Look:
                 changed |= set(kept.changed_buffers())
             if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
                 randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
+                self._seen = split[0], parts[0][0]
                 fuse = _is_sum(fused, [pair for pair, _, _ in parts])
                 if fuse is False and not self._computer.divided:
                     fuse, coupled = self._looked_at_again(microbatch, split, kept)
@@ -363,6 +378,7 @@ class Look:
                 return self._computed_opaquely(part, precision, kept if gradients else None)
 
         first = run(one)
+        self._seen = (one, first[:2]) if self._seen is not None else None
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
         found = {*kept.changed_parameters(), *kept.written_parameters()}
         writes, writes_frozen = self._together(bool(found)), self._together(bool(found - trained))
@@ -491,7 +507,8 @@ class Look:
                     remedy="renormalise the rows that the forward has looked up instead, such as "
                     "torch.renorm(embedding(x), 2, -1, max_norm)"
                     if renormalises
-                    else "write the parameter in a callback after the step, where its value is the same on every rank",
+                    else "write the parameter in the optimizer's step (a subclass, or register_step_post_hook), where "
+                    "its value is the same on every rank",
                 )
 
 

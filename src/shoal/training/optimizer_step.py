@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.state import optimizer_state
-from shoal.checkpoint.whole_optimizer import groups, parts, rated
+from shoal.checkpoint.whole_optimizer import OWN_RATE, groups, parts, rated, rates_seen
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
@@ -139,11 +139,44 @@ class Stepper:
     def _set(self, progress: Progress, groups: list[dict[str, Any]]) -> float:
         multiplier = self.multiplier(progress)
         for group, rate in zip(groups, self._rates, strict=True):
+            if OWN_RATE in group:
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
             else:
                 group["lr"] = rate * multiplier
+        if groups and OWN_RATE in groups[0]:
+            return float(groups[0]["lr"])
         return self._rates[0] * multiplier if self._rates else multiplier
+
+    def _trained(self) -> list[tuple[int, bool]]:
+        """Return which parameters of the groups require a gradient."""
+        return [
+            (id(p), p.requires_grad) for part in self._parts for group in part.param_groups for p in group["params"]
+        ]
+
+    def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
+        """Mark groups to which a step has given another rate than before it.
+
+        Raises: JobError for a rate beside a schedule, and for a parameter that is frozen or trained from now on.
+        """
+        if any(is_trained != dict(trained).get(key, is_trained) for key, is_trained in self._trained()):
+            raise JobError(
+                given=f"optimizer {type(self._optimizer).__name__}, whose step changes requires_grad of a parameter",
+                conflict="what a job trains is divided and summed over ranks as it is before the first step",
+                remedy="leave requires_grad alone and give the parameter's group a learning rate of 0 for a while, or "
+                "set requires_grad in a loop of your own with shoal.Session",
+            )
+        for group, was, now in zip(rated(self._parts), rates, rates_seen(self._parts), strict=False):
+            if was != now and self._job.schedule is not None:
+                raise JobError(
+                    given=f"optimizer {type(self._optimizer).__name__}, whose step changes a learning rate, and a "
+                    "schedule",
+                    conflict="the schedule sets the rates before each step, and the optimizer's change is lost",
+                    remedy="keep one of them: the scheduler or hook in the optimizer, or Job(schedule=...)",
+                )
+            if was != now:
+                group[OWN_RATE] = True
 
     def seed(self, step: int) -> None:
         """Seeds the generators for optimizers that may add noise: the same on all ranks."""
@@ -171,6 +204,7 @@ class Stepper:
             raise step_error(self._optimizer, error) from error
         self.seed(number)
         before = all_generators() if refuse_noise else None
+        seen = (rates_seen(self._parts), self._trained()) if may_draw(self._optimizer) else None
         try:
             if self._exact:
                 step_optimizer(self._optimizer)
@@ -180,6 +214,8 @@ class Stepper:
                 self._learn()
         except Exception as error:
             raise step_error(self._optimizer, error) from error
+        if seen is not None:
+            self._settle(*seen)
         if before is not None and all_generators() != before:
             raise JobError(
                 given="an optimizer that draws random numbers, where ranks update different parts of a model",

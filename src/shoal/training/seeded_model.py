@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shoal.distributed.mesh import Mesh
+from shoal.errors import JobError
 from shoal.launch.in_child import look_in_child
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import is_strided, raw_bytes
@@ -29,7 +30,8 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
     """The model that `make` constructs after it has seeded the generators, and a sentence where its seed has no say.
 
     A child process constructs a second model where the first one took up to 0.3 s. What model() does besides (it sets a
-    global, counts, prints) happens once in this process. Raises: what the first construction raises.
+    global, counts, prints) happens once in this process. Raises: what the first construction raises; JobError where a
+    tensor that no rank and no checkpoint shares gets other values. Memory that nobody has initialised counts as equal.
     """
     began = time.perf_counter()
     model = make()
@@ -39,9 +41,23 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
 
     def work() -> dict[str, list[str]]:
         torch.set_num_threads(1)  # OpenMP's threads are not in a copy
-        return {"said": list(_unlike(known, dict(_values(make())), drawn=drawn))}
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        again = make()
+        unshared = dict(_unshared(again))
+        third = dict(_unshared(make())) if unshared else {}
+        other = [name for name in unshared if name in third and not _are_equal(unshared[name], third[name])]
+        return {"said": list(_unlike(known, dict(_values(again)), drawn=drawn)), "unshared": other}
 
     found = look_in_child(work, _CHILD_SECONDS)
+    if found is not None and found["unshared"]:
+        raise JobError(
+            given=f"model(), which gives other values to {_some(found['unshared'])} when it is called again with the "
+            "same seed",
+            conflict="a plain attribute is neither shared by ranks nor in checkpoints: each rank, and a resumed run, "
+            "would compute with values of its own",
+            remedy=f"register_buffer, whose values are those of rank 0 and in each checkpoint; or {_SEED_IT}",
+        )
     return model, found["said"] if found is not None else []
 
 
@@ -63,6 +79,15 @@ def unlike_ranks(mesh: Mesh, model: nn.Module) -> list[str]:
 def _values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     tensors = (*model.named_parameters(), *model.named_buffers())
     return ((name, tensor.detach()) for name, tensor in tensors if not is_lazy(tensor))
+
+
+def _unshared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield floating-point tensors that are plain attributes: neither broadcast nor in checkpoints."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            plain = isinstance(value, Tensor) and is_strided(value) and not value.is_meta
+            if plain and (value.is_floating_point() or value.is_complex()):
+                yield f"{prefix}.{name}".removeprefix("."), value.detach()
 
 
 def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], *, drawn: bool) -> Iterator[str]:

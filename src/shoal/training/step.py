@@ -23,7 +23,14 @@ from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums, buffer_sums
-from shoal.training.computation import BufferLook, MicrobatchPolicy, ProbeResult, RedoError, no_gradient
+from shoal.training.computation import (
+    BufferLook,
+    MicrobatchPolicy,
+    ProbeResult,
+    RedoError,
+    no_gradient,
+    refuse_other_losses,
+)
 from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.look import LATER_STEPS, Look
 
@@ -173,6 +180,7 @@ class StepRunner:
             if parts.strategy.syncs_every_microbatch:  # the same on all ranks, since they meet in every forward
                 first = self._loader.filler(fetched.step)
             found = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
+            refuse_other_losses(parts.mesh.gather_json(found.seen))
             told = parts.mesh.all_gather([float(found.too_large), float(not found.conclusive)])
             too_large, unclear = told.max(axis=0) > 0
             agreed = self._agree_on(found.computation, None if too_large else fetched.step)

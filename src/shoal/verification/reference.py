@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.checkpoint.whole_optimizer import evaluated_weights, parts, rated, with_modes
+from shoal.checkpoint.whole_optimizer import OWN_RATE, evaluated_weights, parts, rated, with_modes
 from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -329,6 +329,8 @@ class Reference:
             return
         multiplier = float(self._job.schedule(progress)) if self._job.schedule is not None else 1.0
         for group, rate in zip(rated(parts(self._optimizer).values()), self._rates, strict=True):
+            if OWN_RATE in group:
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate * multiplier)
             else:

@@ -323,3 +323,23 @@ def test_several_sets_in_one_are_refused(data: Any, kinds: str) -> None:
 
 def test_a_dict_by_number_is_a_data_set() -> None:
     assert len(opened({number: (X[number], number) for number in range(12)})) == 12
+
+
+class Keeps(Plain):
+    """Keeps what it has drawn for a sample; `seeded`: from the sample's index."""
+
+    def __init__(self, seeded: bool) -> None:
+        self.seeded, self.kept = seeded, dict[int, torch.Tensor]()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.kept:
+            if self.seeded:
+                torch.manual_seed(index)
+            self.kept[index] = torch.rand(2)
+        return self.kept[index]
+
+
+def test_a_sample_that_is_drawn_once_and_kept_is_refused() -> None:
+    with pytest.raises(DataError, match="draw random numbers in their first reading and no more"):
+        opened(Keeps(seeded=False)).check_repeats(IDS, [1, 2])
+    opened(Keeps(seeded=True)).check_repeats(IDS, [1, 2])

@@ -16,14 +16,22 @@ from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
-from shoal.errors import LossError, UserCodeError
+from shoal.errors import JobError, LossError, UserCodeError
 from shoal.job import Job, Steps
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.numerics.wide_products import ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
-from shoal.training.computation import LossComputer, MicrobatchPolicy, ProbeResult, RedoError, check_pair
+from shoal.training.computation import (
+    GrainLoss,
+    LossComputer,
+    MicrobatchPolicy,
+    ProbeResult,
+    RedoError,
+    check_pair,
+    refuse_other_losses,
+)
 from shoal.training.look import Look
 
 X = torch.linspace(-1, 1, 96).view(32, 3)
@@ -277,3 +285,33 @@ def test_the_scope_of_forward_and_backward_holds_the_processors_products(
     with narrow.scope(first_batch()):
         assert isinstance(_get_current_dispatch_mode(), ProductsInFloat32)
     assert _get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (GrainLoss(0, 7, 1.001, 2.0), None),  # rounding
+        (GrainLoss(0, 7, 1.5, 2.0), "the total 1 on rank 1 and 1.5 on rank 2"),
+        (GrainLoss(0, 7, 1.0, 3.0), "the weight 2 on rank 1 and 3 on rank 2"),
+        (GrainLoss(1, 7, 1.5, 2.0), None),  # another grain
+        (GrainLoss(0, 8, 1.5, 2.0), None),  # other samples, which is told elsewhere
+        (GrainLoss(0, 7, math.nan, 2.0), None),
+    ],
+)
+def test_ranks_that_give_the_same_samples_other_losses_are_refused(other: GrainLoss, said: str | None) -> None:
+    told = [None, GrainLoss(0, 7, 1.0, 2.0), other]
+    if said is None:
+        refuse_other_losses(told)
+    else:
+        with pytest.raises(JobError, match=said):
+            refuse_other_losses(told)
+
+
+def test_a_look_gives_the_loss_of_a_grain_that_ranks_compare() -> None:
+    model, batch = nn.Linear(3, 1), first_batch()
+    seen = look_at(computer(model), batch, StepBuffers(model)).seen
+    grain = batch.split()[0]
+    total, weight = plain(model, grain.batch)
+    assert seen is not None
+    assert (seen.grain, seen.weight) == (grain.grains[0].index, weight)
+    assert seen.total == pytest.approx(float(total))

@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.distributed.mesh import Mesh
 from shoal.distributed.process_setup import has_drawn_since_loading, seed_loading
+from shoal.errors import JobError
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.training.seeded_model import construct_twice, unlike_ranks
 
@@ -132,6 +133,22 @@ def test_a_function_that_can_be_called_once() -> None:
 
     model, said = construct_twice(make, drawn=True)
     assert (type(model), said) == (nn.Linear, [])
+
+
+class Features(nn.Linear):
+    """Random features in a plain attribute."""
+
+    def __init__(self, seed: int | None) -> None:
+        super().__init__(3, 2)
+        self.drawn = torch.from_numpy(np.random.default_rng(seed).normal(size=(2, 3)))
+        self.also = self.drawn + 1
+        self.scratch = torch.empty(1000)
+
+
+def test_an_attribute_that_each_call_draws_anew_is_refused() -> None:
+    with pytest.raises(JobError, match=r"other values to drawn and 1 more when it is called again"):
+        found(lambda: Features(None))
+    assert found(lambda: Features(3)) == []
 
 
 def test_a_module_that_each_call_changes_is_named() -> None:

@@ -78,6 +78,7 @@ class CallbackCalls:
         self._failures: list[dict[str, Any]] = []
         self._errors: dict[str, ShoalError] = {}
         self._warned: set[str] = set()
+        self._said: set[str] = set()  # keys of callbacks of which a note says what a resume lacks
         self._state = RunState()
         self.unagreed = False
         self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
@@ -90,12 +91,14 @@ class CallbackCalls:
         self,
         facts: RunFacts,
         model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
         build: Callable[[], nn.Module],
+        *,
         note: Callable[[str], None],
         events: Events,
     ) -> None:
         """Gives the callbacks their run, before the first step."""
-        self._guard, self._model = ModelGuard(model), model
+        self._guard, self._model = ModelGuard(model, optimizer), model
         if model.divides_state:  # else nothing is gathered
             self._barrier = HookBarrier(model.mesh)
         limbs = Limbs(model, build, self._guard.gives, note, events, self._barrier)
@@ -196,6 +199,7 @@ class CallbackCalls:
                 with self._guard.around(callback.key, hook):
                     getattr(callback, hook)(self._run, *arguments)
                 raised = False
+                self._tell_of_numbers(callback)
             except Meddled as error:  # at once: nothing may be computed or saved with it
                 self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
@@ -206,6 +210,17 @@ class CallbackCalls:
             finally:
                 self._barrier.end(raised)
                 self._run.caller = None
+
+    def _tell_of_numbers(self, callback: Callback) -> None:
+        """Note, once, attributes of the model that a callback sets and that a resumed run would not have."""
+        names, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
+        restores = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
+        if names and not restores and callback.key not in self._said and self._run is not None:
+            self._said.add(callback.key)
+            self._run.note(
+                f"callback {callback.key} sets {names[0]} of the model, which is in no checkpoint: a resumed run "
+                "begins with the value of model(); set it in on_start, too, from run.step"
+            )
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
         step, text = self._state.step, next(iter(text_of(error).strip().splitlines()), "")[:300]

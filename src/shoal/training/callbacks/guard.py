@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
+from shoal.checkpoint.whole_optimizer import parts, rates_seen
 from shoal.errors import JobError, ShoalError
 from shoal.numerics.isolation import generators_kept
+from shoal.numerics.python_state import OF_TORCH, same_bits
 from shoal.parallel.model.sharded_model import ShardedModel, local
 
 _CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
@@ -22,15 +27,29 @@ class Meddled(Exception):  # noqa: N818 - it carries the error
         self.told = told
 
 
-class ModelGuard:
-    """Context of a hook: generators, modes and buffers are afterwards as they were, and parameters have to be."""
+class _Armed(NamedTuple):
+    """The model before a hook that may have it, and the hook that notices forwards."""
 
-    def __init__(self, model: ShardedModel) -> None:
+    modes: list[tuple[nn.Module, bool]]
+    buffers: list[tuple[str, Tensor, Tensor]]
+    numbers: dict[str, object]
+    forwards: RemovableHandle
+
+
+class ModelGuard:
+    """Context of a hook: generators, modes and buffers are afterwards as they were; parameters and rates have to be.
+
+    A forward in the hook may change buffers, which are put back. Where none has run, a hook has to leave them alone.
+    """
+
+    def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._device = model, model.mesh.device
-        self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor]]] | None = None
+        self._rated, self._has_run = tuple(parts(optimizer).values()), False
+        self._armed: _Armed | None = None
         self._inside = False
         # A callback may keep what it was given once, and use it in any later hook.
         self._has_model = self._has_parameters = False
+        self.set_numbers: set[str] = set()  # attributes of the model that hooks have set
         self._sums: list[int] = []
 
     def gives(self, what: str) -> None:
@@ -47,8 +66,8 @@ class ModelGuard:
         if not self._inside or self._armed is not None:
             return
         modes = [(module, module.training) for module in self._model.model.modules()]
-        buffers = [(b, b.detach().clone()) for _, b in self._model.buffers()]
-        self._armed = modes, buffers
+        buffers = [(name, b, b.detach().clone()) for name, b in self._model.buffers()]
+        self._armed = _Armed(modes, buffers, self._numbers(), register_module_forward_pre_hook(self._runs))
 
     def _seen(self) -> dict[str, tuple[int, bool, int]]:
         """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
@@ -56,6 +75,18 @@ class ModelGuard:
             name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
             for name, p in self._model.parameters()
         }
+
+    def _numbers(self) -> dict[str, object]:
+        """Return plain attributes of the model's modules that are numbers or texts."""
+        return {
+            f"{prefix}.{name}".removeprefix("."): value
+            for prefix, module in self._model.model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (bool, int, float, str) and name != "training" and name not in OF_TORCH
+        }
+
+    def _runs(self, module: nn.Module, inputs: object) -> None:
+        self._has_run = True
 
     def _sums_now(self) -> list[int]:
         """A checksum of each parameter: torch counts no change that is made through `p.data`."""
@@ -66,7 +97,7 @@ class ModelGuard:
     def around(self, key: str, hook: str) -> Iterator[None]:
         """Around one hook. Raises: Meddled where it has changed a parameter."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        before, self._inside = self._seen(), True
+        before, rates, self._inside, self._has_run = self._seen(), rates_seen(self._rated), True, False
         if self._has_parameters:
             self._sums = self._sums_now()
         if self._has_model:
@@ -78,8 +109,28 @@ class ModelGuard:
             self._inside = False
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self._device)
-            self._put_back()
+            written = self._put_back()
+        if rates != rates_seen(self._rated):
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes a learning rate of the optimizer",
+                    conflict="callbacks do not train: before each step shoal sets the rates by the job's schedule, and "
+                    "this change would have no effect",
+                    remedy="write Job(schedule=shoal.Schedule(torch.optim.lr_scheduler.StepLR, step_size=30)), or a "
+                    "function of progress; for rates that follow a loss use a loop of your own with shoal.Session",
+                )
+            )
         changed = self._changed(before)
+        if changed is None and written is not None:
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes the buffer {written}",
+                    conflict="callbacks do not train: buffers are put back after each hook, and this change would have "
+                    "no effect",
+                    remedy="change the buffer in the model's forward, or keep the value in a plain attribute that "
+                    "on_start and on_step set from run.step",
+                )
+            )
         if changed is not None:
             raise Meddled(
                 JobError(
@@ -100,15 +151,27 @@ class ModelGuard:
             changed = next((name for name, was, found in sums if was != found), None)
         return changed
 
-    def _put_back(self) -> None:
+    def _put_back(self) -> str | None:
+        """Put modes and buffers back, and return the first buffer that the hook has changed without a forward."""
         armed, self._armed = self._armed, None
         if armed is None:
-            return
-        for module, training in armed[0]:
+            return None
+        armed.forwards.remove()
+        if not self._has_run:
+            self.set_numbers |= {name for name, value in self._numbers().items() if armed.numbers.get(name) != value}
+        for module, training in armed.modes:
             module.training = training
+        written = None
         with torch.no_grad():
-            for buffer, kept in armed[1]:  # always: torch counts no version where batch statistics are written
+            for (
+                name,
+                buffer,
+                kept,
+            ) in armed.buffers:  # always: torch counts no version where batch statistics are written
+                if written is None and not self._has_run and not same_bits(buffer, kept):
+                    written = name
                 buffer.copy_(kept)
+        return written
 
 
 def _checksum(tensor: Tensor) -> Tensor:

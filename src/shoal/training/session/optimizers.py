@@ -108,6 +108,9 @@ class OwnStepper(Stepper):
         if any(map(may_draw, self._optimizers)):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
+    def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
+        """Accept rates and requires_grad as they are: the loop may change both."""
+
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
         with multiplied(self._optimizer, self._now):
             super().step(number, refuse_noise=refuse_noise)

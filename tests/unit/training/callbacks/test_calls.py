@@ -225,6 +225,114 @@ def test_a_callback_that_changes_a_parameter_ends_the_run() -> None:
         trained(job(Closes()))
 
 
+class Anneals(shoal.Callback):
+    """Writes a buffer by hand, with a forward before it or without one."""
+
+    def __init__(self, forward: bool) -> None:
+        self.forward = forward
+
+    def on_step(self, run: Any, record: Any) -> None:
+        if self.forward:
+            run.model(X)
+        run.model.inner[1].running_mean.fill_(record.step)
+
+
+def test_a_buffer_that_a_callback_writes_without_a_forward_ends_the_run() -> None:
+    with pytest.raises(JobError, match=r"callback Anneals, whose on_step changes the buffer inner\.1\.running_mean"):
+        trained(job(Anneals(forward=False)))
+    assert trained(job(Anneals(forward=True)))[0] == trained(job())[0]
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_attribute_that_a_callback_sets_is_told_of(starts: bool) -> None:
+    class Sets(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            run.model.beta = float(run.step)
+
+    class Starts(Sets):
+        def on_start(self, run: Any) -> None:
+            run.model.beta = float(run.step)
+
+    lines = trained(job((Starts if starts else Sets)()))[2]
+    assert [line for line in lines if "sets beta of the model" in line] == ([] if starts else [lines[0]])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_learning_rate_that_a_callback_sets_ends_the_run(as_tensor: bool) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    class Decays(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            made[-1].param_groups[0]["lr"] *= 0.5
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=torch.tensor(0.1) if as_tensor else 0.1, foreach=False))
+        return made[-1]
+
+    with pytest.raises(JobError, match="callback Decays, whose on_step changes a learning rate"):
+        trained(job(Decays(), optimizer=make))
+
+
+def test_a_rate_that_the_optimizers_own_step_changes_is_kept_over_a_resume(tmp_path: Path) -> None:
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.param_groups[0]["lr"] *= 0.5
+
+    own: dict[str, Any] = {"optimizer": lambda parameters: Decaying(parameters, lr=0.1)}
+    halves = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    halved = trained(job(**halves, schedule=lambda progress: 0.5**progress.step))[0]  # type: ignore[attr-defined]
+    assert trained(job(**own))[0] == halved
+    trained(job(**own, steps=2), tmp_path)
+    assert trained(job(**own), tmp_path, resume=True)[0] == halved
+    with pytest.raises(JobError, match="optimizer Decaying, whose step changes a learning rate, and a schedule"):
+        trained(job(**own, schedule=lambda progress: 1.0))
+
+
+def scheduled(parameters: Any) -> torch.optim.Optimizer:
+    """With a scheduler, and with a warm-up by a counter, in hooks of its step."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    seen, total = {"steps": 0}, 0
+
+    def warm_up(*arguments: Any) -> None:
+        nonlocal total
+        seen["steps"] += 1
+        total += 1
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.1 * min(1.0, (seen["steps"] + total) / 10)
+
+    optimizer.register_step_pre_hook(warm_up)
+    optimizer.register_step_post_hook(lambda *arguments: scheduler.step())
+    return optimizer
+
+
+def test_what_hooks_of_the_optimizer_count_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    undisturbed = trained(job(optimizer=scheduled))[0]
+    trained(job(optimizer=scheduled, steps=4), tmp_path)
+    assert trained(job(optimizer=scheduled), tmp_path, resume=True)[0] == undisturbed
+
+
+@pytest.mark.parametrize(("first", "said"), [(0, "an optimizer function that sets requires_grad"), (2, "whose step")])
+def test_an_optimizer_that_freezes_a_parameter_is_refused(first: int, said: str) -> None:
+    class Freezing(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            self.num_steps = 0
+            super().__init__(parameters, lr=0.1)
+            self.freeze()
+
+        def freeze(self) -> None:
+            self.param_groups[0]["params"][0].requires_grad_(self.num_steps < first)
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            self.num_steps += 1
+            self.freeze()
+
+    with pytest.raises(JobError, match=said):
+        trained(job(optimizer=Freezing))
+
+
 def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
     class Late(shoal.Callback):
         def on_step(self, run: Any, record: Any) -> None:
