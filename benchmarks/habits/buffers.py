@@ -402,3 +402,42 @@ def dead_codes(m, x):
 def dead_codes_replaced_at_random():
     """A code is replaced by a random sample of the batch."""
     return {"model": lambda: Watched(dead_codes, codes=torch.zeros(8, 4))}
+
+
+def seen_up_to_limit(m, x):
+    m.seen.add_(len(x)).clamp_(max=60)
+
+
+@habit(
+    "buffers", "either", why="a limit that a part of the batch reaches before the others: " + NO_RULE, names=("seen",)
+)
+def count_with_limit():
+    """Samples are counted up to a limit."""
+    return {"model": lambda: Watched(seen_up_to_limit, seen=torch.zeros(()))}
+
+
+class GradientRange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.register_buffer("amax", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.a(x)
+        if y.requires_grad:
+            y.register_hook(self.observed)
+        return self.b(torch.relu(y))
+
+    def observed(self, gradient):
+        self.amax.copy_(torch.maximum(self.amax, gradient.abs().amax()))
+
+
+@habit(
+    "buffers",
+    "refused",
+    why="each microbatch has a backward of its own, of gradients of its own scale",
+    names=("amax",),
+)
+def range_of_gradients():
+    """The largest gradient of an activation is kept in a buffer, as in training with 8-bit floats."""
+    return {"model": GradientRange}

@@ -403,3 +403,37 @@ def swapped_for_evaluation():
         return (model(batch[0]).argmax(1) == batch[1]).sum(), len(batch[1])
 
     return {"optimizer": Swapping, "eval_data": points, "metrics": {"correct": correct}}
+
+
+class Scheduled(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.2, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self, lambda step: 0.8**step)
+
+    def step(self, closure=None):
+        super().step()
+        self.schedule.step()
+
+
+@habit("optimizers")
+def scheduler_in_optimizer():
+    """An optimizer steps its own learning-rate scheduler."""
+    return {"optimizer": Scheduled}
+
+
+@habit("optimizers")
+def warmed_up_by_hook():
+    """A hook before each step of the optimizer counts the steps and raises the rate."""
+
+    def optimizer(params):
+        made, steps = torch.optim.SGD(params, lr=0.1, momentum=0.9), {"taken": 0}
+
+        def warm_up(optimizer, args, kwargs):
+            steps["taken"] += 1
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * min(1.0, steps["taken"] / 5)
+
+        made.register_step_pre_hook(warm_up)
+        return made
+
+    return {"optimizer": optimizer}

@@ -1,7 +1,10 @@
 """State outside of buffers: attributes, counters, lists, closures, globals, teachers, weights that a forward writes."""
 
 import copy
+import dataclasses
+import itertools
 import math
+import queue
 
 import torch
 import torch.nn.functional as F
@@ -540,3 +543,79 @@ class CountedEvaluations(nn.Module):
 def counted_evaluations():
     """A buffer counts the batches of evaluations, and their outputs are multiplied by it."""
     return {"model": CountedEvaluations, "eval_data": Points}
+
+
+class Queued(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.outputs = mlp(), queue.Queue()
+        self.outputs.put(torch.zeros(4))
+
+    def forward(self, x):
+        y, before = self.net(x), self.outputs.get()
+        self.outputs.put(y.detach().mean(0))
+        return y - before
+
+
+@habit("state", "refused", why=CARRIED, names=("outputs",))
+def carried_in_queue():
+    """The mean output of the batch before lies in a queue of the standard library."""
+    return {"model": Queued}
+
+
+class Alternating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scales = mlp(), itertools.cycle([1.0, 0.5, 2.0])
+
+    def forward(self, x):
+        return self.net(x) * next(self.scales)
+
+
+@habit("state", "refused", why=CALLS, names=("scales",))
+def cycled_scales():
+    """Each forward takes the next of three scales."""
+    return {"model": Alternating}
+
+
+@dataclasses.dataclass
+class Progress:
+    calls: int = 0
+
+
+class Decaying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.progress = mlp(), Progress()
+
+    def forward(self, x):
+        self.progress.calls += 1
+        return self.net(x) * (2 if self.progress.calls > 40 else 1)
+
+
+@habit("state", "refused", why=CALLS, names=("progress",))
+def counter_in_dataclass():
+    """A dataclass counts forwards, and the output changes after forty of them."""
+    return {"model": Decaying}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = mlp(), 1.0
+
+    def forward(self, x):
+        y = self.net[0](x)
+        if y.requires_grad:
+            y.register_hook(self.scaled)
+        return self.net[2](torch.relu(y))
+
+    def scaled(self, gradient):
+        self.norm = 0.5 * self.norm + 0.5 * float(gradient.norm())
+        return gradient / self.norm
+
+
+@habit("state", "refused", why="each microbatch has a backward of its own", names=("norm",))
+def gradient_norm_in_hook():
+    """Gradients of activations are divided by a moving average of their norm."""
+    return {"model": Scaled}

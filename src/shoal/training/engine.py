@@ -28,11 +28,12 @@ from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.failures import user_error
-from shoal.distributed.mesh import Mesh
+from shoal.distributed.mesh import Mesh, alone
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import JobError, ShoalError
 from shoal.job import Job
 from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.in_child import look_in_child
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
@@ -45,7 +46,7 @@ from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
 from shoal.plans.grains import random_key
-from shoal.plans.plan import Plan
+from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
 from shoal.runs.generation import Fence
 from shoal.runs.initial_weights import InitialWeights
@@ -62,9 +63,10 @@ from shoal.training.memory_format_choice import agreed_format
 from shoal.training.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.optimizer_step import Stepper, Updater
 from shoal.training.optimizer_trial import refuse_divided_steps
-from shoal.training.preflight import compare_data, compare_models
+from shoal.training.preflight import compare_data, compare_models, judged
 from shoal.training.replicas import ReplicaCheck
 from shoal.training.seeded_model import construct_twice, unlike_ranks
+from shoal.training.step import StepRunner
 from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock, StepListener
 from shoal.training.trainer import Trainer
@@ -72,6 +74,8 @@ from shoal.training.trainer import Trainer
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
+# Elements of a model that one process looks at where ranks divide it, and seconds that the look may take.
+_MOST_WHOLE, _WHOLE_SECONDS = 1 << 22, 10.0
 # From so many metrics on, a run says what they cost.
 _MANY_METRICS = 3
 # What runs that have not asked for it are told.
@@ -89,6 +93,7 @@ class Engine(TrainingParts):
     notes: tuple[str, ...] = ()
     unseeded: tuple[str, ...] = ()  # those of the notes that are on initial values
     taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
+    is_new: bool = False  # whether the run begins, and nothing has looked at its job yet
 
     @property
     def num_parameters(self) -> int:
@@ -108,6 +113,8 @@ class Engine(TrainingParts):
         """
         if self.plan.execution.compile != "none":
             return None
+        if self.is_new and self.computer.divided:
+            together(self.mesh, lambda: look_at_whole(self) if self.mesh.rank == 0 else None)
         calls: list[None] = []
         handle = self.model.register_forward_pre_hook(lambda model, args: calls.append(None))
         began = time.perf_counter()
@@ -259,7 +266,34 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         unseeded=unseeded,
         notes=(*notes, *unseeded, *said, *copied, *left, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
+        is_new=options.checks_seed,
     )
+
+
+def look_at_whole(engine: Engine) -> None:
+    """Raise the JobError that a run of one process would raise before its first step, if the model is small.
+
+    A rank of a divided model sees the state of its own part, and computes no gradient alone. So a child process builds
+    the whole model and looks at that. Whatever else the child raises is left to the run itself.
+    """
+    if engine.num_parameters > _MOST_WHOLE or not isinstance(engine.job.train_data.source, MapSource):
+        return
+    plan = Plan(execution=ExecutionSection(exact=engine.plan.execution.exact))
+
+    def work() -> dict[str, Any]:
+        torch.set_num_threads(1)  # OpenMP's threads are not in a copy
+        one = build(engine.job, judged(engine.job, plan).plan, alone(torch.device("cpu")), Options(telemetry=False))
+        try:
+            one.rehearse()
+            runner = StepRunner(one, one.loader, lambda text: None)
+            runner.looked_at(runner.fetch(0))
+        except JobError as error:
+            return {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}
+        return {}
+
+    refusal = look_in_child(work, _WHOLE_SECONDS)
+    if refusal:
+        raise JobError(**refusal)
 
 
 def _buffers(job: Job, plan: CompletePlan, sharded_model: ShardedModel, order: Order | None) -> StepBuffers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import all_generators
 from shoal.plans.plan import Plan
-from shoal.training.engine import Engine, Options, build
+from shoal.training.engine import Engine, Options, build, look_at_whole
 from shoal.training.preflight import judged
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
@@ -273,3 +274,24 @@ def test_state_that_begins_with_an_evaluation_is_found_after_it() -> None:
     length = {"eval_data": ROWS, "global_batch": 20, "grains": 2, "length": shoal.Steps(4)}
     with pytest.raises(JobError, match="leaves in last"):
         trained(job(model=lambda: CarriesLater(3, 1), **length))
+
+
+class Later(nn.Linear):
+    """Doubles its output after forty forwards."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * (2 if self.calls > 40 else 1)
+
+
+def test_a_child_looks_at_the_whole_of_a_model_that_ranks_divide() -> None:
+    """The counter is none that a rank of a divided model sets to later values."""
+    for model, refused in ((lambda: Later(3, 1), True), (lambda: nn.Linear(3, 1), False)):
+        made = engine(job(model=model))
+        try:
+            with pytest.raises(JobError, match="state that a forward leaves") if refused else contextlib.nullcontext():
+                look_at_whole(made)
+        finally:
+            made.close()
