@@ -181,7 +181,7 @@ def by_parts(model: Any, batch: Any) -> Any:
 
 
 def test_a_loss_that_calls_parts_of_a_sharded_model_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="uses parts of the model by themselves") as caught:
+    with pytest.raises(JobError, match="uses parameters or parts of the model by themselves") as caught:
         in_ranks(partial(small, loss=by_parts), {"shard": 2}, tmp_path / "ranks", "parameters", 1)
     assert "call the whole model" in caught.value.remedy
 

@@ -201,14 +201,7 @@ class LossPair:
         except Exception as error:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
-            if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
-                raise JobError(
-                    given=f"a {self.what} that uses parts of the model by themselves, or differentiates twice through "
-                    "it, where parameters are cut over the shard axis",
-                    conflict="a rank has them whole while model(...) runs and in one backward, each unit while it is "
-                    "called, and not outside of it",
-                    remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
-                ) from error
+            refuse_past_the_model(self.what, error)
             if "support saved tensor hooks" in text_of(error):
                 raise JobError(
                     given=f"a {self.what} that transforms the model by torch.func, with recomputed blocks",
@@ -226,6 +219,18 @@ _PAST_THE_MODEL = (
     "'FSDPParam' object has no attribute",
     "setStorage",
 )
+
+
+def refuse_past_the_model(what: str, error: Exception) -> None:
+    """Raise a JobError if torch says that code used cut parameters outside of the model's own forward."""
+    if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
+        raise JobError(
+            given=f"a {what} that uses parameters or parts of the model by themselves, or differentiates twice through "
+            "it, where parameters are cut over the shard axis",
+            conflict="a rank has them whole while model(...) runs and in one backward, each unit while it is called, "
+            "and not outside of it",
+            remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
+        ) from error
 
 
 # (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.

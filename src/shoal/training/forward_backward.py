@@ -22,7 +22,7 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.computation import LossComputer
+from shoal.training.computation import LossComputer, refuse_past_the_model
 from shoal.training.telemetry import StepClock
 
 if TYPE_CHECKING:
@@ -221,6 +221,7 @@ class ForwardBackward:
         except Exception as error:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
+            refuse_past_the_model("loss", error)
             raise user_error("the backward", error) from error
         if self.parts.buffers.names:
             strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
