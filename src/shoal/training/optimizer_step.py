@@ -203,9 +203,7 @@ class Stepper:
         Raises: UserCodeError; JobError if `refuse_noise` and the optimizer has drawn random numbers.
         """
         try:
-            if (
-                not self._exact and self._direct is not None and self._direct.take()
-            ):  # a direct step draws no random numbers
+            if not self._exact and self._direct is not None and self._direct.take():  # draws nothing
                 self._num_learnt = 0
                 return
         except Exception as error:
