@@ -1,4 +1,4 @@
-"""Search for the samples whose loss or gradient is NaN or infinite."""
+"""Search for samples with a loss or gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY: dict[str, Any] = {"rank": None, "host": None, "grains": [], "samples": [
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A step whose loss or gradient is not finite.
+    """A step with a loss or gradient that is not finite.
 
     `step` counts from 0. `loss`: the mean over the global batch.
     `found`: the culprits, or None for a model that several ranks compute together, which is not searched.
@@ -118,6 +118,6 @@ class NonFiniteSearch:
             return False
         try:
             gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
-        except RuntimeError:  # reentrant checkpointing only writes .grad, whose hooks send it: check the loss alone
+        except RuntimeError:  # reentrant checkpointing only writes .grad, where hooks send it: check the loss
             return True
         return all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)

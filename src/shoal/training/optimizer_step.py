@@ -59,7 +59,7 @@ class Update:
 
 @dataclass(frozen=True)
 class QueuedUpdate:
-    """An update whose kernels are queued on the device.
+    """An update with kernels that are queued on the device.
 
     `good`: bool [] on the device, True if the update changes the parameters. `norm`: float64 [], the norm of the summed
     gradients from the strategy's `queued_norm`.
@@ -162,7 +162,7 @@ class Stepper:
         ]
 
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
-        """Mark groups whose learning rate the optimizer's step has changed.
+        """Mark groups with a learning rate that the optimizer's step has changed.
 
         Raises: JobError for such a change in a job with a schedule, and for a changed `requires_grad`.
         """

@@ -113,7 +113,7 @@ class OptimizerTrial:
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for one of torch's own optimizers without hooks, whose dependencies are known."""
+    """Return True for one of torch's own optimizers without hooks: its dependencies are known."""
     return is_torchs(optimizer) and not is_hooked(optimizer)
 
 
@@ -138,7 +138,7 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
-    """Return the first parameter whose part and whole differ after a step by more than rounding."""
+    """Return the first parameter with a part that differs from the whole after a step by more than rounding."""
     for number in range(1, min(len(whole), len(part))):
         for name, value in part[number].items():
             before, wanted = (own[name].of(steps[name]) for steps in whole[number - 1 : number + 1])
@@ -196,7 +196,7 @@ def _cut_dims(part: TensorSlice | None) -> tuple[int, ...]:
 
 
 def refuse_read(trial: OptimizerTrial, kept: NoTrace, together: Callable[[bool], bool], names: Collection[str]) -> None:
-    """Raise JobError for an optimizer whose step depends on a value that a forward has left in the model.
+    """Raise JobError for an optimizer with a step that depends on a value from a forward of the model.
 
     `kept`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
     `names`: the values to check.

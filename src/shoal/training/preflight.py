@@ -199,8 +199,8 @@ def _structure(model: nn.Module) -> dict[str, str]:
 def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
     """Compare the number of samples and a few samples on all ranks. Raises and collective: as `refuse_differences`.
 
-    The check excludes streams, which must not be started, and samples that change when they are read again. It compares
-    no samples if worker processes read the data, whose files must not be opened here.
+    The check excludes streams, which must not be started, and samples that change when they are read again. If worker
+    processes read the data, it compares no samples, since the files must not be opened here.
     """
     if mesh.world_size == 1 or not isinstance(source, MapSource):
         return

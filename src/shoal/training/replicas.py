@@ -150,7 +150,7 @@ class ReplicaCheck:
         return {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
 
     def _farthest(self) -> list[int]:
-        """Return the ranks whose tensors were farthest from the result of the repeated steps.
+        """Return the ranks with the tensors farthest from the result of the repeated steps.
 
         A flipped bit reaches the other replicas through later gradients, but its own rank also has the bit itself. The
         result is empty if two ranks are equally far. Collective: a JSON gather.

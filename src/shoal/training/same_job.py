@@ -21,7 +21,7 @@ _PLAIN = (bool, int, str, bytes, complex, type(None), type(Ellipsis), range, tor
 
 
 def differing_fields(one: Job, other: Job) -> tuple[str, ...]:
-    """Return the names of the fields whose values differ, or cannot be compared.
+    """Return the names of the fields with values that differ or cannot be compared.
 
     Neither job may have been opened or trained. Two objects of a user's class are the same if their `__reduce_ex__`
     values are the same; the comparison calls nothing in these values.

@@ -462,7 +462,7 @@ class StepRunner:
         parts.buffers.restore()
 
     def _nothing(self, step: int) -> Tensor:
-        """Return a zero whose backward runs through the model, since the other ranks synchronize there.
+        """Return a zero with a backward through the model, where the other ranks synchronize.
 
         It replaces a loss without a gradient. If the loss has not called the model, another microbatch's loss does; it
         is the same microbatch on all such ranks.

@@ -43,9 +43,9 @@ _NUM_FAILURES = 3
 
 @dataclass(frozen=True)
 class _Queued:
-    """Step whose kernels are queued and whose numbers are not read.
+    """Step with queued kernels and results that are not read yet.
 
-    `measured`: the step whose measures are in its row. `num_updates`: updates including this step's. `agreed`: the
+    `measured`: the step measured in the row. `num_updates`: updates including this step's. `agreed`: the
     ranks' agreement, if rows do not travel with the sums.
     """
 
@@ -78,7 +78,7 @@ After = tuple[FetchedStep | None, Agreement | None]
 
 
 class StepsAhead:
-    """Runs of steps that are read one step late. All ranks decide alike which steps belong to a run."""
+    """Runs of steps that are read one step late. All ranks agree on the steps that belong to a run."""
 
     def __init__(
         self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hooks: TrainerHooks, num_steps: int
@@ -93,7 +93,7 @@ class StepsAhead:
             and not kinds & {torch.float64, torch.complex128}
         )
         self._tries, self._pause, self._not_before = 0, 1, 0
-        self._told = -1  # the last step whose measures were sent in a row of this run
+        self._told = -1  # the last step measured in a row of this run
         self._last = math.inf  # the step that all ranks read before they queue the next one
         self._is_slow = False
         self._captured = captured_step(parts, runner, hooks.note)

@@ -28,7 +28,7 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank whose median step time is `ratio` times the fastest rank's; `cause`: the span with most of the excess."""
+    """Rank with a median step time of `ratio` times the fastest rank's; `cause`: the span with most of the excess."""
 
     rank: int
     ratio: float
@@ -45,7 +45,7 @@ class StragglerWatch:
 
     def __init__(self, plan: Plan, num_grains: int) -> None:
         ranks = plan.degrees.divides_grains
-        # Off for pipelines, whose stages differ in their layers, and for ranks without grains.
+        # Off for pipelines, since stages differ in their layers, and for ranks without grains.
         self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
         self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)

@@ -40,7 +40,7 @@ class StepListener:
     """
 
     def begins(self, step: int) -> None:
-        """Handle the approach of a step, counted from 1, whose time does not run yet."""
+        """Handle the approach of a step, counted from 1, before its time runs."""
 
     def began(self, now: float) -> None:
         """Handle the start of the step's time, in the span `other`."""
@@ -217,7 +217,7 @@ class RecordWriter:
         self._refused = False
 
     def write(self, record: StepRecord) -> None:
-        """Append one line, which is written at once, by `flush`, or with the first record after 50 ms."""
+        """Append one line. It is written at once, by `flush`, or with the first record after 50 ms."""
         if self._file is None:
             return
         self._waiting.append(record)

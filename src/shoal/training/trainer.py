@@ -40,7 +40,7 @@ class Trainer:
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
-        self._computation: MicrobatchPolicy | None = None  # the policy whose JSON value is in the state
+        self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # updates that the state counts
         self._ended_by: dict[str, Any] | None = None
@@ -252,7 +252,7 @@ class Trainer:
         return False
 
     def _name_flipped(self, step: int, ranks: list[int]) -> None:
-        """Report the ranks whose replicas differed, after the repeated steps agree."""
+        """Report the ranks with different replicas, after the repeated steps agree."""
         for rank in ranks:
             what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
             self._around.note(f"step {step}: {what}")

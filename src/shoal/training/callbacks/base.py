@@ -74,7 +74,7 @@ class RunControl:
     def __init__(self, facts: RunFacts, limbs: Limbs, state: Callable[[], RunState]) -> None:
         self._facts, self._limbs, self._state = facts, limbs, state
         self.asked, self.reasons = 0, dict[str, str]()
-        self.caller: Callback | None = None  # the callback whose hook is running
+        self.caller: Callback | None = None  # the callback of the running hook
         self.late = False  # the next step is already queued
         self.failed_alone = False  # an error ends this rank, and maybe no other rank: nothing can be gathered
 
@@ -243,7 +243,7 @@ class Callback:
     Hooks run without gradients and with their own generators, so that they do not change the training. If a hook
     raises, the callback is switched off on all ranks and reported. If `required` is True, the error ends the run
     instead.
-    `watches_only`: True for a callback without requests, whose `on_step` then needs no agreement of the ranks.
+    `watches_only`: True for a callback without requests. Its `on_step` then needs no agreement of the ranks.
     """
 
     required: bool = False
@@ -308,7 +308,7 @@ def overrides(callback: Callback, hook: str) -> bool:
 
 
 def refuse_own(callback: Callback) -> None:
-    """Raise JobError for a hook on the object instead of its class, whose hooks are the same on all ranks."""
+    """Raise JobError for a hook on the object, not its class: only a class's hooks are the same on all ranks."""
     for name in vars(Callback):
         if name in vars(callback) and (name == "watches_only" or callable(getattr(Callback, name))):
             raise JobError(

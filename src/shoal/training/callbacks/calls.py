@@ -278,7 +278,7 @@ class CallbackCalls:
     # --------------------------------------------------------------------------------------------------- evaluation
     @property
     def average(self) -> EMA | None:
-        """The callback whose averaged weights are evaluated as well, or None."""
+        """The callback with averaged weights that are evaluated as well, or None."""
         for callback in self._callbacks:
             if isinstance(callback, EMA) and callback.evaluate and callback.key not in self._off:
                 return callback
@@ -330,7 +330,7 @@ class CallbackCalls:
         ]
 
     def differ(self, digests: Sequence[Mapping[str, str] | None]) -> list[str]:
-        """Note and return, once, lines about callbacks whose state differs between ranks, from all ranks' digests."""
+        """Note and return, once, lines about callbacks with different states on ranks, from all ranks' digests."""
         known = [own for own in digests if own is not None]
         lines = []
         for key in [k for k in (known[0] if known else {}) if k not in self._warned]:

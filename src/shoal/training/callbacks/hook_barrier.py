@@ -1,4 +1,4 @@
-"""HookBarrier: barrier of all ranks within a hook that also detects ranks whose hook has raised or ended."""
+"""HookBarrier: barrier of all ranks within a hook that detects ranks with a hook that has raised or ended."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MissingRankError(JobError):
 class HookBarrier:
     """Barrier within a hook, through the ranks' key-value store.
 
-    A collective would wait for a rank whose hook has raised before it. Instead, each rank writes its state when a hook
-    ends, which costs some microseconds and no wait. Only ranks at a barrier wait. They also watch the other processes
-    of their own host, since without a launcher nobody else does.
+    A collective would wait for a rank after an error in its hook. Instead, each rank writes its state when a hook ends,
+    which costs some microseconds and no wait. Only ranks at a barrier wait. They also watch the other processes of
+    their own host, since without a launcher nobody else does.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:

@@ -28,7 +28,7 @@ from shoal.training.parameter_server.channel import Channel, ClosedError, accept
 # The conductor listens once it has imported torch and built the model.
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
-# A server answers within the time of an optimizer step; one that is stopped does not.
+# A server answers within the time of an optimizer step, unless it is stopped.
 _ANSWER_SECONDS = 60.0
 # Workers send a sign of life each second: after this silence a worker is stopped, or its host is gone.
 SILENT_SECONDS = 5.0

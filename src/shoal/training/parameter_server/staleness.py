@@ -13,7 +13,7 @@ import numpy as np
 # Measured on the digits and on LeNet (docs/parameter-server.md), at the right rate for up-to-date gradients:
 # with shares of 1/11 and more the training works, with 1/38 and less it ends at chance.
 LEAST_SHARE = 1 / 20
-# Updates whose mean loss is the beginning, updates in the window, and standard errors of a rise and of a fall.
+# Updates with the mean loss of the beginning, updates in the window, and standard errors of a rise and of a fall.
 # The limit of a fall grows with the number of updates: the lowest of many windows is low by chance.
 # These values separate the 13 of 49 runs on the digits that end at chance; in 2,000 updates of pure noise without
 # a trend they wrongly detect a fall and a rise in 1 % to 3 %.
@@ -38,7 +38,7 @@ def largest_rate(momentum: float, staleness: int) -> float:
 
 
 def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
-    """Return a warning for an optimizer whose gradients are `staleness` updates old, or None without a risk.
+    """Return a warning for an optimizer with gradients that are `staleness` updates old, or None.
 
     The check uses the momentum in `groups` alone: only a run can show the right rate for up-to-date gradients.
     """

@@ -33,7 +33,7 @@ class Rules:
 
 
 class TaskQueue:
-    """Queue of the steps from `version` up to `limit`; `busy` tells whether (step, part, num_parts) has any work."""
+    """Queue of the steps from `version` up to `limit`; `busy` returns whether (step, part, num_parts) has any work."""
 
     def __init__(self, rules: Rules, version: int, busy: Callable[[int, int, int], bool]) -> None:
         self._rules, self._busy = rules, busy

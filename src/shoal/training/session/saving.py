@@ -79,7 +79,7 @@ class Saving:
     def __init__(
         self, base: Base, prepared: Prepared, sharded_model: ShardedModel, loader: Loader, strategy: Strategy
     ) -> None:
-        """Open the checkpoint directory. Raises: JobError for schedulers whose state cannot be stored."""
+        """Open the checkpoint directory. Raises: JobError for schedulers with a state that cannot be stored."""
         folder = base.training.checkpoints if base.replay is None else None  # none in a verification
         kept = base.training.keep_checkpoints
         store = None if folder is None else Store(Path(folder), None if kept == "all" else kept)

@@ -16,7 +16,7 @@ from shoal.training.look import LATER_STEPS, find_state, turned
 
 
 class ForwardWatch:
-    """Watch over a Session's prepared models, whose forwards are unknown until the loop calls them."""
+    """Watch over a Session's prepared models. Their forwards are unknown until the loop calls them."""
 
     def __init__(self, models: Sequence[nn.Module], allow_state: Sequence[str]) -> None:
         self._models, self._allow_state = list(models), tuple(allow_state)

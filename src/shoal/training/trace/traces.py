@@ -86,7 +86,7 @@ class StepTrace:
         return found
 
     def strays(self) -> Iterator[tuple[int, str]]:
-        """Yield rank and key of each tensor that a rank lacks, or whose digest differs from the first rank's."""
+        """Yield rank and key of each tensor that a rank lacks, or has with another digest than the first rank."""
         first = self.first_digests
         for rank, own in sorted(self.digests.items()):
             for key in sorted(first):
@@ -217,7 +217,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Replay:
     """Trace settings of a Session under verification: the first `num_steps` steps are traced to `folder`.
 
-    `of`: folder of a run on `world_size` ranks, whose states are the starting points of the steps; None: no replay.
+    `of`: folder of a run on `world_size` ranks; each step starts from this run's state. None: no replay.
     `grain_by_grain` and `backwards`: compute a step in another way that should give the same result.
     """
 

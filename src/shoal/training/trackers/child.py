@@ -19,7 +19,7 @@ from shoal.errors import text_of
 from shoal.runs.directory import read_json, write_file
 from shoal.training.trackers.services import SERVICES, TrackedRun
 
-# A process whose run is gone ends after this time, whatever its tracker does.
+# After the end of its run a process ends within this time, whatever its tracker does.
 _ALONE_SECONDS = 30.0
 _MOST_TOGETHER = 500
 

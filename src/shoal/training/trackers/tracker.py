@@ -43,7 +43,7 @@ def track(tracker: str, *, every: int = 1) -> Tracker:
 
 
 class Tracker(Callback):
-    """Sends rank 0's records of a run to a tracker, whose failures do not end the run.
+    """Sends rank 0's records of a run to a tracker. Failures of the tracker do not end the run.
 
     The tracker's package runs in a separate process: in this process its imports would race with torch's, and its draws
     would change the training's. A thread passes on the waiting entries. If the tracker fails or is too slow, the run
