@@ -312,10 +312,8 @@ class Updater:
     ) -> Update:
         """Divide the summed gradients by `weight` and the loss factor, clip them, and step the optimizer.
 
-        A skipped update changes nothing.
-        Args:
-            loss: the mean loss over the global batch.
-            norm: the value of `norm_tensor` for all gradients if it is known. It counts each trainable parameter once.
+        A skipped update changes nothing. `loss`: the mean loss over the global batch. `norm`: the value of
+        `norm_tensor` for all gradients if it is known, which counts each trainable parameter once.
         Raises: LossError for a weight that is not valid.
         Collective: as the strategy's `norm` and `update`.
         """

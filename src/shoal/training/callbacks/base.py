@@ -100,7 +100,7 @@ class RunControl:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps at the end of the run."""
+        """Number of steps of the whole run."""
         return self._facts.num_steps
 
     @property
@@ -161,18 +161,18 @@ class RunControl:
         return self._limbs.sharded_model.divided
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and local memory of each parameter, or slice of one, on this rank. Do not change them."""
+        """Return an iterator of the name and local memory of each parameter, or slice of one. Do not change them."""
         held = self._held()
         self._limbs.gives("parameters")
         return ((name, local(p)) for name, p in held.parameters())
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `parameters` that require a gradient."""
+        """Return `parameters` that require a gradient."""
         self._limbs.gives("parameters")
         return self.unwatched_parameters()
 
     def unwatched_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield `trained_parameters` for shoal's own callbacks, without later checks for changes."""
+        """Return `trained_parameters` for shoal's own callbacks, without later checks for changes."""
         return ((name, local(p)) for name, p in self._held().parameters() if p.requires_grad)
 
     def whole_model(self) -> nn.Module | None:

@@ -36,8 +36,8 @@ from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
 _TICK_SECONDS = 0.05
-# A worker is stuck if a task takes longer than the larger of the first two: seconds, and times the longest task.
-# The last applies before a first task has ended, and while a worker builds its model.
+# A worker is stuck if a task takes longer than 60 s and longer than 20 times the longest task so far.
+# The third limit applies before a first task has ended, and while a worker builds its model.
 _STUCK_SECONDS, _STUCK_TIMES, _FIRST_SECONDS = 60.0, 20.0, 600.0
 # A run without any worker ends after this time.
 _ALONE_SECONDS = 120.0

@@ -13,7 +13,7 @@ import numpy as np
 # Measured on the digits and on LeNet (docs/parameter-server.md), at the right rate for up-to-date gradients:
 # with shares of 1/11 and more the training works, with 1/38 and less it ends at chance.
 LEAST_SHARE = 1 / 20
-# Updates with the mean loss of the beginning, updates in the window, and standard errors of a rise and of a fall.
+# Updates in the first mean and in the window; limits of a rise (standard errors) and of a fall (squared ones).
 # The limit of a fall grows with the number of updates: the lowest of many windows is low by chance.
 # These values separate the 13 of 49 runs on the digits that end at chance; in 2,000 updates of pure noise without
 # a trend they wrongly detect a fall and a rise in 1 % to 3 %.
@@ -58,7 +58,10 @@ def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
 
 @dataclass
 class LossGuard:
-    """Detector of a loss that has fallen and is back where it began. `fell_back`: the fallback, set once."""
+    """Detector of a loss that has fallen and is back where it began. `fell_back`: the fallback, set once.
+
+    `lowest`: the lowest mean over a window, the variance there, and the number of updates until then.
+    """
 
     first: list[float] = field(default_factory=list)
     recent: list[float] = field(default_factory=list)

@@ -341,7 +341,7 @@ class Loop:
         return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
 
     def _meet(self, word: Word) -> Meeting:
-        """Exchange words. Raises: PeerError if another rank has left; the exit of a rank that was requested to stop."""
+        """Gather all ranks' words. Raises: PeerError if another rank has left; the exception of a requested stop."""
         try:
             meeting = meet(self._mesh, word)
         except Exception as error:

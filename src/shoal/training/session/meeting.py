@@ -144,7 +144,7 @@ class Meeting:
 
 
 def meet(mesh: Mesh, word: Word) -> Meeting:
-    """Exchange words. Collective: all ranks, one all-gather of 9 numbers per rank."""
+    """Gather the words of all ranks. Collective: all ranks, one all-gather of 9 numbers per rank."""
     if mesh.world_size == 1:
         return Meeting((word,))
     table = mesh.all_gather([float(number) for number in vars(word).values()])

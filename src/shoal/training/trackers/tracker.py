@@ -31,6 +31,7 @@ def track(tracker: str, *, every: int = 1) -> Tracker:
     Args:
         tracker: `NAME[:WHERE]`, with the name tensorboard, mlflow, wandb or trackio.
         every: steps between two records that are sent.
+
     Raises: CommandError; JobError.
     """
     if not isinstance(every, int) or every < 1:
