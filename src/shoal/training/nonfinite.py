@@ -1,4 +1,4 @@
-"""Search for the samples whose loss or gradient is NaN or infinite."""
+"""Search for samples with a loss or gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from shoal.errors import NonFiniteError
 from shoal.numerics.precision import Precision
 from shoal.training.computation import LossComputer
 
-# A grain of more samples than this is named whole, not searched sample by sample.
+# A grain with more samples than this is reported as a whole, without a search for single samples.
 _MAX_SEARCHED = 256
-# So many steps in a row that are not finite are no accident that leaving them out could mend.
+# More non-finite steps in a row than this are no accident: skipping them does not help.
 _MAX_STREAK = 10
-# What is found where nobody is.
+# The result of a search without a culprit.
 NOBODY: dict[str, Any] = {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
 
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """Step with a loss or gradient that is not finite, the last of so many in a row, and its culprit.
+    """A step with a loss or gradient that is not finite.
 
-    `found` is None where a model that several ranks compute together is not searched. `policy`: the job's.
+    `step` counts from 0. `loss`: the mean over the global batch.
+    `found`: the culprits, or None for a model that several ranks compute together, which is not searched.
+    `streak`: number of non-finite steps in a row, including this step. `policy`: the job's `on_nonfinite`.
     """
 
     step: int
@@ -39,7 +41,7 @@ class NonFiniteStep:
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end here."""
+        """Whether the run ends at this step."""
         return self.policy == "stop" or self.streak > _MAX_STREAK
 
     @property
@@ -54,14 +56,14 @@ class NonFiniteStep:
 
     @property
     def cause(self) -> str:
-        """Words for what is not finite, and where it comes from."""
+        """A description of the non-finite value and of its source."""
         return f"{self._what} is not finite: {self._culprit}"
 
     def __str__(self) -> str:
         return f"step {self.step}: {self.cause}: {self.policy}"
 
     def error(self, left: str, remedy: str) -> NonFiniteError:
-        """Error that ends the run. `left`: what became of the parameters."""
+        """Return the error that ends the run. `left`: a clause about the state of the parameters."""
         many = f", as in the {_MAX_STREAK} steps before" if self.streak > _MAX_STREAK else ""
         return NonFiniteError(
             given=f"step {self.step}: {self._culprit}",
@@ -71,20 +73,21 @@ class NonFiniteStep:
 
 
 class NonFiniteSearch:
-    """Search for non-finite losses and gradients, by computing grains, then samples, alone."""
+    """Search for non-finite losses and gradients that computes grains, and then samples, one by one."""
 
     def __init__(self, computer: LossComputer, precision: Precision, parameters: Sequence[Tensor]) -> None:
         self._computer, self._precision, self._parameters = computer, precision, list(parameters)
 
     def find(self, mesh: Mesh, microbatches: list[Microbatch]) -> dict[str, Any]:
-        """The first rank that has bad grains, with its grains and sample ids; on every rank the same.
+        """Return the first rank with non-finite grains, with these grains and their sample ids.
 
-        Leaves no trace. Collective: all ranks, one JSON gather.
+        The result is the same on every rank. The search leaves no trace in model, optimizer and generators.
+        Collective: all ranks, one JSON gather.
         """
         try:
             with self._computer.no_trace():
                 grains, samples = self._search(microbatches)
-        except Exception:  # samples that cannot be read again, say: all of them are under suspicion
+        except Exception:  # for example, samples cannot be read again: report all of them
             grains = [grain.index for m in microbatches for grain in m.grains]
             samples = [i for m in microbatches for ids in m.read_ids for i in ids.tolist()]
         told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
@@ -101,7 +104,7 @@ class NonFiniteSearch:
         ids: list[int] = part.read_ids[0].tolist()
         if part.num_samples > _MAX_SEARCHED:
             return ids
-        # One that cannot be computed alone (BatchNorm of one value, say) leaves the whole grain under suspicion.
+        # If a sample cannot be computed alone (for example, BatchNorm of one value), report the whole grain.
         try:
             found = [i for i, single in zip(ids, part.samples(), strict=True) if not self._is_finite(single)]
         except Exception:
@@ -115,6 +118,6 @@ class NonFiniteSearch:
             return False
         try:
             gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
-        except RuntimeError:  # reentrant checkpointing: no gradients but into .grad, whose hooks send them; loss alone
+        except RuntimeError:  # reentrant checkpointing only writes .grad, where hooks send it: check the loss
             return True
         return all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)

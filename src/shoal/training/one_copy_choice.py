@@ -1,4 +1,4 @@
-"""Choice between one copy of the parameters for the ranks of a host and a copy each, by what a job needs."""
+"""Choice between one shared copy of the parameters per host and one copy per rank, from the needs of the job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import JobError
 from shoal.training.callbacks.base import Callback
 
-# Of parameters. With fewer, what a rank is spared of the update is less than the two meetings that it takes: 0.1 ms.
+# Bytes of parameters. Below, sharing the update saves less time than its two synchronizations cost: 0.1 ms.
 WORTH_BYTES = 1 << 20
-# Gloo's threads keep a tensor that they have broadcast for a moment longer: on a busy machine 0.2 s were seen.
+# Gloo's threads reference a tensor for a moment after its broadcast: up to 0.2 s were measured on a busy machine.
 _PATIENCE_SECONDS, _POLL_SECONDS = 2.0, 0.001
 
 
 @dataclass(frozen=True)
 class CopyNeed:
-    """Cause, in a job, of a copy of the parameters on each rank; `forbids` one copy also where that is asked for.
+    """A reason why each rank needs its own copy of the parameters.
 
-    `remedy`: what to write where one copy is asked for.
+    `remedy`: words to append to the advice of the error. `forbids`: True if the reason also refuses a plan that
+    requests one copy.
     """
 
     what: str
@@ -33,7 +34,7 @@ class CopyNeed:
     forbids: bool = True
 
     def refuse(self) -> None:
-        """Raises: JobError of a plan that asks for one copy, where the need forbids it."""
+        """Raise JobError for a plan that requests one copy, if the need forbids one copy."""
         if self.forbids:
             raise JobError(
                 given=f"{self.what}, with memory.shared = true",
@@ -45,9 +46,9 @@ class CopyNeed:
 def copy_need(
     model: nn.Module, optimizer: torch.optim.Optimizer, callbacks: Iterable[Callback], hooked: Sequence[str] = ()
 ) -> CopyNeed | None:
-    """The first need of a job to have a copy on each rank; None where one copy will do.
+    """Return the job's first reason for a copy on each rank, or None if one copy per host suffices.
 
-    `hooked`: the parameters that have hooks.
+    `hooked`: names of the parameters that have hooks.
     """
     if hooked:
         why = "a hook sees a whole gradient, of which each rank has a part where the ranks share one copy"
@@ -72,9 +73,9 @@ def copy_need(
 
 
 def is_held_elsewhere(parameter: Tensor, patience_seconds: float = _PATIENCE_SECONDS) -> bool:
-    """Whether somebody else has a tensor's memory, or a part of it, and does not let go of it in a while.
+    """Return True if something else references the tensor's memory for longer than `patience_seconds`.
 
-    Another tensor, another process, or an array or a file that it was made from.
+    Other owners are another tensor, another process, or the array or file that the tensor was made from.
     """
     storage, began = parameter.untyped_storage(), time.monotonic()
     if storage.is_shared() or not storage.resizable():
@@ -88,11 +89,11 @@ def is_held_elsewhere(parameter: Tensor, patience_seconds: float = _PATIENCE_SEC
 
 
 def is_small(model: nn.Module) -> bool:
-    """Whether a copy of the parameters for each rank costs nothing that is felt."""
+    """Return True if the parameters are smaller than 1 MiB, so that a copy for each rank costs nothing noticeable."""
     return sum(parameter.nbytes for parameter in model.parameters()) < WORTH_BYTES
 
 
 def need_here() -> CopyNeed | None:
-    """The lack of this machine for one copy; None where it has what that needs."""
+    """Return the reason why this machine cannot share one copy, or None if it can."""
     lacking = why_not_copied()
     return None if lacking is None else CopyNeed("this machine", lacking)

@@ -1,4 +1,4 @@
-"""Optimizer step from summed gradients: weight, loss scale, clipping, schedule, update; once a step."""
+"""Optimizer step from summed gradients, once a step: weight, loss scale, clipping, schedule and update."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from shoal.training.fused_step import captured, fused, maskable, masked
 from shoal.training.job_optimizer import refuse_divided, step_error
 from shoal.training.lr_schedule import Schedule
 
-# Ordinary steps in a row after which the next one was not as learnt: where a rank updates its part alone, none ever is.
+# Give up on direct steps after this many recordings in a row that no direct step could use.
 _MOST_LEARNT = 4
-# torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
+# The guard of torch.nn.utils.clip_grad_norm_ against a division by zero.
 _CLIP_EPSILON = 1e-6
 
 
 @dataclass  # made in every step
 class Update:
-    """Result of an update: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
+    """Result of an update: norm of the mean gradient before clipping, learning rate, and the reason for a skip.
 
-    weightless: nothing had a weight; overflow: a smaller loss scale may mend it; nonfinite: the loss or gradient is.
+    `skipped` is None, or "weightless": no sample had a weight; "overflow": a smaller loss scale may help; "nonfinite":
+    the loss or the gradient is not finite.
     """
 
     grad_norm: float
@@ -58,9 +59,10 @@ class Update:
 
 @dataclass(frozen=True)
 class QueuedUpdate:
-    """An update that was queued: its learning rate, and on the device whether it is good, bool [], and the norm.
+    """An update with kernels that are queued on the device.
 
-    `norm`, float64 []: of the summed gradients, as the strategy's `queued_norm` takes it.
+    `good`: bool [] on the device, True if the update changes the parameters. `norm`: float64 [], the norm of the summed
+    gradients from the strategy's `queued_norm`.
     """
 
     learning_rate: float
@@ -69,9 +71,10 @@ class QueuedUpdate:
 
 
 class Stepper:
-    """Optimizer with the rates of the job's schedule. `exact`: with the kernels of its own defaults.
+    """Optimizer that steps with the learning rates of the job's schedule.
 
-    `captured`: rates of a schedule are rounded to float32, in which a captured step has them (decision 0057).
+    `exact`: use the kernels of the optimizer's own defaults. `captured`: round scheduled rates to float32, the dtype of
+    a captured step (decision 0057).
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Stepper:
         rates = rated(self._parts)
         self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
         self._rates = [float(group["lr"]) for group in rates]
-        # A wrapper's own groups may have none.
+        # The groups of a wrapper may have no learning rate.
         if job.schedule is not None and len(rates) < len(groups(optimizer)) and (len(self._parts) == 1 or not rates):
             raise JobError(
                 given=f"a schedule for {type(optimizer).__name__}, which has no lr",
@@ -97,7 +100,7 @@ class Stepper:
         self._num_learnt = 0
 
     def multiplier(self, progress: Progress) -> float:
-        """The schedule's; one where there is none. Raises: UserCodeError."""
+        """Return the schedule's multiplier of the learning rate, 1.0 without a schedule. Raises: UserCodeError."""
         if self._job.schedule is None:
             return 1.0
         try:
@@ -115,11 +118,14 @@ class Stepper:
         return multiplier
 
     def rate(self, progress: Progress) -> float:
-        """The first group's learning rate. Raises: UserCodeError."""
+        """Return the learning rate of the first group. Raises: UserCodeError."""
         return (self._rates[0] if self._rates else 1.0) * self.multiplier(progress)
 
     def set_rates(self, progress: Progress) -> float:
-        """Sets the groups' learning rates; that of the first. Raises: UserCodeError; JobError for new groups."""
+        """Set the learning rates of all groups and return the first group's.
+
+        Raises: UserCodeError; JobError if groups were added since the start.
+        """
         groups = self._optimizer.param_groups if self._is_plain else rated(self._parts)
         if len(groups) != len(self._rates):
             raise JobError(
@@ -156,9 +162,9 @@ class Stepper:
         ]
 
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
-        """Mark groups to which a step has given another rate than before it.
+        """Mark groups with a learning rate that the optimizer's step has changed.
 
-        Raises: JobError for a rate beside a schedule, and for a parameter that is frozen or trained from now on.
+        Raises: JobError for such a change in a job with a schedule, and for a changed `requires_grad`.
         """
         if any(is_trained != dict(trained).get(key, is_trained) for key, is_trained in self._trained()):
             raise JobError(
@@ -179,7 +185,7 @@ class Stepper:
                 group[OWN_RATE] = True
 
     def seed(self, step: int) -> None:
-        """Seeds the generators for optimizers that may add noise: the same on all ranks."""
+        """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
         if may_draw(self._optimizer):
             seed_everything(random_key(self._job.seed, "optimizer", step))
 
@@ -192,12 +198,12 @@ class Stepper:
             self._direct = None
 
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
-        """Steps the optimizer, as `seed` says in step `number`.
+        """Step the optimizer with the random numbers of step `number`.
 
-        Raises: UserCodeError; JobError where it drew random numbers that it is not to draw.
+        Raises: UserCodeError; JobError if `refuse_noise` and the optimizer has drawn random numbers.
         """
         try:
-            if not self._exact and self._direct is not None and self._direct.take():  # which draws nothing
+            if not self._exact and self._direct is not None and self._direct.take():  # draws nothing
                 self._num_learnt = 0
                 return
         except Exception as error:
@@ -224,17 +230,23 @@ class Stepper:
             )
 
     def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
-        """As `queue_step`, for a graph: with rates that lie on the device, where they are not constants of the run."""
+        """Step the optimizer within a graph capture, masked by `good`: bool [].
+
+        `rates`: learning rates on the device, or None if they are constant.
+        """
         with captured(self._optimizer, good, rates):
             step_optimizer(self._optimizer)
 
     @property
     def queues(self) -> bool:
-        """Whether `queue_step` may come next, of the parameters that have gradients now."""
+        """Whether `queue_step` supports the parameters that have gradients now."""
         return not self._exact and maskable(self._optimizer)
 
     def queue_step(self, good: Tensor) -> None:
-        """Steps the optimizer, which changes nothing where not `good`: bool [] on the device. Raises: UserCodeError."""
+        """Queue an optimizer step that changes nothing if `good`, bool [] on the device, is False.
+
+        Raises: UserCodeError.
+        """
         try:
             with masked(self._optimizer, good):
                 step_optimizer(self._optimizer)
@@ -243,12 +255,12 @@ class Stepper:
 
 
 def as_float32(rate: float) -> float:
-    """A learning rate as float32 has it."""
+    """Return a learning rate rounded to float32."""
     return float(np.float32(rate))
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
+    """Return True if a step may draw random numbers. Only torch's own classes without hooks never do."""
     return not is_torchs(optimizer) or is_hooked(optimizer)
 
 
@@ -266,12 +278,15 @@ class Updater:
         exact: bool = False,
         stepper: Stepper | None = None,
     ) -> None:
-        """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
+        """Prepare the update, and divide the optimizer's parameters by the strategy.
+
+        `exact`: use the kernels of the optimizer's own defaults. `stepper`: replaces the default Stepper.
+        """
         self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
         self._hooks = sharded_model.hooks
         for part in parts(optimizer).values():
             for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
-                del part.state[parameter]  # made with the optimizer
+                del part.state[parameter]  # made for a parameter of another rank
         divided = strategy.divide(optimizer)
         whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
         complex_one = next((name for name, p in whole if p.is_complex()), None)
@@ -285,24 +300,25 @@ class Updater:
         self._places, self._num_gradients = list(_places(sharded_model)), -1
         self._parameters += [(part, True) for part in divided.values() if part is not None]
         refuse_divided(optimizer, sharded_model, strategy.updates)
-        # Without a function called for each parameter in every step.
+        # The fast path avoids a function call for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
         self._job, self._observer, self._judged = job, observer, False
-        self.num_begun = 0  # updates, also one that has raised in the midst of it
+        self.num_begun = 0  # updates, including one that has raised before its end
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
 
     def step(
         self, loss: float, weight: float, loss_scale: LossScale, progress: Progress, norm: float | None = None
     ) -> Update:
-        """Divides the summed gradients by `weight` and by the loss's factor, clips them, and steps.
+        """Divide the summed gradients by `weight` and the loss factor, clip them, and step the optimizer.
 
-        `loss` is the mean; `norm` the number in `norm_tensor` of all the gradients, where it was read. It counts every
-        trainable parameter once. Nothing is changed where the update says that it was skipped. Collective: as the
-        strategy's `norm` and `update`. Raises: LossError for such a weight.
+        A skipped update changes nothing. `loss`: the mean loss over the global batch. `norm`: the value of
+        `norm_tensor` for all gradients if it is known, which counts each trainable parameter once.
+        Raises: LossError for a weight that is not valid.
+        Collective: as the strategy's `norm` and `update`.
         """
         rate = self.stepper.set_rates(progress)
-        if refuse_weight(weight) == 0.0:  # on a device only the sum is looked at: nothing waits for each microbatch
+        if refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
             return Update(0.0, rate, "weightless")
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         if self._looks:
@@ -310,7 +326,7 @@ class Updater:
         self._strategy.own_gradients()
         gradients, counted = self._gradients()
         rest = scale
-        if self._hooks.by_name:  # they see what one process with the whole batch has: the mean
+        if self._hooks.by_name:  # hooks see the mean, as on one process with the whole batch
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             key = random_key(self._job.seed, "hooks", progress.step)
@@ -322,7 +338,7 @@ class Updater:
         if skipped is not None:
             return Update(norm, rate, skipped)
         rest *= clipping(self._job.clip_norm, norm)
-        if gradients and rest != 1.0:  # one, where every sample of a batch of 2^n weighs one
+        if gradients and rest != 1.0:  # exactly 1 if each of 2^n samples has weight 1
             torch._foreach_mul_(gradients, rest)
         if self._job.clip_value is not None:
             clip_values(gradients, self._job.clip_value)
@@ -338,14 +354,14 @@ class Updater:
 
     @property
     def queues(self) -> bool:
-        """Whether `queue` may come next on this rank, of the parameters that have gradients now."""
+        """Whether `queue` supports the parameters that have gradients on this rank now."""
         return self._judged and self.stepper.queues and not self._hooks.by_name
 
     def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
-        """As `step`, on the device and without a wait for it.
+        """Queue the work of `step` on the device without a wait.
 
-        Where it is not good, or not `fine`, nothing is changed. Any step is not good that `step` would leave out, or
-        look at twice. Collective: as the strategy's `queued_norm` and `update`.
+        The update changes nothing if `fine` is False, or if `step` would skip the update or compute the norm again.
+        Collective: as the strategy's `queued_norm` and `update`.
         """
         rate = self.stepper.set_rates(progress)
         good, norm = self.prepare(sums, fine, loss_scale)
@@ -354,7 +370,7 @@ class Updater:
         return QueuedUpdate(rate, good, norm)
 
     def prepare(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
-        """The part of `queue` before the optimizer's step, on the device alone: whether it is good, and the norm."""
+        """Queue the work of `queue` before the optimizer's step; return whether the update is good, and the norm."""
         gradients, counted = self._gradients()
         summed_norm = self._strategy.queued_norm(norm_tensor(counted))
         weight = sums.sums[WEIGHT]
@@ -370,14 +386,14 @@ class Updater:
         return good, summed_norm
 
     def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
-        """The update of a queued step that was good, from its sums; `norm` as in QueuedUpdate."""
+        """Return the result of a good queued update. `norm`: as in QueuedUpdate."""
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         return Update(rounded(norm, ()) * abs(scale), rate, None)
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's gradients, without a history, and those of them that count in its norm.
+        """Return this rank's detached gradients, and the gradients that count in its norm.
 
-        Raises: JobError for a parameter that the job's code has replaced, which has no gradient any more.
+        Raises: JobError if the job's code has replaced a parameter, which then has no gradient.
         """
         if self._whole:
             found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
@@ -395,14 +411,14 @@ class Updater:
                     raise replaced(name)
 
     def _refuse_whole_state(self) -> None:
-        """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
+        """Raise JobError for optimizer state of a divided parameter that is not divided in the same way."""
         refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
         tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
         self._sharded_model.state(tensors)
 
 
 def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:
-    """Name, home, key and value of each parameter that is not gathered from ranks, which puts others in its place."""
+    """Yield name, home, key and value of each parameter that is not gathered from other ranks."""
     for name, parameter in model.parameters():
         if not hasattr(parameter, "to_local"):
             module, _, key = name.rpartition(".")
@@ -410,7 +426,7 @@ def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.
 
 
 def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:
-    """Why an update is left out, as in Update; None where nothing speaks against it."""
+    """Return the reason to skip an update, as in Update, or None."""
     if not math.isfinite(loss) or not math.isfinite(scale):
         return "nonfinite"
     if not math.isfinite(norm):
@@ -419,5 +435,5 @@ def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str
 
 
 def clipping(limit: float | None, norm: float) -> float:
-    """Factor that clips a gradient of that norm to `limit`."""
+    """Return the factor that clips a gradient of norm `norm` to `limit`."""
     return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))

@@ -1,8 +1,8 @@
-"""Trial of a job's optimizer on small stand-ins of the parameters, which shows what its step depends on.
+"""Trial of a job's optimizer on small stand-ins of the parameters, to find what its step depends on.
 
-An update that ranks divide is right where each rank gives its part of the parameters the values that one process with
-all of them would give. That is tried, and not known by the optimizer's name: the same few steps with the whole
-stand-ins, and with what a rank would have of them.
+Ranks may divide an update if each rank computes the same values as one process with all parameters. The trial checks
+this by execution, not by the optimizer's name. It runs the same few steps with the whole stand-ins, and with the parts
+that one rank would have.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.training.job_optimizer import Parameters, build_optimizer
 
-# Elements of a stand-in: larger parameters are scaled down in each dim, of which this much stays at least.
+# Maximum elements of a stand-in, and minimum size of a dim that was scaled down to get there.
 _MOST_ELEMENTS, _LEAST_DIM = 1 << 11, 8
-# Of the gradients of the steps in turn: an optimizer may clip them.
+# Scales of the gradients in successive steps: an optimizer may clip them.
 _SCALES = (1e-3, 1.0, 1e3)
-# Relative to the largest change of a parameter: a step of other numbers changes it by percents.
+# Relative to the largest change of a parameter: a step with other numbers differs by percents.
 _TOLERANCE, _ROUNDINGS = 1e-3, 16
 
-# Before the first step and after each the parameters' values by name.
+# The parameters' values by name, before the first step and after each step.
 Steps = list[dict[str, Tensor]]
 
 
 class Own(NamedTuple):
-    """A rank's part of a parameter: the first half along the dims `cut`; `updated`: whether it gets a gradient."""
+    """A rank's part of a parameter.
+
+    `cut`: dims of which the rank has the first half. `updated`: whether the rank's part gets a gradient.
+    """
 
     cut: tuple[int, ...] = ()
     updated: bool = True
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor."""
+        """Return the part of a whole tensor."""
         for dim in self.cut:
             whole = whole.narrow(dim, 0, (whole.shape[dim] + 1) // 2)
         return whole.clone()
 
 
 class OptimizerTrial:
-    """Trials of the optimizer that `make` gives for parameters of these shapes, on their devices."""
+    """Trials of the optimizer that `make` returns for parameters of the given shapes, on `device`."""
 
     def __init__(
         self,
@@ -58,13 +61,14 @@ class OptimizerTrial:
         device: torch.device,
     ) -> None:
         self._make, self._device = make, device
-        self.name = ""  # of the optimizer's class, once one was made that is not torch's own
+        self.name = ""  # class name of the optimizer after a trial; empty for torch's own classes
         self._like = {name: (p, _small(shapes[name])) for name, p in parameters if p.requires_grad}
 
     def differing(self, own: Mapping[str, Own]) -> str | None:
-        """The first parameter to which a rank that has its `own` alone would give other values; None also if unknown.
+        """Return the first parameter that gets other values on a rank with only its `own` parts, or None.
 
-        Unknown is what raises on stand-ins, or draws random numbers, which is found in the first step.
+        None also means unknown: the optimizer raises on stand-ins, or draws random numbers, which the first step
+        detects.
         """
         for wide in (True, False):  # not every optimizer computes in float64
             whole, part = self.steps(wide=wide), self.steps(own, wide=wide)
@@ -73,7 +77,10 @@ class OptimizerTrial:
         return None
 
     def steps(self, own: Mapping[str, Own] | None = None, *, wide: bool = True) -> Steps:
-        """Values after some steps, of what a rank has alone if `own` says so; none where they are unknown."""
+        """Return the values after each trial step, or an empty list if they are unknown.
+
+        `own`: the parts that a rank has; None: whole parameters. `wide`: compute in float64.
+        """
         found: Steps = []
         with contextlib.suppress(Exception), NoTrace(None, {"optimizer": self._make}):
             values = torch.Generator().manual_seed(0)
@@ -85,7 +92,7 @@ class OptimizerTrial:
             for number, scale in enumerate(_SCALES):
                 for _, parameter, gradients in held:
                     parameter.grad = gradients[number] * scale if gradients else None
-                step_optimizer(optimizer)  # which may raise in the second, without a forward in between
+                step_optimizer(optimizer)  # may raise in the second step, since there is no forward between the steps
                 if all_generators() != before:
                     return []
                 found.append({name: parameter.detach().clone() for name, parameter, _ in held})
@@ -101,17 +108,17 @@ class OptimizerTrial:
                 own = owns[name]
                 value, *gradients = (own.of(one).to(self._device, dtype) for one in drawn)
                 parameter = nn.Parameter(value)
-                vars(parameter).update(vars(like) if type(like) is nn.Parameter else {})  # by which some make groups
+                vars(parameter).update(vars(like) if type(like) is nn.Parameter else {})  # some jobs group by these
                 yield name, parameter, gradients if own.updated else []
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's own, without hooks: what its step depends on is known."""
+    """Return True for one of torch's own optimizers without hooks: its dependencies are known."""
     return is_torchs(optimizer) and not is_hooked(optimizer)
 
 
 class _StandIns(nn.Module):
-    """A model that has no modules, but parameters under the names of another one's."""
+    """A model without modules that has parameters under the names of another model."""
 
     def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
         super().__init__()
@@ -122,7 +129,7 @@ class _StandIns(nn.Module):
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, with dims of about the same proportions where it has too many elements."""
+    """Return a shape of about the same proportions with a bounded number of elements."""
     small, factor = torch.Size(shape), 1
     while small.numel() > _MOST_ELEMENTS and max(small) > _LEAST_DIM:
         factor *= 2
@@ -131,7 +138,7 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
-    """The first parameter whose part has other values after a step than the whole; but for rounding."""
+    """Return the first parameter with a part that differs from the whole after a step by more than rounding."""
     for number in range(1, min(len(whole), len(part))):
         for name, value in part[number].items():
             before, wanted = (own[name].of(steps[name]) for steps in whole[number - 1 : number + 1])
@@ -142,7 +149,7 @@ def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite magnitude."""
     found = values.abs()
     found = found[found.isfinite()]
     return float(found.max()) if len(found) else 0.0
@@ -154,9 +161,9 @@ def refuse_divided_steps(
     model: ShardedModel,
     updates: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Raises: JobError for an optimizer that gives what this rank updates other values than one process would.
+    """Raise JobError for an optimizer that computes other values from this rank's parts than from all parameters.
 
-    `updates`: whether this rank updates a parameter. torch's own are known: see `refuse_on_parts`.
+    `updates`: returns True if this rank updates a parameter. torch's own optimizers are exempt: see `refuse_on_parts`.
     """
     if is_plain(optimizer):
         return
@@ -189,14 +196,15 @@ def _cut_dims(part: TensorSlice | None) -> tuple[int, ...]:
 
 
 def refuse_read(trial: OptimizerTrial, kept: NoTrace, together: Callable[[bool], bool], names: Collection[str]) -> None:
-    """Raises: JobError for an optimizer whose step depends on what a forward has left under one of these names.
+    """Raise JobError for an optimizer with a step that depends on a value from a forward of the model.
 
-    `kept`: the context of the look, after the forward. `together`: as of the look.
+    `kept`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
+    `names`: the values to check.
     """
     first, read = trial.steps(), ""
     for name, home, key in kept.places() if first and trial.name else ():
         value = home[key]
-        for factor in (1e-3, 1e3) if name in names else ():  # a limit may be beyond what one forward leaves
+        for factor in (1e-3, 1e3) if name in names else ():  # a threshold may lie on either side
             home[key] = tree_map(lambda leaf, f=factor: leaf * f if _is_number(leaf) else leaf, value)
             found = trial.steps()
             if found and not all(

@@ -16,19 +16,23 @@ from shoal.training.forward_backward import ForwardBackward, labelled
 
 
 class StageStep:
-    """The stages' passes over microbatches: the first `own` count, others fill up in step with ranks that have more."""
+    """The passes of a rank's pipeline stages over its microbatches.
+
+    The first `own` microbatches count. The others keep the rank in step with ranks that have more.
+    """
 
     def __init__(self, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int) -> None:
-        """`batches` are those of the microbatches, on the device."""
+        """Store the microbatches and their `batches`, which are on the device."""
         assert isinstance(passes.parts.strategy, AccumulatingStrategy), "exact mode has no stages"
         self._passes, self._parts, self._strategy = passes, passes.parts, passes.parts.strategy
         self._microbatches, self._batches, self._own = microbatches, batches, own
         self._done = [0] * len(microbatches)
 
     def run(self, pipeline: Pipeline) -> None:
-        """Adds the gradients and sums of the microbatches.
+        """Compute all microbatches, and add their gradients and sums.
 
-        Raises: what fails on this rank, after its part for the others; RedoError. Collective: the pipeline's ranks.
+        Raises: an error of this rank, after its part for the other ranks; RedoError.
+        Collective: the pipeline's ranks.
         """
         computer = self._parts.computer
         if computer.computation.randomness == "opaque":
@@ -56,7 +60,7 @@ class StageStep:
         return labelled(self._parts.clock, self._microbatches[action.microbatch], what, stage=action.stage)
 
     def _refuse_written(self) -> None:
-        """Raises: JobError where the job's own recomputation has written a buffer after other microbatches did."""
+        """Raise JobError if the job's own recomputation has written a buffer in the backward."""
         buffers = self._parts.buffers
         written = sorted(buffers.written())
         buffers.restore()

@@ -1,4 +1,4 @@
-"""Predictions: outputs of a model for each sample, written to one file whatever their number."""
+"""Predictions: a model's outputs for each sample, written to one file of any size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a sample's row
 
 
 def refuse_file(path: Path) -> None:
-    """Raises: CommandError for a file of another kind, or one that is there."""
+    """Raise CommandError for a file with an unknown suffix, or a file that exists."""
     if path.suffix not in SUFFIXES:
         raise CommandError(
             given=f"--output {path}",
@@ -43,7 +43,10 @@ def refuse_file(path: Path) -> None:
 
 
 def of_first_part(model: nn.Module, batch: Any) -> Any:
-    """Outputs of a model for a batch, or for its first part where that is a tuple. Raises: JobError for others."""
+    """Return the model's outputs for a tensor, or for the first tensor of a tuple or list.
+
+    Raises: JobError for other batches.
+    """
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
         return model(batch[0])
     if isinstance(batch, Tensor):
@@ -56,14 +59,14 @@ def of_first_part(model: nn.Module, batch: Any) -> Any:
 
 
 class Predictions:
-    """Outputs by name, collected on disk until all are known; `write` makes one file of them, in constant memory.
+    """Named outputs of all samples, collected on disk; `write` merges them into one file in constant memory.
 
-    Of every sample its id, int64, and a row of each output: the samples are those of the data in order. Chunk c is
-    collected by rank c modulo their number; all chunks but the last are of one size.
+    The file has each sample's id, int64, and one row per output, in the order of the data. Rank c modulo the number of
+    ranks collects chunk c. All chunks have the same size, except the last.
     """
 
     def __init__(self, mesh: Mesh, path: Path) -> None:
-        """`path`: the file that they are to be in, beside which they are collected. Collective: all ranks."""
+        """Create a temporary directory next to the output file `path`. Collective: all ranks."""
         self._mesh, self._path = mesh, path
         names = mesh.gather_json(f".{path.name}-{uuid.uuid4().hex[:12]}")
         self._aside: Path = path.parent / names[0]
@@ -74,7 +77,10 @@ class Predictions:
         self.count = 0
 
     def add(self, size: int, outputs: Any) -> None:
-        """Adds the outputs of this rank's next chunk. Raises: JobError where they are not a row for each sample."""
+        """Add the outputs of this rank's next chunk of `size` samples.
+
+        Raises: JobError if an output does not have one row per sample.
+        """
         named = dict(self._named(outputs))
         if IDS in named:
             raise _no_rows("an output named 'ids'", "that is what the samples' ids are called", "rename it")
@@ -111,7 +117,7 @@ class Predictions:
             yield str(name), value.detach()
 
     def _writable(self, tensor: Tensor) -> Tensor:
-        """The tensor in a dtype that the file can have: numpy has neither bfloat16 nor float8."""
+        """Return the tensor in a dtype that the file supports: numpy has neither bfloat16 nor float8."""
         narrow = tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.float32, torch.float16)
         return tensor.float() if narrow and self._path.suffix == ".npz" else tensor
 
@@ -119,7 +125,7 @@ class Predictions:
         return self._aside / f"{rank}-{list(self._kinds).index(name)}.raw"
 
     def write(self) -> None:
-        """Writes the file; it is there whole, or not at all. Collective: all ranks. Raises: OSError, JobError."""
+        """Write the file atomically. Raises: OSError, JobError. Collective: all ranks."""
         told = self._mesh.gather_json([self._here, self._chunk, _as_json(self._kinds)])
         self.count, self._chunk = sum(here for here, _, _ in told), max(chunk for _, chunk, _ in told)
         own = [_from_json(kinds) for _, _, kinds in told if kinds]
@@ -155,7 +161,7 @@ class Predictions:
                 self._copy(name, file.write)
 
     def _copy(self, name: str, write: Callable[[bytes], Any]) -> None:
-        """Writes the rows of an output, chunk by chunk from the rank that has it."""
+        """Copy the rows of one output into the file, chunk by chunk from the ranks' parts."""
         starts = range(0, self.count, max(1, self._chunk))
         if name == IDS:
             for start in starts:
@@ -170,12 +176,12 @@ class Predictions:
                 write(parts[number % self._mesh.world_size].read(min(self._chunk, self.count - start) * row_bytes))
 
     def close(self) -> None:
-        """Removes what was collected, of which no rank needs any more."""
+        """Remove the temporary directory."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
 def _refuse_apart(kinds: dict[str, Kind], before: dict[str, Kind]) -> None:
-    """Raises: JobError for outputs of several names, shapes or dtypes."""
+    """Raise JobError if names, shapes or dtypes of outputs differ between chunks."""
     if kinds == before:
         return
     apart = next(name for name in {**kinds, **before} if kinds.get(name) != before.get(name))
@@ -196,7 +202,7 @@ def _from_json(document: dict[str, Any]) -> dict[str, Kind]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Predictions of a file, by name."""
+    """Return the predictions in a file by name."""
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Preflight checks: a plan judged against its job and the job's model, and ranks that run the same, before a step."""
+"""Preflight checks before the first step: the plan against the job and its model, and the ranks against each other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def look(request: RunRequest) -> dict[str, Any]:
-    """A request with its plan judged for its loaded job, or the error for which no rank is started; as JSON."""
+    """Return, as JSON, the request with its judged plan, or the error that prevents the start of any rank."""
     try:
         return {"request": dumped(replace(request, judged=judged_for(request, load(request.job).job)))}
     except (Exception, SystemExit) as caught:
@@ -53,7 +53,7 @@ def look(request: RunRequest) -> dict[str, Any]:
 
 
 def judged_for(request: RunRequest, job: Job) -> Judged:
-    """The plan of a request judged for its job; a run that goes on keeps its number of grains. Raises: as `judged`."""
+    """Return the request's plan, judged for its job. A resumed run keeps its number of grains. Raises: as `judged`."""
     recorded = request.recorded_grains
     if job.grains is None and recorded is not None:
         job = replace(job, grains=recorded)
@@ -62,9 +62,9 @@ def judged_for(request: RunRequest, job: Job) -> Judged:
 
 
 def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
-    """The plan judged for a job; where the layout divides the model that is built without weights.
+    """Return the plan, judged for a job. If the layout divides the model, it is built without weights.
 
-    Raises: PlanError with every conflict at once, each with the nearest legal values.
+    Raises: PlanError with all conflicts, each with the nearest legal values.
     """
     divided = plan.degrees.shares_grains > 1
     model = outline(job) if divided or job.grains is None else None
@@ -74,9 +74,9 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
 
 
 def with_judged_grains(found: Judged, job: Job) -> Job:
-    """The job with the number of grains that its plan was judged for.
+    """Return the job with the number of grains that its plan was judged for.
 
-    Raises: JobError where this process has loaded another job than that.
+    Raises: JobError if this process has loaded a different job.
     """
     same = job if job.grains is not None else replace(job, grains=found.num_grains)
     if (found.num_grains, found.grain_size) != (same.num_grains, same.grain_size):
@@ -97,9 +97,9 @@ def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
 
 
 def one_grain(job: Job) -> Any:
-    """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun.
+    """Return a batch of the first grain's samples to measure sequence lengths, or None for a stream.
 
-    With others in the places of those that cannot be read: whether the run may leave such out, its reading decides.
+    Other samples replace unreadable samples here: the run itself decides later whether to skip them.
     """
     source = training_data(job).source
     if not isinstance(source, MapSource):
@@ -108,9 +108,9 @@ def one_grain(job: Job) -> Any:
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
-    """Compares versions, code, job, options, plan, device and clock of all ranks.
+    """Compare versions, code, job, options, plan, device and clock of all ranks.
 
-    Raises and collective: `refuse_differences`, and two JSON gathers of the clocks.
+    Raises: LaunchError. Collective: all ranks, as `refuse_differences`, and two JSON gathers for the clocks.
     """
     mine = {
         "shoal": __version__,
@@ -138,10 +138,10 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
 
 
 def _clocks_apart(mesh: Mesh) -> dict[int, float]:
-    """Seconds by which the clocks of other ranks are ahead of rank 0's, where that is too much to be a wait."""
+    """Return the seconds by which ranks' clocks are ahead of rank 0's, for ranks beyond the tolerance."""
     if mesh.world_size == 1:
         return {}
-    mesh.gather_json(None)  # all leave it within moments
+    mesh.gather_json(None)  # all ranks return from a gather at nearly the same time
     clocks = mesh.gather_json(time.time())
     apart = {rank: clock - clocks[0] for rank, clock in enumerate(clocks)}
     return {rank: seconds for rank, seconds in apart.items() if abs(seconds) > MOST_APART_SECONDS}
@@ -150,16 +150,17 @@ def _clocks_apart(mesh: Mesh) -> dict[int, float]:
 def refuse_differences(
     mesh: Mesh, mine: dict[str, Any], clocks: Mapping[int, float] | None = None, remedy: str = _SAME_EVERYWHERE
 ) -> None:
-    """Compares values under the same names on all ranks. Raises: LaunchError, on every rank, with every difference.
+    """Compare named values on all ranks, and raise LaunchError with all differences on every rank.
 
-    `clocks`: the seconds by which ranks' clocks are ahead of rank 0's, of those that differ, the same on all ranks.
-    Collective: all ranks, one JSON gather of a digest, and where they differ another.
+    `clocks`: seconds by which a rank's clock is ahead of rank 0's, for ranks that differ; the same on all ranks.
+    `remedy`: the error's advice.
+    Collective: all ranks, one JSON gather of a digest, and a second gather if the digests differ.
     """
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     if len(set(mesh.gather_json(digest))) == 1 and not clocks:
         return
     told = mesh.gather_json({**mine, "host": mesh.host})
-    found: dict[tuple[str, str], list[int]] = {}  # ranks of one host differ in the same way
+    found: dict[tuple[str, str], list[int]] = {}  # ranks of one host usually differ in the same way
     first: dict[str, None] = {}
     for rank, other in enumerate(told):
         for name in (name for name in mine if other[name] != told[0][name]):
@@ -179,12 +180,12 @@ def refuse_differences(
 
 
 def compare_models(mesh: Mesh, model: nn.Module) -> None:
-    """Compares the structure of all ranks' models. Raises and collective: as `refuse_differences`."""
+    """Compare the structure of the model on all ranks. Raises and collective: as `refuse_differences`."""
     refuse_differences(mesh, {"the model's structure": _structure(model)})
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
-    """Each module's class, arguments as torch's own classes print them, and tensors."""
+    """Return class, tensors and, for torch's own classes, printed arguments of each module by name."""
     found = {}
     for name, module in model.named_modules():
         kind = type(module)
@@ -196,10 +197,10 @@ def _structure(model: nn.Module) -> dict[str, str]:
 
 
 def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
-    """Compares the number of samples and some of them on all ranks. Raises and collective: as `refuse_differences`.
+    """Compare the number of samples and a few samples on all ranks. Raises and collective: as `refuse_differences`.
 
-    Not the samples of a stream, which is not begun; nor where worker processes read, whose files must not be opened
-    here; nor those that are other ones when they are read again.
+    The check excludes streams, which must not be started, and samples that change when they are read again. If worker
+    processes read the data, it compares no samples, since the files must not be opened here.
     """
     if mesh.world_size == 1 or not isinstance(source, MapSource):
         return
@@ -210,17 +211,17 @@ def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
 
 
 def compare_streams(mesh: Mesh, loader: Loader) -> None:
-    """Compares the samples that all ranks have read of a stream for their next step, which they then train on.
+    """Compare the stream samples that all ranks have read for their next step.
 
-    Where a rank could not read them, that is told instead. Collective: all ranks, one JSON gather of a digest where the
-    data are a stream. Raises: DataError, on every rank.
+    A rank that could not read its samples disables the comparison; its own error is reported instead.
+    Raises: DataError, on every rank. Collective: all ranks, one JSON gather of a digest if the data are a stream.
     """
     if mesh.world_size > 1 and isinstance(loader, StreamLoader):
         refuse_other_samples("train_data", mesh.gather_json(digest_of_samples(loader.samples)))
 
 
 def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
-    """Raises: DataError where the ranks' digests of the same samples of a stream differ; None is of one with none."""
+    """Raise DataError if the ranks' digests of the same stream samples differ; None stands for no samples."""
     others = [str(rank) for rank, digest in enumerate(told) if digest != told[0]]
     if None in told or not others:
         return
@@ -236,10 +237,10 @@ def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
 
 
 def _some(source: MapSource) -> str | None:
-    """Digest of a few samples; None where they cannot be read, which is told later, or differ from time to time."""
+    """Return a digest of a few samples, or None if they cannot be read or change between reads."""
     ids = np.unique(np.linspace(0, len(source) - 1, 3).astype(np.int64))
     try:
-        with source.looks():  # once: a generator of the dataset's own goes on from read to read
+        with source.looks():  # one context: a generator in the dataset advances from read to read
             digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
     except Exception:
         return None
@@ -247,7 +248,7 @@ def _some(source: MapSource) -> str | None:
 
 
 def _apart(value: Any, beside: Any) -> Any:
-    """Of a mapping the entries that another has not; anything else whole."""
+    """Return the entries of a mapping that differ from `beside`; return other values unchanged."""
     if not isinstance(value, dict) or not isinstance(beside, dict):
         return value
     return {key: _apart(one, beside.get(key)) for key, one in value.items() if beside.get(key) != one}

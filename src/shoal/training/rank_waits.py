@@ -1,4 +1,4 @@
-"""Sums of what ranks waited for each other over some steps, from what travels with each agreement anyway."""
+"""Sums of the time that ranks wait for each other, from the numbers that each agreement carries anyway."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from shoal.distributed.agreement import Agreement
 from shoal.runs.records import RankTimes
 
 _EVERY = 10
-# Ranks that are told of in one sum: on many ranks the record stays a few numbers a rank.
+# Maximum slowest ranks per record, so that a record has only a few numbers per rank.
 _MOST_AWAITED = 4
 _OTHERS = -1
 
 
 class RankWaits:
-    """Sums over as many steps as there are ranks, ten at least, so that a step's share of a record does not grow."""
+    """Sums over as many steps as there are ranks, but at least ten, to bound a record's size per step."""
 
     def __init__(self, world_size: int) -> None:
         self._every = max(_EVERY, world_size)
@@ -23,13 +23,13 @@ class RankWaits:
         self.clear()
 
     def clear(self) -> None:
-        """Begins anew: steps are about to be trained again."""
+        """Reset the sums before steps are trained again."""
         self._steps = 0
         self._busy: npt.NDArray[np.float64] | float = 0.0
         self._waits: dict[int, npt.NDArray[np.float64]] = {}
 
     def add(self, agreement: Agreement) -> RankTimes | None:
-        """Adds a step; the sums where it is the last of them."""
+        """Add a step, and return the sums if it completes them."""
         if self._alone:
             return None
         busy, last = agreement.busy_seconds, agreement.slowest_rank

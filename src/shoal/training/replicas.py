@@ -1,4 +1,4 @@
-"""Comparison of the replicas of a model: a bit that flipped in one rank's memory is found, and taken back."""
+"""Comparison of model replicas, which detects a flipped bit in one rank's memory and undoes it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.layout import Coordinate
 from shoal.training.optimizer_step import Updater
 
-_BITS = 22  # of a number that travels exactly in whatever a gather sends
+_BITS = 22  # bits of an integer that a gather transfers exactly in float32
 _PARTS = 3
-# Replicas that differ at the same step again were not hit by chance.
+# Replicas that differ again and again were not hit by chance.
 _MOST_IN_A_ROW = 2
-# Replicas are always compared after so many first steps of a process, and at the end.
+# Replicas are always compared after this many first steps of a process, and at the end.
 _FIRST_STEPS = 2
 _MOST_NAMED = 3
 
 
 class ReplicaCheck:
-    """Check that ranks with the same part of a model have the same values.
+    """Check that ranks with the same part of the model have the same values.
 
-    It comes after the first two steps and the last one; with `every`, also every so many steps and before each
-    checkpoint, and the run then goes back to a checkpoint from before.
+    The check runs after the first two steps and after the last step. With `every`, it also runs every `every` steps and
+    before each checkpoint. A difference then rolls the run back to a checkpoint before it.
     """
 
     def __init__(
@@ -44,19 +44,26 @@ class ReplicaCheck:
         repeats: bool = True,
         one_copy: bool = False,
     ) -> None:
-        """`repeats`: whether steps that are trained again give what they gave. `one_copy`: nothing can differ."""
+        """Set up the check.
+
+        `repeats`: whether a repeated step gives the same result. `one_copy`: ranks share one copy, so that nothing can
+        differ.
+        """
         self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
         self.compares = mesh.layout.data > 1 and not one_copy
         self.every = every if self.compares else None
         self._checked, self._num_checks = -1, 0
-        self._before: int | None = None  # the step at which they differed last
+        self._before: int | None = None  # the last step with a difference
         self._in_a_row = 0
-        self._differed: int | None = None  # a step, until it is trained again
-        self._kept: dict[int, Tensor] = {}  # of this rank's tensors then those that differed, by place
-        self.flipped: list[int] = []  # ranks, as the last check has shown
+        self._differed: int | None = None  # the step with a difference, until it is trained again
+        self._kept: dict[int, Tensor] = {}  # this rank's tensors that differed at that step, by index
+        self.flipped: list[int] = []  # ranks with a flipped bit, from the last check
 
     def is_due(self, step: int, *, saves: bool = False, last: bool = False) -> bool:
-        """Whether the state after `step` steps is to be checked now."""
+        """Return True if the state after `step` steps has to be checked now.
+
+        `saves`: a checkpoint of this state follows. `last`: this is the last step.
+        """
         if not self.compares or step == self._checked:
             return False
         if step <= _FIRST_STEPS or self._num_checks < _FIRST_STEPS or last:
@@ -64,11 +71,11 @@ class ReplicaCheck:
         return self.every is not None and (saves or self._differed == step or step % self.every == 0)
 
     def differing(self, step: int) -> str | None:
-        """A sentence about the ranks that differ, or None. Collective: all ranks, one all-gather.
+        """Return a sentence about the ranks that differ, or None.
 
-        Where they agree at a step at which they differed before, `flipped` has the ranks whose state was another one.
-
-        Raises: IntegrityError, on every rank, where they differ again and again, or the run cannot go back.
+        If the replicas agree at a step at which they differed before, `flipped` names the ranks with the other state.
+        Raises: IntegrityError, on every rank, if they differ repeatedly, or if the run cannot roll back.
+        Collective: all ranks, one all-gather.
         """
         sums = self._gathered()
         self._num_checks += 1
@@ -83,7 +90,7 @@ class ReplicaCheck:
                 self._before, self._in_a_row = None, 0
             return None
         if self.every is None and len(set(self._mesh.gather_json(self._processor()))) > 1:
-            self.compares = False  # processors of different kinds may differ in last bits by right
+            self.compares = False  # different processors may legitimately differ in the last bits
             return None
         said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
         self._in_a_row += 1
@@ -98,7 +105,7 @@ class ReplicaCheck:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
     def _error(self, step: int, said: str) -> IntegrityError:
-        """The error that ends the run. Collective: all ranks, a JSON gather."""
+        """Return the error that ends the run. Collective: all ranks, a JSON gather."""
         own = {name: bits_checksum([tensor]) for name, tensor in self._named().items()}
         gradients = [bits_checksum([local(p.grad)]) for _, p in self._model.parameters() if p.grad is not None]
         told = self._mesh.gather_json({"tensors": own, "gradients": gradients})
@@ -135,7 +142,7 @@ class ReplicaCheck:
         )
 
     def _differing_tensors(self) -> dict[int, Tensor]:
-        """Copies of this rank's tensors that another with the same part has otherwise. Collective: a JSON gather."""
+        """Return copies of this rank's tensors that differ from another replica. Collective: a JSON gather."""
         tensors, places, rank = self._tensors(), self._places(), self._mesh.rank
         sums = self._mesh.gather_json([bits_checksum([tensor]) for tensor in tensors])
         group = [other for other, place in enumerate(places) if place == places[rank]]
@@ -143,10 +150,10 @@ class ReplicaCheck:
         return {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
 
     def _farthest(self) -> list[int]:
-        """The ranks whose tensors were farther from what the same steps gave again than the other replicas'.
+        """Return the ranks with the tensors farthest from the result of the repeated steps.
 
-        A flipped bit reaches the others too, by the gradients of later steps, but its own place has it besides. None
-        where two are as far. Collective: a JSON gather.
+        A flipped bit reaches the other replicas through later gradients, but its own rank also has the bit itself. The
+        result is empty if two ranks are equally far. Collective: a JSON gather.
         """
         tensors, places = self._tensors(), self._places()
         own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._kept.items())
@@ -158,12 +165,12 @@ class ReplicaCheck:
         return found
 
     def _places(self) -> list[Coordinate]:
-        """Which part of the model each rank has."""
+        """Return each rank's coordinate, ignoring the data axis: it identifies the rank's part of the model."""
         layout = self._mesh.layout
         return [layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
 
     def _gathered(self) -> list[int]:
-        """Every rank's checksum."""
+        """Return the checksums of all ranks."""
         own = bits_checksum(self._tensors())
         parts = [float(own >> (_BITS * place) & ((1 << _BITS) - 1)) for place in range(_PARTS)]
         rows = self._mesh.all_gather(parts).astype(int).tolist()
@@ -173,12 +180,12 @@ class ReplicaCheck:
         return list(self._named().values())
 
     def _named(self) -> dict[str, Tensor]:
-        """This rank's parameters and optimizer state by name, in the same order on all ranks."""
+        """Return this rank's parameters and optimizer state by name, in the same order on all ranks."""
         state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
         return {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
 
     def _wrong(self, sums: list[int]) -> str:
-        """The ranks that differ from most of those with the same part; all of them where none are most."""
+        """Name the ranks that differ from the majority with the same part, or all of them without a majority."""
         found: list[int] = []
         sure = True
         places = self._places()
@@ -200,6 +207,6 @@ def _ranks(ranks: list[int], sure: bool = True) -> str:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The sum of the differences' sizes; what is not finite is as far as a float can be."""
+    """Return the sum of absolute differences, or the largest float if it is not finite."""
     found = float((one.double() - other.double()).abs().sum())
     return found if math.isfinite(found) else sys.float_info.max

@@ -1,4 +1,4 @@
-"""Comparison of two jobs field by field: values by value, functions by their code and by what that code refers to."""
+"""Comparison of two jobs field by field: values by value, functions by their code and the objects it refers to."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import torch
 from shoal.job import Job
 from shoal.numerics.flat import raw_bytes
 
-# Of a class or a function: places and texts that compute nothing.
+# Attributes of classes and functions that do not affect their results.
 _UNCOMPUTED = ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__annotations__", "_abc_impl")
 _CODE = ("co_code", "co_consts", "co_names", "co_freevars", "co_varnames", "co_argcount", "co_kwonlyargcount")
 _PLAIN = (bool, int, str, bytes, complex, type(None), type(Ellipsis), range, torch.dtype, torch.device)
 
 
 def differing_fields(one: Job, other: Job) -> tuple[str, ...]:
-    """Names of the fields whose values are not the same, or cannot be compared.
+    """Return the names of the fields with values that differ or cannot be compared.
 
-    Neither job must have been opened or trained. Two objects of a user's class are the same where what a copy is made
-    of is (`__reduce_ex__`); nothing of that is called.
+    Neither job may have been opened or trained. Two objects of a user's class are the same if their `__reduce_ex__`
+    values are the same; the comparison calls nothing in these values.
     """
     return tuple(f.name for f in fields(Job) if not _Walk().field(getattr(one, f.name), getattr(other, f.name)))
 
 
 class _Walk:
-    """One comparison; pairs that were begun count as the same, so that circles end."""
+    """One comparison, which treats pairs under comparison as equal so that cycles end."""
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}  # the objects too, or ids are used again
+        self._begun: dict[tuple[int, int], tuple[Any, Any]] = {}  # store the objects too, or their ids could be reused
 
     def field(self, one: Any, other: Any) -> bool:
-        """Whether two values are the same; False where they cannot be compared."""
+        """Return True if two values are the same, False if they differ or cannot be compared."""
         try:
             return self.same(one, other)
-        except Exception:  # of a user's __reduce_ex__, or too deep
+        except Exception:  # from a user's __reduce_ex__, or a recursion that is too deep
             return False
 
     def same(self, one: Any, other: Any) -> bool:
@@ -56,7 +56,7 @@ class _Walk:
         return found if found is not None else self._made_of(one, other)
 
     def _values(self, one: Any, other: Any) -> bool | None:
-        """Of types that are known here; None of others."""
+        """Compare values of known types; return None for other types."""
         if type(one) in (list, tuple):
             return len(one) == len(other) and all(map(self.same, one, other))
         if type(one) in (set, frozenset):
@@ -91,7 +91,7 @@ class _Walk:
         return None
 
     def _functions(self, one: Any, other: Any) -> bool:
-        """By code, defaults, closures, attributes, and the globals that the code names."""
+        """Compare code, defaults, closures, attributes, and the globals that the code names."""
         named = _globals(one.__code__)
         return (
             self.same(one.__code__, other.__code__)
@@ -102,7 +102,7 @@ class _Walk:
         )
 
     def _made_of(self, one: Any, other: Any) -> bool:
-        """Objects of any other class, by what a copy would be made of."""
+        """Compare objects of any other class by the values that a copy would be made from."""
         if not self.same(type(one), type(other)):
             return False
         return self.same(_reduced(one), _reduced(other))
@@ -115,7 +115,7 @@ def _tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reduced(value: Any) -> Any:
-    """As `__reduce_ex__` gives it, iterators as lists."""
+    """Return the value of `__reduce_ex__`, with iterators as lists."""
     parts = value.__reduce_ex__(4)
     return parts if isinstance(parts, str) else [list(p) if hasattr(p, "__next__") else p for p in parts]
 
@@ -125,11 +125,11 @@ def _body(kind: type) -> Mapping[str, Any]:
 
 
 def _closure(function: Any) -> list[Any]:
-    empty = types.CellType()  # of a variable that is set later, or never
+    empty = types.CellType()  # the cell of a variable that is not set yet
     return [cell.cell_contents if cell != empty else None for cell in function.__closure__ or ()]
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    """Names that the code, or a function within it, may read as globals."""
+    """Return the names that the code, or a function within it, may read as globals."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(_globals, inner))

@@ -1,4 +1,4 @@
-"""Comparison of two constructions of a job's model with the same seed, to find initial values of another origin."""
+"""Comparison of two constructions of a job's model with one seed, to find initial values that ignore the seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.launch.in_child import look_in_child
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import is_strided, raw_bytes
 
-# A model that is constructed within so many seconds is constructed again, and compared up to so many elements.
+# Only a model constructed within this time is constructed again; only this many elements are compared.
 _SECONDS = 0.3
 _CHILD_SECONDS = 3.0
 _MOST_ELEMENTS = 1 << 26
@@ -27,11 +27,12 @@ _SEED_IT = (
 
 
 def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Module, list[str]]:
-    """The model that `make` constructs after it has seeded the generators, and a sentence where its seed has no say.
+    """Construct the model with seeded generators, and return it with sentences about values that ignore the seed.
 
-    A child process constructs a second model where the first one took up to 0.3 s. What model() does besides (it sets a
-    global, counts, prints) happens once in this process. Raises: what the first construction raises; JobError where a
-    tensor that no rank and no checkpoint shares gets other values. Memory that nobody has initialised counts as equal.
+    A child process constructs a second model if the first took up to 0.3 s. Side effects of `model()`, such as globals
+    and prints, happen once in this process. Uninitialized memory counts as equal.
+    Raises: errors of the first construction; JobError if a tensor that neither ranks nor checkpoints share gets other
+    values.
     """
     began = time.perf_counter()
     model = make()
@@ -40,7 +41,7 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
     known = dict(_values(model))
 
     def work() -> dict[str, list[str]]:
-        torch.set_num_threads(1)  # OpenMP's threads are not in a copy
+        torch.set_num_threads(1)  # a forked process has no OpenMP threads
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         again = make()
@@ -62,7 +63,7 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
 
 
 def unlike_ranks(mesh: Mesh, model: nn.Module) -> list[str]:
-    """A sentence where ranks have constructed other initial values. Collective: all ranks, one JSON gather."""
+    """Return a sentence if ranks have constructed different initial values. Collective: all ranks, one JSON gather."""
     values = [value for _, value in _values(model) if is_strided(value) and not value.is_meta]
     if mesh.world_size == 1 or sum(value.numel() for value in values) > _MOST_ELEMENTS:
         return []
@@ -91,7 +92,7 @@ def _unshared(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _unlike(known: dict[str, Tensor], again: dict[str, Tensor], *, drawn: bool) -> Iterator[str]:
-    """What the second construction has of the first one, or has not."""
+    """Yield sentences about structure, shared tensors or values that the second construction reveals."""
     shared = [name for name, value in again.items() if name in known and _is_one(value, known[name])]
     if known.keys() != again.keys():
         odd = min(known.keys() ^ again.keys())

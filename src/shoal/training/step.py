@@ -37,7 +37,7 @@ from shoal.training.look import LATER_STEPS, Look
 
 @dataclass
 class FetchedStep:
-    """This rank's part of a step, of which the first microbatch was read; `error` where that has failed."""
+    """This rank's part of a step, with the first microbatch already read; `error`: why the read has failed."""
 
     step: int
     data: StepData | None = None
@@ -45,7 +45,7 @@ class FetchedStep:
     error: ShoalError | None = None
 
     def microbatches(self, move: Callable[[Any], Any]) -> Iterator[LoadedMicrobatch]:
-        """Each once, and none is kept here: the first one's batch would be in memory until the step's end."""
+        """Yield each microbatch once, without a reference that would keep its batch in memory until the step's end."""
         first, self.first = self.first, None
         if first is not None:
             yield first
@@ -56,9 +56,9 @@ class FetchedStep:
 
 @dataclass  # made in every step
 class StepPasses:
-    """This rank's passes of a step: its microbatches, and the next step where it was read.
+    """This rank's passes of a step: its microbatches, and the next step if it was already read.
 
-    `proposal` is what has to change before it is computed again, and `error` why this rank could not compute it.
+    `proposal`: the policy for a repetition of this step, or None. `error`: why this rank could not compute the step.
     """
 
     passes: ForwardBackward
@@ -69,7 +69,7 @@ class StepPasses:
 
     @property
     def flags(self) -> Flags:
-        """Failures that the other ranks have to know of."""
+        """The failures that the other ranks have to know of."""
         if self.error is None and self.proposal is None:
             return NO_FAILURES
         return Flags(errors=int(self.error is not None), redo=int(self.proposal is not None))
@@ -77,26 +77,26 @@ class StepPasses:
 
 @dataclass  # made in every step
 class ComputedStep(StepPasses):
-    """A step that was computed, with its sums over all ranks."""
+    """A computed step with its sums over all ranks."""
 
     sums: StepSums
 
 
 @dataclass  # made in every step
 class UnreadStep(StepPasses):
-    """A step that was queued, with its sums over all ranks where the device has them."""
+    """A queued step with its sums over all ranks, which may still be on the device."""
 
     sums: QueuedSums
 
 
-# This rank's row about the next step, from as much of that as was read.
+# Builds this rank's agreement row for the next step from the microbatches fetched so far.
 Row = Callable[[FetchedStep | None], list[float]]
 
 
 class StepRunner:
-    """Computes steps, one after the other. `note` takes a line for people.
+    """Runner of steps, one after the other. `note` takes a line for people.
 
-    `rests`: nobody is known to draw random numbers between the steps, but where `draws_may_follow` says so.
+    `rests`: True if no code draws random numbers between steps, except after a call of `draws_may_follow`.
     """
 
     def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
@@ -106,25 +106,25 @@ class StepRunner:
         divided = parts.sharded_model.divided
         self._look = Look(parts.computer, (lambda told: any(parts.mesh.gather_json(told))) if divided else bool)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
-        self._output: Any = None  # of the model's last call in a microbatch, where ranks meet in each of them
+        self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
         if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
             parts.sharded_model.model.register_forward_hook(self._note_output)
         self._draws = DrawWatch() if rests and not together and not loader.may_draw else None
 
     def draws_may_follow(self) -> None:
-        """Says that the code of others comes before the next step, which may draw random numbers."""
+        """Record that user code, which may draw random numbers, runs before the next step."""
         if self._draws is not None:
             self._draws.forget()
 
     def recall(self, computation: dict[str, Any]) -> None:
-        """Takes up what a run that is resumed had found needful; how many grains fit in memory is found anew."""
+        """Restore the microbatch policy of a resumed run, except the number of grains that fit in memory."""
         computer = self._parts.computer
         here = computer.computation.grains_per_microbatch
         known = replace(MicrobatchPolicy.from_json(computation), grains_per_microbatch=here)
         computer.computation = computer.computation.with_care_of(known)
 
     def fetch(self, step: int) -> FetchedStep:
-        """Reads this rank's first microbatch of a step, so that a bad sample is known before any sum."""
+        """Read this rank's first microbatch of a step, so that a bad sample is known before any sum."""
         self._parts.clock.mark("data_wait")
         try:
             data = self._loader.step(step)
@@ -136,11 +136,11 @@ class StepRunner:
             return FetchedStep(step, error=as_shoal_error(error))
 
     def run(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
-        """The step's sums; its loss totals are multiplied by `factor` before the backward.
+        """Compute a step and return its sums. `factor` multiplies the loss totals before the backward.
 
-        The sums' `rows` are every rank's `row`, where all have read the step that follows.
-
-        Raises: on every rank, where any failed. Collective: all ranks.
+        If all ranks have read the next step, the sums' `rows` contain the `row` of every rank.
+        Raises: on every rank, if any rank failed.
+        Collective: all ranks.
         """
         fetched = self.looked_at(fetched)
         while True:
@@ -156,9 +156,10 @@ class StepRunner:
             fetched = self._fetch_again(fetched.step)
 
     def looked_at(self, fetched: FetchedStep) -> FetchedStep:
-        """The step, after the look that comes before it, if one does; perhaps in other microbatches.
+        """Run the look that is due before a step, if any, and return the step, possibly in other microbatches.
 
-        Collective: all ranks. Raises: on every rank, where any raised.
+        Raises: on every rank, if any rank raised.
+        Collective: all ranks.
         """
         if not self._probed:
             return self._probe(fetched)
@@ -172,19 +173,19 @@ class StepRunner:
         return fetched
 
     def _probe(self, fetched: FetchedStep) -> FetchedStep:
-        """Finds out how the model has to be computed; all ranks take the most careful answer."""
+        """Probe the model's first batch for a safe microbatch policy. All ranks adopt the most conservative one."""
         parts = self._parts
         while True:
             before = parts.computer.computation.effective_grains
             first = fetched.first.microbatch if fetched.first is not None else None
-            if parts.strategy.syncs_every_microbatch:  # the same on all ranks, since they meet in every forward
+            if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
                 first = self._loader.filler(fetched.step)
             found = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
             refuse_other_losses(parts.mesh.gather_json(found.seen))
             told = parts.mesh.all_gather([float(found.too_large), float(not found.conclusive)])
             too_large, unclear = told.max(axis=0) > 0
             agreed = self._agree_on(found.computation, None if too_large else fetched.step)
-            # A batch that is not finite tells too little: the next one is asked as well.
+            # A non-finite batch is not conclusive: probe the next batch, too.
             self._probed = not unclear and not self._without_rule(agreed)
             if agreed.effective_grains != before:
                 fetched = self._fetch_again(fetched.step)
@@ -200,7 +201,7 @@ class StepRunner:
             return ProbeResult(self._parts.computer.computation)
         computer, divided = self._parts.computer, self._parts.sharded_model.divided
         whole = grains = self._loader.first_grains(first.step) or first
-        # In exact mode no forward of a step has several grains; a look has, to see whether samples mix.
+        # A step's forward in exact mode has one grain; the look takes several, to see whether samples mix.
         meets = divided or self._parts.strategy.syncs_every_microbatch
         if not computer.exact or meets or not computer.job.fuse:
             whole = first
@@ -216,11 +217,11 @@ class StepRunner:
                 torch.cuda.empty_cache()
                 with self._own_collectives_refused():
                     return self._look.policy(first, first, self._parts.buffers)
-            # Nothing is known of the model yet: fewer grains, and the same question again.
+            # Nothing is known of the model yet: probe again with fewer grains.
             return ProbeResult(self._fewer_grains(error), too_large=True)
 
     def _fewer_grains(self, error: Exception) -> MicrobatchPolicy:
-        """Half the grains in a microbatch. Raises: OutOfMemoryError where it is one grain already."""
+        """Return the policy with half the grains per microbatch. Raises: OutOfMemoryError if there is only one."""
         computation = self._parts.computer.computation
         if computation.effective_grains == 1:
             size = self._parts.computer.job.grain_size
@@ -235,10 +236,10 @@ class StepRunner:
     def _agree_on(
         self, proposal: MicrobatchPolicy | None, step: int | None, *, in_step: bool = False
     ) -> MicrobatchPolicy:
-        """The most careful of all ranks' proposals, with the rules of buffers as `step` shows them, where there is one.
+        """Adopt the most conservative of all ranks' proposals, with rules for buffers from `step` unless it is None.
 
-        `in_step`: the proposals are of a step's own forwards, which have moved the buffers that are new in them.
-        Collective: all ranks, one JSON gather, and another one where a buffer needs a rule.
+        `in_step`: the proposals are from the step's own forwards, which have changed the newly watched buffers.
+        Collective: all ranks, one JSON gather, and a second one if a buffer needs a rule.
         """
         computer, buffers = self._parts.computer, self._parts.buffers
         told = self._parts.mesh.gather_json(proposal.to_json() if proposal else None)
@@ -260,10 +261,11 @@ class StepRunner:
         return [name for name in agreed.buffers if name not in known and self._parts.buffers.settled(name) is None]
 
     def _find_rules(self, step: int, moving: Collection[str]) -> None:
-        """Finds rules of buffers from the first grains of a step, and leaves out the buffers that no grain moves.
+        """Find rules for buffers from the first grains of a step, and drop buffers that no grain changes.
 
-        `moving`: those that the step has moved, such as one that takes the dtype of the run's computation.
-        Collective: all ranks, one JSON gather. Raises: JobError on every rank, for a buffer that no rule explains.
+        `moving`: buffers that the step has changed, for example a buffer that adopts the dtype of the computation.
+        Raises: JobError on every rank, for a buffer that no rule explains.
+        Collective: all ranks, one JSON gather.
         """
         parts, computer, buffers = self._parts, self._parts.computer, self._parts.buffers
         agreed, names = computer.computation, self._without_rule(computer.computation)
@@ -302,7 +304,7 @@ class StepRunner:
         buffers.watch(computer.computation.buffers, rules)
 
     def _look_at_buffers(self, step: int, names: list[str], moving: Collection[str]) -> BufferLook | None:
-        """This rank's look; None where it has no two grains to compare."""
+        """Return this rank's look at buffers, or None without two grains to compare."""
         for count in (LOOKED_GRAINS, 2):
             first = self._loader.first_grains(step, count)
             if first is None or len(first.grains) < 2:
@@ -316,7 +318,7 @@ class StepRunner:
         return None
 
     def _fetch_again(self, step: int) -> FetchedStep:
-        """The step in microbatches as they are agreed on now. Raises: on every rank. Collective: all ranks."""
+        """Fetch the step again under the current policy. Raises: on every rank. Collective: all ranks."""
         self._parts.buffers.restore()
         self._loader.seek(step, self._parts.computer.computation.effective_grains)
         fetched = self.fetch(step)
@@ -324,7 +326,7 @@ class StepRunner:
         return fetched
 
     def queue(self, fetched: FetchedStep, factor: float, row: Row) -> UnreadStep:
-        """As `run`, of a strategy that `queues`: nothing is read, and what failed here travels with the sums.
+        """Queue a step for a strategy that `queues`: nothing is read, and this rank's failures travel with the sums.
 
         Collective: all ranks.
         """
@@ -332,8 +334,9 @@ class StepRunner:
         return UnreadStep(**vars(done), sums=done.passes.queue(done.flags, row(done.following)))
 
     def redo(self, number: int, step: UnreadStep, failures: Flags) -> None:
-        """Takes up why a step, of that number, has to be computed once more. Raises: on every rank, where any failed.
+        """Handle the failures of step `number`, which is then computed again.
 
+        Raises: on every rank, if any rank failed.
         Collective: all ranks, which have read the same `failures`.
         """
         if failures.errors:
@@ -342,7 +345,7 @@ class StepRunner:
             self._agree_on(step.proposal, number, in_step=True)
 
     def _compute(self, fetched: FetchedStep, factor: float, row: Row) -> ComputedStep:
-        """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
+        """Compute gradients and sums of the step. An error here travels with the sums, so that ranks stay in step."""
         done = self._passes(fetched, factor)
         sums = done.passes.finish(done.flags, row(done.following) if self._parts.mesh.world_size > 1 else [])
         return ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
@@ -364,7 +367,7 @@ class StepRunner:
         except RedoError as redo:
             if (
                 parts.strategy.syncs_every_microbatch
-            ):  # the others may be in a collective of this microbatch, and not do so
+            ):  # the other ranks may be in a collective of this microbatch, and do not repeat it
                 raise JobError(
                     given=f"a model of which the first batch did not show how it computes: {redo}",
                     conflict="ranks with sharded parameters cannot go back in the midst of a step",
@@ -372,9 +375,9 @@ class StepRunner:
                 ) from redo
             proposal = redo.proposal
             if self._draws is not None and self._draws.is_unclear:
-                self._draws = None  # each step has its own from now on
+                self._draws = None  # each step gets its own watch from now on
         except Exception as caught:
-            # The others wait in a collective of this microbatch, or for messages of a stage that has not read its own.
+            # Other ranks wait in a collective of this microbatch, or for a stage that has not read its microbatches.
             if self._ends_at_once(caught) or (fetched.error is None and parts.pipeline is not None and not seen):
                 raise as_shoal_error(caught) from caught
             proposal, error = self._judged(caught)
@@ -384,7 +387,7 @@ class StepRunner:
         return StepPasses(passes, seen, following, proposal, error)
 
     def _ends_at_once(self, error: Exception) -> bool:
-        """Whether this rank cannot tell the others what it failed of: one is gone, or waits within the same model."""
+        """Return True if this rank cannot report its error: a peer is lost, or waits within the same model."""
         if not isinstance(error, ShoalError) and is_lost_peer(error):
             return True
         pipeline = self._parts.pipeline
@@ -392,7 +395,7 @@ class StepRunner:
         return self._parts.sharded_model.divided and not told
 
     def _judged(self, error: Exception) -> tuple[MicrobatchPolicy | None, ShoalError | None]:
-        """How to compute the step once more where memory ran out, or else the error that ends the run."""
+        """Return the policy for a repetition after an out-of-memory error, or else the error that ends the run."""
         try:
             return (self._fewer_grains(error), None) if is_out_of_memory(error) else (None, as_shoal_error(error))
         except OutOfMemoryError as too_large:
@@ -415,7 +418,7 @@ class StepRunner:
                 self._fill(self._loader.filler(fetched.step), last)
 
     def _in_stages(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
-        """All microbatches through this rank's stages. Collective: the pipeline's ranks, which have the same data."""
+        """Compute all microbatches in this rank's stages. Collective: the pipeline's ranks, with the same data."""
         parts, inputs = self._parts, self._parts.precision.inputs
         loaded = list(fetched.microbatches(inputs))
         seen += [one.microbatch.without_batch() for one in loaded]
@@ -424,7 +427,7 @@ class StepRunner:
             loaded += [LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))] * (most - len(loaded))
         if not loaded:
             return
-        from shoal.training.pipeline_step import StageStep  # half a second of torch, which other plans do not need
+        from shoal.training.pipeline_step import StageStep  # imports half a second of torch
 
         assert parts.pipeline is not None
         batches = [one.batch() for one in loaded]
@@ -434,7 +437,7 @@ class StepRunner:
     def _microbatch(self, passes: ForwardBackward, loaded: LoadedMicrobatch, last: bool) -> None:
         parts, microbatch = self._parts, loaded.microbatch
         batch = passes.enter(loaded)
-        self._output = None  # of a look, say
+        self._output = None  # for example, from a look
         with passes.scope(microbatch):
             total, weight = parts.computer.loss(batch)
             change = not parts.buffers.is_empty
@@ -449,7 +452,7 @@ class StepRunner:
         passes.leave()
 
     def _fill(self, microbatch: Microbatch, last: bool) -> None:
-        """Computes a microbatch of weight zero, in step with ranks that have more of them."""
+        """Compute a microbatch with weight zero, in step with ranks that have more microbatches."""
         parts, self._output = self._parts, None
         with parts.computer.scope(microbatch):
             total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
@@ -459,9 +462,10 @@ class StepRunner:
         parts.buffers.restore()
 
     def _nothing(self, step: int) -> Tensor:
-        """A zero whose backward goes through the model, for a loss without a gradient: other ranks meet there.
+        """Return a zero with a backward through the model, where the other ranks synchronize.
 
-        Where the loss has not called the model, that of another microbatch does: the same one on all such ranks.
+        It replaces a loss without a gradient. If the loss has not called the model, another microbatch's loss does; it
+        is the same microbatch on all such ranks.
         """
         parts = self._parts
         with generators_kept(), without_modes():
@@ -479,13 +483,13 @@ class StepRunner:
 
 
 def _kind(module: nn.Module | None) -> str:
-    """The name of a module's own class, not of the one that torch makes of it where it cuts parameters."""
+    """Return a module's class name, ignoring the classes that torch derives from it to cut parameters."""
     own = (kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
     return next(own).__name__ if module is not None else ""
 
 
 def _smaller(job: Job) -> str:
-    """Remedy for a grain that does not fit."""
+    """Return the remedy for a grain that does not fit in memory."""
     if job.grain_size == 1:
         return 'write memory.recompute = "full", or divide the model: shoal plan says how it fits'
     return (

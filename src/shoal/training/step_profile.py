@@ -1,4 +1,4 @@
-"""Profile of some steps on all ranks, by torch's profiler, with the spans and microbatches of the engine."""
+"""Profile of some steps on all ranks with torch's profiler, plus the spans and microbatches of the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.training.telemetry import StepListener
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-# Of the first few the profiler makes its tables; the quickest tells how its clock stands to ours.
+# The profiler allocates its tables in the first few marks; the quickest mark gives the offset of its clock.
 _MARKS = 8
 _MARK = "shoal clock"
 _ROUNDS = 9
@@ -30,7 +30,7 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class StepProfile(StepListener):
-    """Profiler of the steps `steps` of a run, which writes one file of all ranks once the last of them is done."""
+    """Profiler of a run's steps `steps`, which writes one file for all ranks after the last of these steps."""
 
     def __init__(self, steps: TraceSteps, mesh: Mesh, path: Path) -> None:
         self._steps, self._mesh, self._path = steps, mesh, path
@@ -43,7 +43,7 @@ class StepProfile(StepListener):
         self._span = "other"
 
     def attach(self, note: Callable[[str], None]) -> None:
-        """Lines for people go to `note` from here on."""
+        """Set the function that takes lines for people."""
         self._note = note
 
     def begins(self, step: int) -> None:
@@ -80,14 +80,14 @@ class StepProfile(StepListener):
             self._own.append(OwnEvent(name, MICROBATCH_ROW, began, time.perf_counter(), about))
 
     def conclude(self) -> None:
-        """Writes the steps that were traced where the run ended before the last. Collective: all ranks."""
+        """Write the traced steps if the run has ended before the last one. Collective: all ranks."""
         if self._profiler is not None:
             self._finish()
         elif not self._is_done:
             self._say(f"--trace {self._steps}: no such step was trained; nothing is written")
 
     def close(self) -> None:
-        """Ends a profile that an error cut short; nothing is written."""
+        """Stop a profile that an error has interrupted, without a file."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
@@ -107,7 +107,7 @@ class StepProfile(StepListener):
                 pass
 
     def _finish(self) -> None:
-        """Gathers what all ranks have recorded; rank 0 writes it. Collective: all ranks."""
+        """Gather the records of all ranks, and write them on rank 0. Collective: all ranks."""
         ranks = [_unpacked(packed) for packed in self._mesh.send_to_first(_packed(self._recorded()))]
         if self._mesh.rank == 0:
             about = {"steps": str(self._steps), "world_size": len(ranks)}
@@ -120,7 +120,7 @@ class StepProfile(StepListener):
         self._own = []
 
     def _recorded(self) -> RankTrace:
-        """What this rank has recorded; the profiler ends. Collective: all ranks."""
+        """Stop the profiler and return this rank's records. Collective: all ranks."""
         assert self._profiler is not None
         profiler, self._profiler, self._is_done = self._profiler, None, True
         profiler.stop()
@@ -130,7 +130,7 @@ class StepProfile(StepListener):
                 path = Path(folder) / "trace.json"
                 profiler.export_chrome_trace(str(path))
                 events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-        except (OSError, ValueError, RuntimeError) as error:  # a trace is no reason to stop; the others wait for this
+        except (OSError, ValueError, RuntimeError) as error:  # a trace is optional, and the other ranks wait
             self._say(f"the trace has no operators of rank {self._mesh.rank}: {error}")
         marks = sorted(event["ts"] for event in events if event.get("name") == _MARK and event.get("ph") == "X")
         lags = [began - mark / 1e6 for began, mark in zip(self._marks, marks, strict=False)]
@@ -140,10 +140,10 @@ class StepProfile(StepListener):
         )
 
     def _behind(self) -> float:
-        """Seconds that this host's clock is behind rank 0's. Collective: all ranks.
+        """Return the seconds by which this host's clock is behind rank 0's. Collective: all ranks.
 
-        Ranks of a host have one clock. Between hosts: the end of a gather comes to all ranks at nearly the same time,
-        so that the error is that of a small message.
+        Ranks of one host share a clock. Between hosts, a gather ends on all ranks at nearly the same time, so the error
+        is about the latency of a small message.
         """
         hosts = self._mesh.gather_json(self._mesh.host)
         if len(set(hosts)) == 1:
@@ -164,7 +164,7 @@ class StepProfile(StepListener):
 
 @contextlib.contextmanager
 def _no_own_lines() -> Iterator[None]:
-    """A context in which the profiler's library, at its first start, is told to write no lines to stderr."""
+    """Return a context in which the first start of the profiler's library writes nothing to stderr."""
     if _LOG_LEVEL in os.environ:
         yield
         return
@@ -176,7 +176,7 @@ def _no_own_lines() -> Iterator[None]:
 
 
 def _packed(trace: RankTrace) -> bytes:
-    """A trace as compressed JSON, a tenth as long."""
+    """Return a trace as compressed JSON, about a tenth of its length."""
     text = json.dumps(asdict(trace), separators=(",", ":"), default=str)
     return gzip.compress(text.encode(), 6)
 

@@ -1,4 +1,4 @@
-"""Step records, evaluations and the outcome of a training, on one process or beside parameter servers."""
+"""Step records, evaluations and the outcome of a training, with or without parameter servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shoal.training.telemetry import RecordWriter, StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts(StepParts):
-    """All parts of a training: those of its steps, the data, the optimizer, evaluation and checkpoints."""
+    """All parts of a training: the parts of its steps, the data, the optimizer, evaluation and checkpoints."""
 
     job: Job
     plan: CompletePlan
@@ -57,10 +57,12 @@ class TrainingParts(StepParts):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Functions around a training: a line for people, a finished step, whether a stop was requested; and its files.
+    """Callbacks and files around a training.
 
-    `out`: the run directory; `events`: its event log, on rank 0; `settings` of the job function; `description`: the
-    content of job.json. `evaluate_every`: steps between evaluations, in place of each pass over the data.
+    `note`: takes a line for people. `on_step`: takes the record of a finished step and the slowest rank.
+    `stop_requested`: whether to stop. `out`: the run directory. `events`: its event log, on rank 0. `settings`:
+    arguments of the job function. `description`: content of job.json. `evaluate_every`: steps between evaluations,
+    instead of one after each pass over the data.
     """
 
     note: Callable[[str], None]
@@ -75,10 +77,10 @@ class Surroundings:
 
 @dataclass
 class Outcome:
-    """Result of a training: completed or preempted, after which state; `unsaved` where that was not written.
+    """Result of a training: completed or preempted, with the last state; `unsaved`: why the state was not saved.
 
-    `ended_by`: the callback that asked for the end, and why. `after`: seconds of what followed the last step: the
-    last evaluation and checkpoint.
+    `ended_by`: the callback that requested the end, and its reason. `after`: seconds of the evaluation and the
+    checkpoint after the last step.
     """
 
     status: str
@@ -92,22 +94,22 @@ class Outcome:
 
 
 class StepRecords:
-    """Writer of a step's record, once every rank's measures of it and the evaluation after it are known."""
+    """Writer of step records, once the measures of all ranks and the evaluation after the step are known."""
 
     def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
         self._parts, self._around, self._writer = parts, around, writer
-        self._waiting: deque[StepRecord] = deque()  # the last one; where steps are read late two
+        self._waiting: deque[StepRecord] = deque()  # the last step's record; two records if steps are read late
         self._slowest = parts.mesh.rank
         self._is_watched = parts.mesh.world_size > 1
         self._waits = RankWaits(parts.mesh.world_size)
         self._step_seconds: list[float] = []
-        # The step after which the model was last evaluated, the metrics, and of how many samples they are.
+        # The step of the last evaluation, its metrics, and its number of samples.
         self._evaluated: tuple[int, dict[str, float], int] | None = None
         self._stragglers = StragglerWatch(parts.plan, parts.job.num_grains)
-        self._after: dict[str, float] = {}  # seconds of what came after the last record was written
+        self._after: dict[str, float] = {}  # seconds of work after the last record was written
 
     def forget_after(self, step: int) -> None:
-        """Leaves out what was recorded of later steps: they are about to be trained again."""
+        """Drop the records of steps after `step`, which are about to be trained again."""
         self._waiting.clear()
         self._evaluated = None
         self._waits.clear()
@@ -122,9 +124,9 @@ class StepRecords:
         time_taken: StepTime | None = None,
         **own: Any,
     ) -> StepRecord:
-        """The record of the step that `state` has counted last, with what is `own` to it.
+        """Add and return the record of the last step in `state`; `own` gives further fields.
 
-        `time_taken`: the step's; without one it ends here.
+        `time_taken`: the step's time. If it is None, the step ends now.
         """
         clock = self._parts.clock
         seconds, spans = time_taken.read() if time_taken is not None else clock.end()
@@ -156,16 +158,16 @@ class StepRecords:
         return self._waiting
 
     def is_evaluation_due(self, state: RunState) -> bool:
-        """Whether the step that was added last is evaluated."""
+        """Return True if an evaluation follows the step that was added last."""
         return bool(self._waiting) and self.evaluates_after(state.step)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether a model of so many steps is evaluated: each so many, or where a pass over the data has ended."""
+        """Return True if an evaluation follows step `step`, by `evaluate_every` or the end of a pass over the data."""
         every = self._around.evaluate_every
         return step % (every if every is not None else self._parts.order.steps_per_epoch) == 0
 
     def evaluate(self, state: RunState) -> None:
-        """Evaluates the model, outside the step's time. Collective: all ranks."""
+        """Evaluate the model, outside the step's time. Collective: all ranks."""
         with self.timed("evaluation"):
             metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
@@ -175,7 +177,7 @@ class StepRecords:
         watched = self._parts.job.watched
         is_best = watched is not None and state.improves(watched, metrics)
         if count:
-            self._parts.callbacks.evaluated(state, metrics)  # whose state the checkpoint has then
+            self._parts.callbacks.evaluated(state, metrics)  # the checkpoint includes their new state
         if is_best:
             with self.timed("checkpoint"):
                 self._parts.keeper.save_best(state)
@@ -184,7 +186,7 @@ class StepRecords:
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """A context whose seconds are those of an evaluation or a checkpoint outside of any step's time."""
+        """Return a context that times an evaluation or a checkpoint (`kind`) outside of any step's time."""
         began = time.perf_counter()
         self.flush()
         try:
@@ -197,7 +199,7 @@ class StepRecords:
                 self._after[kind] = self._after.get(kind, 0.0) + seconds
 
     def _measured(self) -> tuple[dict[str, float], int]:
-        """Metrics of the model and of averaged weights, if any; and samples. Collective: all ranks."""
+        """Return the metrics of the model and of averaged weights, and the number of samples. Collective: all ranks."""
         parts = self._parts
         with evaluated_weights(parts.updater.optimizer):
             metrics, count = parts.evaluator.evaluate(parts.model)
@@ -211,11 +213,11 @@ class StepRecords:
         return metrics, count
 
     def is_evaluated(self, state: RunState) -> bool:
-        """Whether the model was evaluated after the state's step."""
+        """Return True if the model was evaluated after the state's step."""
         return self._evaluated is not None and self._evaluated[0] == state.step
 
     def write(self, agreement: Agreement | None = None) -> None:
-        """Writes the first record that waits, with what all ranks have measured where they agree on that."""
+        """Write the oldest waiting record, with all ranks' measures if there is an agreement."""
         if not self._waiting:
             return
         record, slowest = self._waiting.popleft(), self._slowest
@@ -228,7 +230,7 @@ class StepRecords:
         self._around.on_step(record, slowest)
 
     def _tell(self, record: StepRecord) -> None:
-        """Tells of a straggler, if one shows."""
+        """Report a straggler if one is detected."""
         found = self._stragglers.take(record.ranks)
         if found is None:
             return
@@ -245,11 +247,11 @@ class StepRecords:
         )
 
     def flush(self) -> None:
-        """Writes what was recorded: before what takes long, and so that no checkpoint is of a step without a record."""
+        """Write all records, before long work and so that no checkpoint is ahead of the records."""
         self._writer.flush()
 
     def conclude(self, state: RunState, status: str) -> Outcome:
-        """Saves the last state, and evaluates it unless that was done. Collective: all ranks."""
+        """Save the last state, and evaluate it unless that was done. Collective: all ranks."""
         keeper = self._parts.keeper
         unsaved = self._save(state)
         if status != "completed":
@@ -257,7 +259,7 @@ class StepRecords:
         if not self.is_evaluated(state):
             try:
                 self.evaluate(state)
-                unsaved = unsaved or self._save(state)  # anew, where it is the best
+                unsaved = unsaved or self._save(state)  # again, if it is the best
             except Exception as error:
                 told = as_shoal_error(error)
                 if unsaved is None:
@@ -267,7 +269,7 @@ class StepRecords:
         return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved, after=self._after)
 
     def _save(self, state: RunState) -> StorageError | None:
-        """Saves a state unless its step is saved, and waits; the error where that could not be."""
+        """Save a state unless its step is saved, wait, and return the error if that failed."""
         with self.timed("checkpoint"):
             try:
                 self._parts.keeper.save(state, wait=True)

@@ -1,9 +1,9 @@
-"""Steps that are queued on the device before the one before them is read: no read waits for what was queued.
+"""Steps that are queued on the device before the previous step's result is read, so that no read waits for the queue.
 
-A step's update is masked on the device where the host would have to look first: where the loss or the norm is not
-finite, a rank has failed, nothing had a weight, or all agree that something comes before the step. From there on every
-step is masked, so that nothing has changed when the host comes to know of it. It goes on then as it does where each
-step is read: decision 0053.
+The device masks a step's update in the cases that the host would handle first: a loss or norm that is not finite, a
+failed rank, a weight of zero, or an interruption before the step on which all ranks agree. All later steps are masked,
+too, so that nothing has changed when the host reads the result. The host then continues as if each step were read at
+once: decision 0053.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import StepRecords, TrainingParts
 from shoal.training.telemetry import StepTime
 
-# A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
-# steps longer than this are worth an agreement of their own, and are not bound by reads.
+# If the agreement travels with a step's sums, a stop that arrives after them is seen one step later;
+# steps longer than this get a separate agreement, and are not bound by reads.
 LONG_STEP_SECONDS = 0.5
-# Where parameters have no state of the optimizer after so many steps, they will not get any.
+# If an update cannot be queued after this many steps, it never can.
 _MOST_TRIES = 8
-# After a masked step so many more are read at once than after the one before it, at most.
+# Maximum steps that are read at once after a masked step; the number doubles with each masked step.
 _LONGEST_PAUSE = 64
-# So far ahead callbacks are asked after which step they come at once: there the ranks agree on it again.
+# Number of steps for which callbacks say in advance after which step they run at once.
 _LOOK_AHEAD = 256
 _NUM_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """Step whose kernels are queued and whose numbers are not read.
+    """Step with queued kernels and results that are not read yet.
 
-    `measured` is the step whose measures its row has, `num_updates` counts its own. `agreed`: what the ranks agree on,
-    where their rows do not travel with the sums.
+    `measured`: the step measured in the row. `num_updates`: updates including this step's. `agreed`: the
+    ranks' agreement, if rows do not travel with the sums.
     """
 
     step: UnreadStep
@@ -63,9 +63,9 @@ class _Queued:
 
 @dataclass(frozen=True)
 class TrainerHooks:
-    """Functions of the trainer: its rank's report on the next step, the way to the state after a good one, notes.
+    """Functions of the trainer: this rank's report on the next step, the advance to the next state, and notes.
 
-    `advance` takes sums, update, time, the number of updates, and whether another step is queued already.
+    `advance` takes sums, update, time, number of updates, and whether another step is already queued.
     """
 
     report: Callable[[FetchedStep | None, int], Report]
@@ -73,12 +73,12 @@ class TrainerHooks:
     note: Callable[[str], None]
 
 
-# What was read and agreed on of the step after the last one, as far as either is known.
+# The fetched next step and the agreement on it, each None if unknown.
 After = tuple[FetchedStep | None, Agreement | None]
 
 
 class StepsAhead:
-    """Runs of steps that are read one late. Whether a step belongs to one is the same on all ranks."""
+    """Runs of steps that are read one step late. All ranks agree on the steps that belong to a run."""
 
     def __init__(
         self, parts: TrainingParts, runner: StepRunner, records: StepRecords, hooks: TrainerHooks, num_steps: int
@@ -93,13 +93,13 @@ class StepsAhead:
             and not kinds & {torch.float64, torch.complex128}
         )
         self._tries, self._pause, self._not_before = 0, 1, 0
-        self._told = -1  # the last step whose measures a row of this run has had
-        self._last = math.inf  # the step that is read, as agreed, before the next one is queued
+        self._told = -1  # the last step measured in a row of this run
+        self._last = math.inf  # the step that all ranks read before they queue the next one
         self._is_slow = False
         self._captured = captured_step(parts, runner, hooks.note)
 
     def applies(self, state: RunState, agreement: Agreement) -> bool:
-        """Whether the next step may be queued, and the one after it before it is read. Collective: all ranks."""
+        """Return True if the next step may be queued, and the step after it before its read. Collective: all ranks."""
         step = state.step
         if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
             if self._captured is not None:
@@ -112,7 +112,7 @@ class StepsAhead:
             if self._captured is not None:
                 self._captured.read_at_once(is_slow=self._is_slow)
             return False
-        # What a callback's at_once says, or that it raises, need not be the same on all ranks: any rank's counts.
+        # A callback's at_once may return different values, or raise, on different ranks: any rank's value counts.
         own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
         ready, num_late = self._mesh.all_gather(own).min(axis=0).tolist()
         self._tries = 0 if ready else self._tries + 1
@@ -120,24 +120,25 @@ class StepsAhead:
         return bool(ready and num_late)
 
     def run(self, state: RunState, fetched: FetchedStep) -> After:
-        """From a step that is agreed on to one after which the host is needed; all that are good are in the state.
+        """Train from an agreed step up to a step after which the host is needed; add all good steps to the state.
 
-        Raises: as StepRunner.run. Collective: all ranks.
+        Raises: as StepRunner.run.
+        Collective: all ranks.
         """
         parts, unread = self._parts, None
         if self._captured is not None:
             self._captured.begin()
-        self._told = -1  # what an earlier run has told may be of steps that were rolled back
+        self._told = -1  # an earlier run's steps may have been rolled back
         scale, samples = state.loss_scale, state.samples
         while True:
             try:
                 fetched = self._runner.looked_at(fetched)
                 queued = self._queue(state, fetched, (scale, samples), unread)
             except Exception:
-                with contextlib.suppress(Exception):  # what has been raised is the reason to end
+                with contextlib.suppress(Exception):  # the first error is the reason to end
                     parts.buffers.restore()
                     if unread is not None and isinstance(self._take(state, unread, followed=True), Flags):
-                        parts.updater.num_begun -= 1  # it was masked: of its update nothing is left
+                        parts.updater.num_begun -= 1  # it was masked: its update changed nothing
                 raise
             if unread is not None:
                 after = self._settle(state, unread, followed=queued)
@@ -147,19 +148,19 @@ class StepsAhead:
                 return self._settle(state, queued) or (queued.step.following, None)
             unread, scale = queued, scale.after(overflow=False)
             samples += sum(grain.size for grain in parts.order.grains(fetched.step))
-            # A rank without the next step has failed in this one, and computes nothing of that.
+            # A rank that could not read the next step has failed in this step, and computes nothing of the next.
             fetched = queued.step.following or FetchedStep(fetched.step + 1)
             parts.clock.begin(fetched.step + 1)
 
     def _is_due(self, step: int) -> bool:
-        """Whether something is due after so many steps that has to find the model of just then."""
+        """Return True if the work due after `step` steps needs the model of exactly that step."""
         parts, every = self._parts, self._parts.keeper.every_steps
         due = self._records.evaluates_after(step) or parts.replicas.is_due(step, saves=False)
         saved = every is not None and step % every == 0
         return step >= self._num_steps or due or saved
 
     def _ends_with(self, queued: _Queued) -> bool:
-        """Whether the step is to be read before the next one is queued."""
+        """Return True if the step has to be read before the next step is queued."""
         asks = queued.agreed is not None and _comes_between(queued.agreed)
         step = queued.fetched.step + 1
         return self._is_due(step) or step >= self._last or self._is_slow or asks
@@ -190,7 +191,7 @@ class StepsAhead:
         return _Queued(done.step, fetched, *about)
 
     def _launched(self, step: UnreadStep, scale: LossScale, progress: Progress, masked: Tensor | None) -> LaunchedStep:
-        """Queues a step's update, too, which is `masked` or not: bool []."""
+        """Queue the step's update, too. `masked`: bool [], whether an earlier step is masked; None at first."""
         parts, sums = self._parts, step.sums
         parts.clock.mark("optimizer")
         fine = (sums.failures == 0).all()
@@ -203,19 +204,19 @@ class StepsAhead:
         return LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
 
     def _agreed(self, step: UnreadStep, report: Report) -> Agreement:
-        """What the ranks agree on, from host to host: nothing waits for the device. Collective: all ranks.
+        """Agree from host to host, without a wait for the device. Collective: all ranks.
 
-        Ranks with parts of one model cannot queue a step that one of them has not read, or after one that it has failed
-        in: they meet within it.
+        Ranks with parts of one model synchronize within a step. They cannot queue a step that one of them has not read,
+        nor a step after a failure on one of them.
         """
         self._parts.clock.mark("exposed_communication")
         failed = step.error is not None or step.proposal is not None
         return agree(self._mesh, replace(report, error=report.error or failed))
 
     def _settle(self, state: RunState, unread: _Queued, followed: _Queued | None = None) -> After | None:
-        """Reads a step, and goes on to the state after it; None where nothing comes before the next one.
+        """Read a step and advance the state; return None if nothing interrupts before the next step.
 
-        `followed`: the step that was queued after it, of which nothing is left where something does.
+        `followed`: the step that was queued after it. An interruption discards that step.
         """
         agreement = None
         failures = self._take(state, unread, followed is not None)
@@ -242,7 +243,7 @@ class StepsAhead:
         return None, None
 
     def _take(self, state: RunState, unread: _Queued, followed: bool) -> Flags | Agreement | None:
-        """Reads a step. Why it has changed nothing; or, in the state after it, what the ranks agree on, if several."""
+        """Read a step. Return its failures if it changed nothing; otherwise advance, and return any agreement."""
         numbers = unread.reading.numbers()
         (good, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
         if not good:
@@ -266,7 +267,7 @@ class StepsAhead:
         return agreement
 
     def _tell_all(self) -> None:
-        """Writes all records but the last one, which the next agreement is about. Collective: all ranks."""
+        """Write all records but the last, which the next agreement covers. Collective: all ranks."""
         self._tell(1)
 
     def _tell(self, keep: int) -> None:
@@ -277,6 +278,6 @@ class StepsAhead:
 
 
 def _comes_between(agreement: Agreement) -> bool:
-    """As `interrupts`, of what was read."""
+    """Return True if an agreement interrupts the run; the host's version of `interrupts`."""
     asks = agreement.stop or agreement.checkpoint or agreement.any_error or bool(agreement.asked)
     return asks or not agreement.any_data

@@ -1,4 +1,4 @@
-"""Stragglers: ranks that compute longer than the others in most steps, with how much longer and in what part."""
+"""Stragglers: ranks that compute longer than the others in most steps, with the excess time and its main span."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.plans.plan import Plan
 from shoal.runs.records import SPANS, Spread
 
 WINDOW = 20  # steps
-_EVERY = 5  # steps: to look costs a short step some percent
-_MOST_OF_THEM = 16  # in which the same rank has to be the slowest
-# Beyond what the shares of grains explain: so many times the fastest rank's time, and so much more than it.
+_EVERY = 5  # steps: a check costs some percent of a short step
+_MOST_OF_THEM = 16  # steps of the window in which the same rank has to be the slowest
+# Thresholds beyond the difference that the shares of grains explain: a ratio, and an absolute excess.
 _RATIO, _SECONDS = 1.3, 0.001
-# What a rank does itself; who waits for others is not slow.
+# Only a rank's own work: a rank that waits for others is not slow.
 _CAUSES = {
     "data_wait": "reading samples",
     "host_to_device": "copying samples to the device",
@@ -28,12 +28,12 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank whose median time of a step is `ratio` times that of the fastest; `cause`: where most of the rest goes."""
+    """Rank with a median step time of `ratio` times the fastest rank's; `cause`: the span with most of the excess."""
 
     rank: int
     ratio: float
     cause: str
-    seconds: float  # by which it is longer, a step
+    seconds: float  # excess per step
 
     def __str__(self) -> str:
         slower = f"rank {self.rank} takes {self.ratio:.1f} times as long for its steps as the fastest rank"
@@ -41,11 +41,11 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Watch over the slowest rank of each step; each straggler is told once, until it is none any more."""
+    """Watch over the slowest rank of each step, which reports each straggler once until it recovers."""
 
     def __init__(self, plan: Plan, num_grains: int) -> None:
         ranks = plan.degrees.divides_grains
-        # Stages of a pipeline take as long as their layers do; and a rank without grains has nothing to compare.
+        # Off for pipelines, since stages differ in their layers, and for ranks without grains.
         self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
         self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
@@ -53,7 +53,7 @@ class StragglerWatch:
         self._known: int | None = None
 
     def take(self, spreads: Mapping[str, Spread]) -> Straggler | None:
-        """Looks at a step's measures over the ranks; a straggler that was not known."""
+        """Add a step's measures over the ranks, and return a straggler that was not reported yet."""
         if not self._is_on or "busy_seconds" not in spreads:
             return None
         self._steps.append(spreads)
@@ -81,6 +81,6 @@ class StragglerWatch:
         return Straggler(rank, longest / least, _CAUSES[max(excess, key=lambda span: excess[span])], more)
 
     def _excess(self, span: str, rank: int) -> float:
-        """Median seconds by which a span takes longest on this rank; none of a step in which it does on another."""
+        """Return the median excess of a span in seconds, counting 0 for steps in which another rank is the slowest."""
         spreads = [step[span] for step in self._steps if span in step]
         return statistics.median(s.max - s.min if s.rank_of_max == rank else 0.0 for s in spreads) if spreads else 0.0

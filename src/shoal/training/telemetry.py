@@ -1,4 +1,4 @@
-"""Telemetry: time spans of a step, and its records. It never waits for anything and never raises into the training."""
+"""Telemetry: time spans of a step, and its records. It never waits and never raises into the training."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from shoal.launch.heartbeat import Heartbeat
 from shoal.runs.generation import Fence
 from shoal.runs.records import SPANS, StepRecord, read_steps
 
-# To ask the system takes some 50 us.
+# A reading from the system takes about 50 us.
 _MEMORY_SECONDS = 0.05
-# Records that wait for a disk, the newest of them, and the time between two attempts.
+# Maximum records that wait for a disk (older ones are dropped), and the time between two attempts.
 _MOST_LATE, _RETRY_SECONDS = 10_000, 1.0
-# A step and its spans as float32: a fraction of what an array of numpy's costs.
+# A step and its spans as float32: much cheaper than a numpy array.
 _SINGLES = struct.Struct(f"<{1 + len(SPANS)}f")
-# Records are written at the latest when so many wait, or with the first one after so long.
+# Records are written when this many wait, or with the first record after this time.
 _TOGETHER, _TOGETHER_SECONDS = 64, 0.05
 
 
 class StepListener:
-    """Interface of those who are told what a clock of steps is; this class does nothing. Called on every rank.
+    """Interface for observers of the step clock; this class does nothing. The clock calls it on every rank.
 
-    `now` is of `time.perf_counter`, the instant that the clock itself goes by.
+    `now` is a time of `time.perf_counter`, the same instant that the clock records.
     """
 
     def begins(self, step: int) -> None:
-        """A step, counted from 1, is about to begin; its time does not run yet."""
+        """Handle the approach of a step, counted from 1, before its time runs."""
 
     def began(self, now: float) -> None:
-        """The step's time runs, in the span `other`."""
+        """Handle the start of the step's time, in the span `other`."""
 
     def entered(self, span: str, now: float) -> None:
-        """The running span has ended, and this one has begun."""
+        """Handle the end of the running span and the start of `span`."""
 
     def ended(self, now: float) -> None:
-        """The step has ended, after all of its spans."""
+        """Handle the end of the step, after all of its spans."""
 
     def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
-        """A context that is a part of a step with a name, such as a microbatch."""
+        """Return a context around a named part of a step, such as a microbatch."""
         return contextlib.nullcontext()
 
 
@@ -61,14 +61,18 @@ _UNLABELLED = contextlib.nullcontext()
 
 @dataclass  # made in every step
 class StepTime:
-    """Time of a step that has ended on the host, maybe not yet on the device; `seconds` by span where no event says."""
+    """Time of a step that has ended on the host, but maybe not on the device.
+
+    `total`: seconds of the step. `seconds`: by span, as measured on the host. `events`: starts of spans on a CUDA
+    device.
+    """
 
     total: float
     seconds: dict[str, float]
     events: list[tuple[str, torch.cuda.Event]]
 
     def read(self) -> tuple[float, dict[str, float]]:
-        """As `StepClock.end`, which waits for the device, if that is still at the step."""
+        """Return the values of `StepClock.end`, after a wait for the device if it is still at the step."""
         seconds = dict(self.seconds)
         if self.events:
             self.events[-1][1].synchronize()
@@ -80,10 +84,10 @@ class StepTime:
 
 
 class StepClock:
-    """Clock that divides wall time among the spans of a step: one span runs at a time, so that they sum to the step.
+    """Clock that divides wall time among the spans of a step. One span runs at a time, so the spans sum to the step.
 
-    On a CUDA device the marks are events on the current stream, read after the step's one synchronisation: a span is
-    then the stream's time, idle time included, and not the time to enqueue the work.
+    On a CUDA device the marks are events on the current stream, which are read after the step's one synchronization. A
+    span is then the stream's time, including idle time, not the time to enqueue the work.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class StepClock:
         self._device, self._cuda = device, device.type == "cuda"
         self._memory_bytes, self._memory_until = 0, 0.0
         self.enabled, self.heartbeat, self._listener = enabled, heartbeat or Heartbeat(None), listener
-        self.is_listened_to = listener is not None  # whether anybody asks for the names of parts
+        self.is_listened_to = listener is not None  # whether a listener uses the names of parts
         self._is_still = not enabled and listener is None
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
@@ -105,7 +109,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context without marks: a step that is captured would record events that nobody can read."""
+        """Return a context without marks, since nobody can read events that a captured step would record."""
         self._paused = True
         try:
             yield
@@ -113,7 +117,7 @@ class StepClock:
             self._paused = False
 
     def begin(self, step: int = 0) -> None:
-        """Starts a step, counted from 1, in the span `other`."""
+        """Start a step, counted from 1, in the span `other`."""
         if self._listener is not None:
             self._listener.begins(step)
         if self.heartbeat.writes:
@@ -129,7 +133,7 @@ class StepClock:
             self._record("other")
 
     def mark(self, span: str) -> None:
-        """Ends the running span and starts `span`."""
+        """End the running span and start `span`."""
         if self._paused:
             return
         if self.heartbeat.writes:
@@ -147,26 +151,26 @@ class StepClock:
         self._current, self._since = span, now
 
     def end(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
+        """End the step; return its seconds and its seconds by span, in float32 precision as other ranks get them."""
         return self.stop().read()
 
     def stop(self) -> StepTime:
-        """Ends the step on the host, without a wait for the device."""
+        """End the step on the host, without a wait for the device."""
         self.mark("other")
         if self.heartbeat.writes:
             self.heartbeat.enter("away")
-        spans_end = not (self._cuda or self._is_still)  # and the step with them
+        spans_end = not (self._cuda or self._is_still)  # the step ends with its last span
         total = (self._since if spans_end else time.perf_counter()) - self._began
         if self._listener is not None:
             self._listener.ended(self._began + total)
         return StepTime(total, self._seconds, self._events)
 
     def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
-        """A context that is a part of a step with a name, for whoever listens."""
+        """Return a context around a named part of a step, for a listener."""
         return _UNLABELLED if self._listener is None else self._listener.labelled(name, **about)
 
     def peak_memory_bytes(self) -> int:
-        """Peak memory of this process as `peak_memory_bytes`; on CPUs up to 50 ms ago: short steps share a reading."""
+        """Return the peak memory of this process in bytes. On CPUs the reading is up to 50 ms old."""
         if self._cuda:
             return peak_memory_bytes(self._device)
         now = time.monotonic()
@@ -181,10 +185,10 @@ class StepClock:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process, to float32's 24 bits: of the GPU's allocator, or resident."""
+    """Return the peak memory of this process in bytes, rounded to float32: GPU allocator's, or resident on CPUs."""
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
-    try:  # as the kernel counts it: on Linux ru_maxrss of a new program is what the one that started it had held
+    try:  # not ru_maxrss: on Linux a new program inherits it from the program that started it
         found = Path("/proc/self/status").read_bytes()
         line = found.index(b"VmHWM:") + len(b"VmHWM:")
         kibibytes = int(found[line : found.index(b"kB", line)])
@@ -194,9 +198,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RecordWriter:
-    """Writer of step records, a line each; a disk that refuses warns once, and gets them later.
+    """Writer of step records, one line each. If the disk refuses, it warns once and writes the records later.
 
-    Lines of short steps are written together, some 50 ms late: one by one each costs a step several times as much.
+    Lines of short steps are written together, about 50 ms late: single writes would cost a step several times as much.
     `forgotten` is called with the records of steps that are about to be trained again.
     """
 
@@ -209,11 +213,11 @@ class RecordWriter:
         self._path, self._forgotten, self._fence = path, forgotten, fence or Fence()
         self._file = path.open("ab", buffering=0) if path else None
         self._waiting: deque[StepRecord] = deque(maxlen=_MOST_LATE)
-        self._next = 0.0  # when lines that wait are written
+        self._next = 0.0  # earliest time of the next write
         self._refused = False
 
     def write(self, record: StepRecord) -> None:
-        """Appends one line, written now, by `flush`, or with the first one after 50 ms."""
+        """Append one line. It is written at once, by `flush`, or with the first record after 50 ms."""
         if self._file is None:
             return
         self._waiting.append(record)
@@ -221,7 +225,7 @@ class RecordWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hands the lines that wait to the operating system; they wait on where that refuses."""
+        """Write the waiting lines; they keep waiting if the operating system refuses them."""
         if self._file is None or not self._waiting:
             return
         lines = "".join(f"{record.to_line()}\n" for record in self._waiting).encode()
@@ -241,7 +245,7 @@ class RecordWriter:
             self._next, self._refused = time.monotonic() + _TOGETHER_SECONDS, False
 
     def forget_after(self, step: int) -> None:
-        """Leaves out the records of steps after `step`: they are about to be trained again."""
+        """Drop the records of steps after `step`, which are about to be trained again."""
         self.flush()
         if self._path is None or self._file is None:
             return
@@ -251,7 +255,7 @@ class RecordWriter:
             for late in [one for one in self._waiting if one.step > step]:
                 self._waiting.remove(late)
             kept = [record.to_line() + "\n" for record in records if record.step <= step]
-            self._fence.write(self._path, "".join(kept))  # what an earlier generation still appends to is gone then
+            self._fence.write(self._path, "".join(kept))  # a new file: an earlier generation appends to the old one
             self._file = self._path.open("ab", buffering=0)
             if self._forgotten is not None and len(kept) < len(records):
                 self._forgotten([record for record in records if record.step > step])
@@ -264,7 +268,7 @@ class RecordWriter:
         warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Writes what waits, as far as that can be, and closes the file."""
+        """Write the waiting lines if possible, and close the file."""
         self.flush()
         if self._file is not None:
             with contextlib.suppress(OSError):

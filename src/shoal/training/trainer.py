@@ -24,7 +24,7 @@ from shoal.training.telemetry import RecordWriter, StepTime
 
 
 class Trainer:
-    """Trains one job on this rank, in step with the others, from `state` up to `num_steps`."""
+    """Trains one job on this rank, in step with the other ranks, from `state` up to `num_steps`."""
 
     def __init__(
         self, parts: TrainingParts, around: Surroundings, state: RunState, num_steps: int, writer: RecordWriter
@@ -40,9 +40,9 @@ class Trainer:
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
-        self._computation: MicrobatchPolicy | None = None  # that of which the state has the JSON value
+        self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
         self._measures: tuple[float, ...] = Report().measures
-        self._num_updates = parts.updater.num_begun  # those that the state counts
+        self._num_updates = parts.updater.num_begun  # updates that the state counts
         self._ended_by: dict[str, Any] | None = None
         self._has_callbacks = bool(parts.callbacks)
         parts.keeper.tell_failures(self._unwritten)
@@ -53,9 +53,9 @@ class Trainer:
         self._around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
 
     def train(self) -> Outcome:
-        """Trains to the end, or to the first step at which any rank was asked to stop.
+        """Train to the end, or to the first step at which any rank was requested to stop.
 
-        Raises: ShoalError, on every rank: its own where it failed, else a PeerError that names who did.
+        Raises: ShoalError, on every rank: the rank's own error, or else a PeerError that names the failed rank.
         """
         parts, callbacks = self._parts, self._parts.callbacks
         parts.model.train()
@@ -68,7 +68,7 @@ class Trainer:
         except Exception as error:
             told = as_shoal_error(error)
             parts.keeper.rescue(told, self.state, self._torn)
-            while self._records.waiting:  # the last good steps', of which other ranks' measures are still to come
+            while self._records.waiting:  # records of the last good steps, still without other ranks' measures
                 self._records.write()
             callbacks.failed(told)
             raise told from error
@@ -83,13 +83,13 @@ class Trainer:
 
     @property
     def _torn(self) -> str | None:
-        """Why model and optimizer are not those of the state, if so."""
+        """The reason why model and optimizer do not match the state, or None."""
         if self._parts.updater.num_begun != self._num_updates:
             return "the error came in the midst of an update"
         return self._parts.callbacks.meddled
 
     def _steps(self) -> str:
-        """All the steps that are left, or until a stop: completed or preempted."""
+        """Train all remaining steps, or until a stop; return "completed" or "preempted"."""
         parts = self._parts
         fetched: FetchedStep | None = None
         agreement: Agreement | None = None
@@ -102,7 +102,7 @@ class Trainer:
             agreement = self._agree(fetched, agreement)
             saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
             differ = self._compares and not self._replicas_agree(saves)
-            if differ or fetched.step != self.state.step:  # back to an earlier state
+            if differ or fetched.step != self.state.step:  # rolled back to an earlier state
                 fetched = agreement = None
                 continue
             if self._ended_by is not None:
@@ -121,17 +121,17 @@ class Trainer:
                 continue
             try:
                 factor = self.state.loss_scale.factor(parts.job.global_batch)
-                # The row about the next step goes with the sums of the one in hand.
+                # The row about the next step travels with the sums of this step.
                 computed = self._runner.run(
                     fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
                 )
             except Exception:
-                with contextlib.suppress(JobError):  # of a buffer that has another shape now: that is the error
-                    self._buffers.restore()  # to those of the last good step
+                with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
+                    self._buffers.restore()  # to the values of the last good step
                 raise
             fetched, agreement = computed.following, self._agreed_with(computed)
             if not self._apply(computed):
-                fetched = agreement = None  # another step comes than the one that was read
+                fetched = agreement = None  # the next step is not the step that was read
         return "completed"
 
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
@@ -141,16 +141,16 @@ class Trainer:
         return Report(has_data, error, stop, due, asked, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
-        """What all agree on about the next step, where that came with the sums of the one in hand."""
+        """Return the agreement on the next step, if it came with the sums of this step."""
         if computed.following is None or computed.sums.rows is None:
             return None
         agreement = from_rows(computed.sums.rows)
         self._records.write(agreement)
-        self._parts.callbacks.unagreed |= bool(agreement.asked)  # which comes again, and is heeded then
+        self._parts.callbacks.unagreed |= bool(agreement.asked)  # the next agreement repeats the request
         return None if agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS else agreement
 
     def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
-        """What all agree on before a step: it came with the last step's sums, or is asked for now."""
+        """Return the agreement before a step, from the last step's sums or from a separate exchange."""
         several = self._mesh.world_size > 1
         if several:
             self._clock.mark("exposed_communication")
@@ -167,7 +167,11 @@ class Trainer:
         return agreement
 
     def _heed(self, asked: int) -> None:
-        """Does what callbacks of any rank ask for, before the next step. Collective: all ranks. Raises: as `settle`."""
+        """Serve the requests of any rank's callbacks before the next step.
+
+        Raises: as `settle`.
+        Collective: all ranks.
+        """
         if asked & NOTICED:
             self._incidents.settle(self.state)
         if not asked & ~NOTICED:
@@ -186,7 +190,7 @@ class Trainer:
         self._clock.begin(self.state.step + 1)
 
     def _apply(self, computed: ComputedStep) -> bool:
-        """From the sums, which are the same on every rank, to the next state; False: back to an earlier one."""
+        """Update from the sums, which are the same on every rank; return False after a rollback."""
         parts, state, sums = self._parts, self.state, computed.sums
         self._clock.mark("optimizer")
         progress = Progress(state.step, parts.order.num_steps, state.samples)
@@ -205,10 +209,10 @@ class Trainer:
         return self._advance(sums, update, found, said)
 
     def _nonfinite(self, computed: ComputedStep) -> dict[str, Any] | None:
-        """Acts on the job's policy; None after a rollback. Raises: NonFiniteError, the same on every rank."""
+        """Apply the job's policy; return None after a rollback. Raises: NonFiniteError, the same on every rank."""
         parts, state = self._parts, self.state
         found = None
-        if not parts.sharded_model.divided:  # a sample alone would be computed by all ranks of the model
+        if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
             found = NonFiniteSearch(parts.computer, parts.precision, parts.parameters).find(self._mesh, computed.seen)
         self._buffers.restore()
         state.bad_streak += 1
@@ -219,7 +223,7 @@ class Trainer:
         noticed = "looking at the sums of all ranks"
         self._around.events.add("nonfinite", step=state.step + 1, what=bad.cause, noticed=noticed, done=done, **where)
         if bad.ends:
-            with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
+            with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
                 parts.keeper.save(state, wait=True)
             remedy = 'Job(on_nonfinite="skip") or "rollback" and --resume'
             raise bad.error("the parameters are those before the step", remedy)
@@ -232,7 +236,7 @@ class Trainer:
         return None
 
     def _replicas_agree(self, saves: bool = False, *, last: bool = False) -> bool:
-        """Whether replicas are the same, as far as that is looked at now; else the newest checkpoint is taken up."""
+        """Return True if no check is due or the replicas agree; otherwise roll back to the newest checkpoint."""
         replicas, step = self._parts.replicas, self.state.step
         if not step or not replicas.is_due(step, saves=saves, last=last):
             return True
@@ -248,7 +252,7 @@ class Trainer:
         return False
 
     def _name_flipped(self, step: int, ranks: list[int]) -> None:
-        """Tells which ranks' replicas had differed, once the same steps have been trained again without."""
+        """Report the ranks with different replicas, after the repeated steps agree."""
         for rank in ranks:
             what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
             self._around.note(f"step {step}: {what}")
@@ -256,8 +260,8 @@ class Trainer:
             self._around.events.add("replicas", step=step, rank=rank, **about)
 
     def _roll_back(self, bad_steps: dict[int, dict[str, Any]], streak: int) -> None:
-        """Takes up the newest checkpoint, to leave the bad steps out on the way from there."""
-        self._num_updates = -1  # until the model is that of a state again
+        """Restore the newest checkpoint, with the bad steps to skip from there."""
+        self._num_updates = -1  # until the model matches a state again
         restored, complaints = self._parts.keeper.load(self._first_scale)
         for complaint in complaints:
             self._around.note(complaint)
@@ -274,14 +278,14 @@ class Trainer:
         self._around.note(f"rolled back to step {restored.step}")
 
     def _go_back(self, step: int) -> None:
-        """Data and records are those up to `step`."""
+        """Reset data and records to `step`."""
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
 
     def _advance_late(
         self, sums: StepSums, update: Update, time_taken: StepTime, num_updates: int, followed: bool
     ) -> bool:
-        """As `_advance`, of a step that was queued, after `num_updates`; `followed`: another one is queued already."""
+        """Advance after a queued step and `num_updates` updates. `followed`: another step is already queued."""
         return self._advance(sums, update, None, None, (time_taken, num_updates, followed))
 
     def _advance(
@@ -292,7 +296,10 @@ class Trainer:
         said: str | None,
         late: tuple[StepTime, int, bool] | None = None,
     ) -> bool:
-        """To the next state; `said` where the guard of compressed sums has ended the compression. As `_apply`."""
+        """Advance to the next state; return False after a rollback.
+
+        `said`: set if the guard of compressed sums has ended the compression.
+        """
         parts, state = self._parts, self.state
         time_taken, num_updates, followed = late or (None, parts.updater.num_begun, False)
         parts.loader.commit()

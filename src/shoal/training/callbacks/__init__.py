@@ -1,1 +1,1 @@
-"""Callbacks of a run: the base class, those that are ready-made, and how they are called. See docs/callbacks.md."""
+"""Callbacks of a run: the base class, the ready-made callbacks, and their caller. See docs/callbacks.md."""

@@ -1,4 +1,4 @@
-"""Callback: base class of hooks into a run; RunControl: a run as they see it, and the requests that they may make."""
+"""Callback, the base class of hooks into a run, and RunControl, their view of the run with its requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ EVALUATE, CHECKPOINT, END, FAILED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run: `completed`, `preempted` or `failed`; metrics of the last evaluation; why it ended early."""
+    """End of a run: `completed`, `preempted` or `failed`, with the last evaluation's metrics.
+
+    `reason`: why the run ended early, if it did. `error`: the error of a failed run.
+    """
 
     status: str
     step: int
@@ -38,7 +41,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that do not change: its job, plan, ranks, directory, settings and description."""
+    """Constant facts about a run: its job, plan, ranks, directory, settings and description."""
 
     job: Job
     plan: Plan
@@ -52,7 +55,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Limbs:
-    """Parts of an engine that a RunControl reaches into."""
+    """Parts of an engine that a RunControl uses."""
 
     sharded_model: ShardedModel
     build: Callable[[], nn.Module]
@@ -63,17 +66,17 @@ class Limbs:
 
 
 class RunControl:
-    """A run in the hands of a callback: facts, the model, and requests that all ranks follow together.
+    """A run as a callback sees it: facts, the model, and requests that all ranks follow together.
 
-    A request counts at the step boundary at which it is made, on every rank, also where one rank alone has made it.
+    All ranks follow a request at the step boundary at which it is made, even if only one rank makes it.
     """
 
     def __init__(self, facts: RunFacts, limbs: Limbs, state: Callable[[], RunState]) -> None:
         self._facts, self._limbs, self._state = facts, limbs, state
         self.asked, self.reasons = 0, dict[str, str]()
-        self.caller: Callback | None = None  # whose hook is running
-        self.late = False  # the next step is under way
-        self.failed_alone = False  # an error ends this rank, and maybe no other: nothing can be gathered
+        self.caller: Callback | None = None  # the callback of the running hook
+        self.late = False  # the next step is already queued
+        self.failed_alone = False  # an error ends this rank, and maybe no other rank: nothing can be gathered
 
     @property
     def job(self) -> Job:
@@ -82,12 +85,12 @@ class RunControl:
 
     @property
     def plan(self) -> Plan:
-        """The plan that it is trained by."""
+        """The plan of the run."""
         return self._facts.plan
 
     @property
     def rank(self) -> int:
-        """This process's rank; files and networks are for rank 0."""
+        """This process's rank. Use rank 0 for files and networks."""
         return self._facts.rank
 
     @property
@@ -97,27 +100,27 @@ class RunControl:
 
     @property
     def num_steps(self) -> int:
-        """The step that the run goes up to."""
+        """Number of steps of the whole run."""
         return self._facts.num_steps
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """Number of finished steps."""
         return self._state().step
 
     @property
     def samples(self) -> int:
-        """Samples of all finished steps."""
+        """Number of samples in all finished steps."""
         return self._state().samples
 
     @property
     def out(self) -> Path | None:
-        """The run directory; None where there is none."""
+        """The run directory, or None."""
         return self._facts.out
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings that the job function was called with."""
+        """The arguments of the job function."""
         return self._facts.settings
 
     @property
@@ -127,12 +130,12 @@ class RunControl:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of what an evaluation gives."""
+        """Names of the metrics of an evaluation."""
         return self._facts.job.metric_names
 
     @property
     def model(self) -> nn.Module:
-        """This rank's model, or its part of it; modes and buffers are put back after the hook. Not to be changed."""
+        """This rank's model, or its part. Do not change it; modes and buffers are restored after the hook."""
         model = self._held().model
         self._limbs.gives("model")
         return model
@@ -154,29 +157,30 @@ class RunControl:
 
     @property
     def divided(self) -> bool:
-        """Whether this rank lacks some of the model's parameters: under ZeRO-2 and 3, tensor, pipeline and others."""
+        """Whether this rank lacks some of the model's parameters, as under ZeRO-2, ZeRO-3 or tensor parallelism."""
         return self._limbs.sharded_model.divided
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and this rank's own memory of each parameter that it has, or of its slice. Not to be changed."""
+        """Return an iterator of the name and local memory of each parameter, or slice of one. Do not change them."""
         held = self._held()
         self._limbs.gives("parameters")
         return ((name, local(p)) for name, p in held.parameters())
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """As `parameters`, of those that are trained."""
+        """Return `parameters` that require a gradient."""
         self._limbs.gives("parameters")
         return self.unwatched_parameters()
 
     def unwatched_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """As `trained_parameters`, for callbacks of shoal: what they do with them is not looked for in later hooks."""
+        """Return `trained_parameters` for shoal's own callbacks, without later checks for changes."""
         return ((name, local(p)) for name, p in self._held().parameters() if p.requires_grad)
 
     def whole_model(self) -> nn.Module | None:
-        """A copy of the model with all parameters, in eval mode, on rank 0's CPU; None on the other ranks.
+        """Return a copy of the model with all parameters, in eval mode, on rank 0's CPU; None on other ranks.
 
-        Collective: all ranks, so that every rank's hook has to call it. Rank 0 needs memory for the model.
-        Raises: JobError, on the ranks that call it, where the model is divided and a rank's hook does not come to it.
+        Every rank's hook has to call this method. Rank 0 needs memory for the model.
+        Raises: JobError on the calling ranks, if the model is divided and another rank's hook does not call it.
+        Collective: all ranks.
         """
         held = self._held()
         if held.divides_state and self.world_size > 1:
@@ -199,26 +203,26 @@ class RunControl:
         return model.eval()
 
     def note(self, text: str) -> None:
-        """A line for people, from rank 0."""
+        """Print a line for people on rank 0."""
         if self.rank == 0:
             self._limbs.note(text)
 
     def incident(self, kind: str, what: str, done: str = "nothing") -> None:
-        """A line of the run's event log, from rank 0: what happened, and what is done about it."""
+        """Add a line to the run's event log on rank 0: what happened, and what was `done` about it."""
         if self.rank == 0 and self.out is not None:
             key = self.caller.key if self.caller is not None else ""
             self._limbs.events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
 
     def request_evaluation(self) -> None:
-        """Asks for an evaluation now, unless this step was evaluated."""
+        """Request an evaluation now, unless this step was evaluated."""
         self._ask(EVALUATE)
 
     def request_checkpoint(self) -> None:
-        """Asks for a checkpoint now."""
+        """Request a checkpoint now."""
         self._ask(CHECKPOINT)
 
     def request_end(self, reason: str = "") -> None:
-        """Asks for the end of the training now: the last state is saved and evaluated, the run is completed."""
+        """Request the end of the training now. The last state is saved and evaluated, and the run is completed."""
         if self.caller is not None:
             self.reasons.setdefault(self.caller.key, reason)
         self._ask(END)
@@ -234,70 +238,77 @@ class RunControl:
 
 
 class Callback:
-    """Base class of hooks into a run. Every rank has its own and calls it at the same step boundaries.
+    """Base class of hooks into a run. Every rank has its own object and calls it at the same step boundaries.
 
-    Hooks run without gradients and with generators of their own: what they draw or compute changes nothing in the
-    training. One that raises is switched off on all ranks and named, or ends the run where `required` is true.
-    `watches_only`: makes no requests, so that its on_step costs no agreement of the ranks.
+    Hooks run without gradients and with their own generators, so that they do not change the training. If a hook
+    raises, the callback is switched off on all ranks and reported. If `required` is True, the error ends the run
+    instead.
+    `watches_only`: True for a callback without requests. Its `on_step` then needs no agreement of the ranks.
     """
 
     required: bool = False
     watches_only: bool = False
-    key: str = ""  # its name in checkpoints and messages, set when a run begins
+    key: str = ""  # the callback's name in checkpoints and messages, set when a run begins
 
     def on_start(self, run: RunControl) -> None:
-        """Before the first step of this call; after `load_state_dict` where the run goes on from a checkpoint."""
+        """Handle the start of this call of the run, before its first step and after any `load_state_dict`."""
 
     def on_step(self, run: RunControl, record: StepRecord) -> None:
-        """After a step; the record's seconds, spans and memory are this rank's, all else is the same on all ranks."""
+        """Handle the end of a step.
+
+        The record's seconds, spans and memory are this rank's; the rest of it is the same on all ranks.
+        """
 
     def at_once(self, step: int) -> bool:
-        """Whether `on_step` has to come before the next step begins: after step `step`, counted from 1.
+        """Return True if `on_step` has to run after step `step`, counted from 1, before the next step begins.
 
-        Where it is False, and `watches_only` true, a GPU may be at the next step by then, and the hook has the record
-        alone: what it asks of the model is refused. The same on all ranks.
+        If this method returns False and `watches_only` is True, a GPU may already compute the next step. The hook then
+        gets the record, and access to the model is refused. Return the same value on all ranks.
         """
         return True
 
     def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
-        """After an evaluation; the metrics are the same on all ranks."""
+        """Handle the metrics of an evaluation, which are the same on all ranks."""
 
     def on_checkpoint(self, run: RunControl, folder: Path) -> None:
-        """After a checkpoint was taken; the folder appears once it is written."""
+        """Handle a checkpoint of the current state; `folder` appears once the checkpoint is written."""
 
     def on_end(self, run: RunControl, ending: Ending) -> None:
-        """After the last step and its evaluation, or where the run failed."""
+        """Handle the end of the run, after the last evaluation or after a failure."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """State for checkpoints: tensors, numbers, texts, and lists, tuples and dicts of them; rank 0's is kept."""
+        """Return the state for checkpoints, which store rank 0's.
+
+        It consists of tensors, numbers, texts, and lists, tuples and dicts of these.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` gave, on every rank."""
+        """Restore the value of `state_dict`, on every rank."""
 
     def parameter_tensors(self) -> Mapping[str, Tensor]:
-        """Further state: a tensor for each of `run.parameters()`, by name; saved and cut as the parameters are."""
+        """Return a tensor for each of `run.parameters()`, by name; checkpoints store and cut them like these."""
         return {}
 
     def load_parameter_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up `parameter_tensors`, cut for this rank."""
+        """Restore `parameter_tensors`, cut for this rank."""
 
     def metric_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of the metrics that this callback adds to an evaluation of those."""
+        """Return the metrics that this callback adds to an evaluation of the metrics `names`."""
         return ()
 
     def mistakes(self, job: Job) -> Iterable[tuple[str, str, str]]:
-        """Mistakes in a job with this callback: what was given, what it conflicts with, what to write."""
+        """Return the mistakes in a job with this callback: what was given, what it conflicts with, what to write."""
         return ()
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Whether a callback's class has a hook of its own."""
+    """Return True if a callback's class overrides a hook."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 
 def refuse_own(callback: Callback) -> None:
-    """Raises: JobError where an object has what its class says for all ranks: by it they know when to agree."""
+    """Raise JobError for a hook on the object, not its class: only a class's hooks are the same on all ranks."""
     for name in vars(Callback):
         if name in vars(callback) and (name == "watches_only" or callable(getattr(Callback, name))):
             raise JobError(

@@ -1,4 +1,4 @@
-"""Calls of a run's callbacks: isolated from the training, failures named, requests followed by all ranks at once."""
+"""Calls of a run's callbacks: isolated from the training, with reports of failures and requests to all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ASKING = ("on_start", "on_step", "on_evaluation", "on_checkpoint")
 
 @dataclass(frozen=True)
 class Settled:
-    """Requests that all ranks follow now; `end`: by whom and why."""
+    """Requests that all ranks follow now; `end`: the callback, reason and step of a requested end."""
 
     evaluate: bool = False
     checkpoint: bool = False
@@ -53,10 +53,10 @@ class Settled:
 
 
 class CallbackCalls:
-    """Calls the callbacks of one rank. `unagreed`: some may have asked for something since the ranks last agreed."""
+    """Caller of one rank's callbacks. `unagreed`: True if requests are possible since the last agreement."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), mesh: Mesh | None = None) -> None:
-        """Raises: JobError for callbacks that cannot be together, or whose hooks are not those of their classes."""
+        """Raise JobError for callbacks that conflict, or that have hooks outside of their classes."""
         self._callbacks, self._mesh = list(callbacks), mesh
         seen: Counter[str] = Counter()
         for callback in self._callbacks:
@@ -73,15 +73,15 @@ class CallbackCalls:
         self._run: RunControl | None = None
         self._model: ShardedModel | None = None
         self._barrier = HookBarrier(None)
-        # As agreed: one that has raised is called until then, since its hook may gather something of all ranks.
+        # Agreed on all ranks. Until then a failed callback is still called: its hook may gather from all ranks.
         self._off: set[str] = set()
         self._failures: list[dict[str, Any]] = []
         self._errors: dict[str, ShoalError] = {}
         self._warned: set[str] = set()
-        self._said: set[str] = set()  # keys of callbacks of which a note says what a resume lacks
+        self._said: set[str] = set()  # keys of callbacks with a note about state that a resume lacks
         self._state = RunState()
         self.unagreed = False
-        self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
+        self.meddled: str | None = None  # why the model no longer matches the state, and must not be saved
 
     def __len__(self) -> int:
         return len(self._callbacks)
@@ -97,23 +97,23 @@ class CallbackCalls:
         note: Callable[[str], None],
         events: Events,
     ) -> None:
-        """Gives the callbacks their run, before the first step."""
+        """Create the callbacks' RunControl, before the first step."""
         self._guard, self._model = ModelGuard(model, optimizer), model
-        if model.divides_state:  # else nothing is gathered
+        if model.divides_state:  # otherwise nothing is gathered
             self._barrier = HookBarrier(model.mesh)
         limbs = Limbs(model, build, self._guard.gives, note, events, self._barrier)
         self._run = RunControl(facts, limbs, lambda: self._state)
 
     def start(self, state: RunState) -> None:
-        """Before the first step."""
+        """Call `on_start`, before the first step."""
         self._state = state
         self._call("on_start")
-        self.states()  # once now: a state that cannot be saved shows before the first step, not at a checkpoint
+        self.states()  # a state that cannot be saved fails now, not at the first checkpoint
         self.parameter_tensors()
         self.unagreed |= bool(self._failures)
 
     def stepped(self, state: RunState, record: StepRecord, *, late: bool = False) -> None:
-        """After a step; `late`: the next one is queued already, and the model is that of neither."""
+        """Call `on_step`. `late`: the next step is already queued, so that the model matches neither step."""
         self._state = state
         if self._run is not None:
             self._run.late = late
@@ -125,13 +125,14 @@ class CallbackCalls:
 
     @property
     def always_at_once(self) -> bool:
-        """Whether an `on_step` comes before the next step begins, whichever it is: by class, the same on all ranks."""
+        """Whether some `on_step` always has to run before the next step; decided by class, the same on all ranks."""
         return any(not (type(c).watches_only and overrides(c, "at_once")) for c in self._stepping)
 
     def num_late(self, step: int, most: int) -> float:
-        """Steps from `step` on, counted from 1, after which no `on_step` has to come at once; infinity with no hook.
+        """Return the number of steps from `step`, counted from 1, after which no `on_step` has to run at once.
 
-        At most `most` are looked at. Of this rank alone: ranks may only go by it where they agree on the least.
+        The value is at most `most`, or infinity without an `on_step`. It is this rank's alone: ranks have to agree on
+        the minimum.
         """
         stepping, looked_at = self._stepping, range(step, step + most)
         if not stepping:
@@ -152,25 +153,26 @@ class CallbackCalls:
             return True
 
     def evaluated(self, state: RunState, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Call `on_evaluation`."""
         self._state = state
         self._call("on_evaluation", dict(metrics))
 
     def saved(self, folder: Path | str) -> None:
-        """After a checkpoint was taken."""
+        """Call `on_checkpoint`."""
         self._call("on_checkpoint", folder)
 
     def conclude(self, mesh: Mesh, status: str, metrics: Mapping[str, float], by: Mapping[str, Any] | None) -> None:
-        """At the end of a training that has ended as it should; names what has failed since the last step.
+        """Call `on_end` of a training without error, and report failures since the last step.
 
-        Collective: all ranks, where there are callbacks. Raises: as `settle`.
+        Raises: as `settle`.
+        Collective: all ranks, if there are callbacks.
         """
         if self._callbacks:
             self._call("on_end", Ending(status, self._state.step, dict(metrics), by["reason"] if by else None))
             self.settle(mesh, 0)
 
     def failed(self, error: Exception) -> None:
-        """At the end of a training that has failed, on this rank alone maybe."""
+        """Call `on_end` of a training that has failed, maybe on this rank alone."""
         told = as_shoal_error(error)
         ending = Ending("failed", self._state.step, {}, error=str(told))
         if self._run is None:
@@ -179,7 +181,7 @@ class CallbackCalls:
             self._run.failed_alone = True
             self._barrier.leave()
         before = len(self._failures)
-        with contextlib.suppress(JobError):  # of a hook that changes the model: the run has failed as it is
+        with contextlib.suppress(JobError):  # a hook that changes the model: the run has already failed
             self._call("on_end", ending)
         for failure in self._failures[before:]:
             self._run.note(f"callback {failure['key']} raised in on_end on {failure['where']}: {failure['said']}")
@@ -200,7 +202,7 @@ class CallbackCalls:
                     getattr(callback, hook)(self._run, *arguments)
                 raised = False
                 self._tell_of_numbers(callback)
-            except Meddled as error:  # at once: nothing may be computed or saved with it
+            except Meddled as error:  # raise at once: nothing may be computed or saved with this model
                 self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
             except (Exception, SystemExit) as error:
@@ -240,13 +242,14 @@ class CallbackCalls:
     # ------------------------------------------------------------------------------------------------- the requests
     @property
     def asked(self) -> int:
-        """Bits of what this rank's callbacks ask for."""
+        """Bits of the requests of this rank's callbacks."""
         return (self._run.asked if self._run is not None else 0) | (FAILED if self._failures else 0)
 
     def settle(self, mesh: Mesh, asked: int) -> Settled:
-        """Requests of any rank's callbacks, the same on all ranks; switches off callbacks that raised.
+        """Return the requests of all ranks' callbacks, the same on all ranks; switch off callbacks that raised.
 
-        Collective: all ranks, a JSON gather, or two. Raises: on every rank, the error of a required callback.
+        Raises: on every rank, the error of a required callback.
+        Collective: all ranks, one or two JSON gathers.
         """
         run = self._run
         reasons = dict(run.reasons) if run is not None else {}
@@ -275,7 +278,7 @@ class CallbackCalls:
     # --------------------------------------------------------------------------------------------------- evaluation
     @property
     def average(self) -> EMA | None:
-        """The callback whose averaged weights are evaluated as well, if any."""
+        """The callback with averaged weights that are evaluated as well, or None."""
         for callback in self._callbacks:
             if isinstance(callback, EMA) and callback.evaluate and callback.key not in self._off:
                 return callback
@@ -283,12 +286,12 @@ class CallbackCalls:
 
     # -------------------------------------------------------------------------------------------------- checkpoints
     def states(self) -> dict[str, Mapping[str, Any]]:
-        """Each callback's state, of those that are not switched off; one that cannot be saved is its failure."""
+        """Return the states of the active callbacks by key. A state that cannot be saved counts as a failure."""
         return self._gathered("state_dict", _refuse_unsaveable)
 
     def parameter_tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Each callback's tensors of parameters, likewise."""
-        if self._model is None:  # the run has not begun: nothing is known of it
+        """Return the parameter tensors of the active callbacks by key. Invalid tensors count as a failure."""
+        if self._model is None:  # the run has not begun
             return {}
         shapes = {name: local(p).shape for name, p in self._model.parameters()}
         return self._gathered("parameter_tensors", lambda _, found: _refuse_uncut(found, shapes))
@@ -305,7 +308,7 @@ class CallbackCalls:
         return found
 
     def restore(self, states: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Takes up states; lines about those that are not. Raises: UserCodeError where a callback cannot."""
+        """Restore states, and return lines about callbacks without one. Raises: UserCodeError if a callback cannot."""
         mine = {callback.key: callback for callback in self._callbacks}
         for key, callback in mine.items():
             try:
@@ -327,7 +330,7 @@ class CallbackCalls:
         ]
 
     def differ(self, digests: Sequence[Mapping[str, str] | None]) -> list[str]:
-        """Lines about callbacks whose state is not the same on all ranks, from every rank's digests; each once."""
+        """Note and return, once, lines about callbacks with different states on ranks, from all ranks' digests."""
         known = [own for own in digests if own is not None]
         lines = []
         for key in [k for k in (known[0] if known else {}) if k not in self._warned]:
@@ -355,12 +358,12 @@ def _raised(callback: Callback, hook: str, said: str, error: BaseException) -> S
 
 
 def _refuse_unsaveable(key: str, state: Mapping[str, Any]) -> None:
-    """Raises: UserCodeError for a state that no checkpoint can have."""
+    """Raise UserCodeError for a state that cannot be stored in a checkpoint."""
     encode(state, key, "callback", lambda path, tensor: {TENSOR: path})
 
 
 def _refuse_uncut(found: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises: UserCodeError for what is no tensor of a parameter, cut as it is; `shapes`: of those on this rank."""
+    """Raise UserCodeError for values that are not tensors in the shape of this rank's parameters."""
     for name, tensor in found.items():
         if name not in shapes or not isinstance(tensor, Tensor) or tensor.shape != shapes[name]:
             got = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"

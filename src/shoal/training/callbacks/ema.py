@@ -1,4 +1,4 @@
-"""EMA: exponential moving average of the weights, on each rank's own slices, evaluated and saved beside them."""
+"""EMA: exponential moving average of the weights, on each rank's own slices, with evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from shoal.errors import JobError
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import Callback, RunControl
 
-# What the names of the averaged weights' metrics begin with.
+# Prefix of the averaged weights' metrics.
 PREFIX = "ema_"
-_MOSTLY = 0.5  # share of the first weights in an average from which on a run is warned
+_MOSTLY = 0.5  # share of the first weights in the final average that triggers a warning
 
 
 class EMA(Callback):
     """Average of the weights, updated after each optimizer step: average = decay * average + (1 - decay) * weights.
 
-    Of every floating-point parameter that is trained, in float32 at least; buffers are those of the model. `warmup`:
-    the decay of update n (from 0) is at most (1 + n) / (10 + n). `evaluate`: evaluations also give `ema_NAME` for each
-    metric. Every operation is rounded once and elementwise, so that the average does not depend on the layout.
-    Memory: once the parameters that a rank has; while evaluating, twice. No communication.
+    The average covers all trained floating-point parameters, in float32 at least. Buffers are the model's. Every
+    operation is elementwise and rounded once, so that the average does not depend on the layout.
+    Memory: one copy of a rank's parameters, two while evaluating. No communication.
     Source: Polyak and Juditsky (SIAM J. Control Optim. 30, 1992); warm-up as in TensorFlow's ExponentialMovingAverage.
+
+    Args:
+        decay: a number in [0, 1).
+        warmup: limit the decay of update n (from 0) to (1 + n) / (10 + n).
+        evaluate: add `ema_NAME` to evaluations for each metric.
     """
 
     required = True
     watches_only = True
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = False, evaluate: bool = True) -> None:
-        """Raises: JobError for what is no decay."""
+        """Raise JobError for an invalid decay."""
         if not (isinstance(decay, int | float) and not isinstance(decay, bool) and 0.0 <= decay < 1.0):
             raise JobError(
                 given=f"EMA({decay!r})",
@@ -45,7 +49,7 @@ class EMA(Callback):
 
     def on_start(self, run: RunControl) -> None:
         own = dict(run.unwatched_parameters())
-        for name in self._averages.keys() - own.keys():  # frozen since
+        for name in self._averages.keys() - own.keys():  # frozen since the checkpoint
             del self._averages[name]
         for name, weights in own.items():
             self._averages.setdefault(name, weights.to(_wide(weights.dtype), copy=True))
@@ -53,7 +57,7 @@ class EMA(Callback):
         self._order = [(self._averages[name], weights) for name, weights in own.items()]
 
     def _warn(self, run: RunControl) -> None:
-        """Warns where the average of the run's end is mostly the weights that it began with."""
+        """Warn if the average at the run's end consists mostly of the initial weights."""
         count = self.num_updates + run.num_steps - run.step
         begun = self.decay**count
         if not self.warmup and begun >= _MOSTLY:
@@ -68,13 +72,13 @@ class EMA(Callback):
             return
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates)) if self.warmup else self.decay
         for average, weights in self._order:
-            # Not lerp_: its vectorised part may multiply and add in one rounding, what is left over of a slice in two.
+            # Not lerp_: its vectorized part may round once for multiply and add, the rest of a slice twice.
             average.mul_(decay).add_(weights.to(average.dtype) * (1.0 - decay))
         self.num_updates += 1
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the model has the averaged weights."""
+        """Return a context in which the model has the averaged weights."""
         with torch.no_grad():
             kept = [weights.clone() for _, weights in self._order]
             for average, weights in self._order:
@@ -100,7 +104,7 @@ class EMA(Callback):
 
     def load_parameter_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            if name in self._averages:  # a rollback: where they are is known to others
+            if name in self._averages:  # a rollback: others reference these tensors
                 self._averages[name].copy_(tensor)
             else:
                 self._averages[name] = tensor.to(_wide(tensor.dtype))

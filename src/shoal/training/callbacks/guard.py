@@ -1,4 +1,4 @@
-"""ModelGuard: context of a callback's hook, after which the model is as it was before."""
+"""ModelGuard: context of a callback's hook that restores the model afterwards."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shoal.numerics.isolation import generators_kept
 from shoal.numerics.python_state import OF_TORCH, same_bits
 from shoal.parallel.model.sharded_model import ShardedModel, local
 
-_CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
+_CHUNK = 1 << 22  # elements per chunk of a checksum: 32 MiB
 
 
 class Meddled(Exception):  # noqa: N818 - it carries the error
-    """Change of a parameter by a hook."""
+    """Change of a parameter, buffer or learning rate by a hook."""
 
     def __init__(self, told: ShoalError) -> None:
         self.told = told
 
 
 class _Armed(NamedTuple):
-    """The model before a hook that may have it, and the hook that notices forwards."""
+    """The model before a hook that may access it, and the handle that detects forwards."""
 
     modes: list[tuple[nn.Module, bool]]
     buffers: list[tuple[str, Tensor, Tensor]]
@@ -37,9 +37,9 @@ class _Armed(NamedTuple):
 
 
 class ModelGuard:
-    """Context of a hook: generators, modes and buffers are afterwards as they were; parameters and rates have to be.
+    """Context of a hook that restores generators, modes and buffers, and detects changed parameters and rates.
 
-    A forward in the hook may change buffers, which are put back. Where none has run, a hook has to leave them alone.
+    A forward in the hook may change buffers. A hook without a forward must not change them.
     """
 
     def __init__(self, model: ShardedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -47,13 +47,13 @@ class ModelGuard:
         self._rated, self._has_run = tuple(parts(optimizer).values()), False
         self._armed: _Armed | None = None
         self._inside = False
-        # A callback may keep what it was given once, and use it in any later hook.
+        # A callback may keep a reference, and use it in any later hook.
         self._has_model = self._has_parameters = False
         self.set_numbers: set[str] = set()  # attributes of the model that hooks have set
         self._sums: list[int] = []
 
     def gives(self, what: str) -> None:
-        """Before a hook has the "model" or its "parameters"; they are watched from now on."""
+        """Watch the "model" or its "parameters" from now on, before a hook gets them."""
         if not self._has_parameters:
             self._has_parameters = True
             if self._inside:
@@ -70,7 +70,7 @@ class ModelGuard:
         self._armed = _Armed(modes, buffers, self._numbers(), register_module_forward_pre_hook(self._runs))
 
     def _seen(self) -> dict[str, tuple[int, bool, int]]:
-        """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
+        """Return torch's version counter, requires_grad and identity of each parameter."""
         return {
             name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
             for name, p in self._model.parameters()
@@ -89,13 +89,13 @@ class ModelGuard:
         self._has_run = True
 
     def _sums_now(self) -> list[int]:
-        """A checksum of each parameter: torch counts no change that is made through `p.data`."""
+        """Return a checksum of each parameter, since torch does not count changes through `p.data`."""
         sums = [_checksum(local(p)) for _, p in self._model.parameters()]
         return torch.stack(sums).tolist() if sums else []
 
     @contextlib.contextmanager
     def around(self, key: str, hook: str) -> Iterator[None]:
-        """Around one hook. Raises: Meddled where it has changed a parameter."""
+        """Return a context around one hook. Raises: Meddled if the hook has changed parameters, buffers or rates."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         before, rates, self._inside, self._has_run = self._seen(), rates_seen(self._rated), True, False
         if self._has_parameters:
@@ -143,7 +143,7 @@ class ModelGuard:
             )
 
     def _changed(self, before: Mapping[str, tuple[int, bool, int]]) -> str | None:
-        """The first parameter that is not as it was before a hook."""
+        """Return the first parameter that a hook has changed."""
         now = self._seen()
         changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
         if changed is None and self._has_parameters:
@@ -152,7 +152,7 @@ class ModelGuard:
         return changed
 
     def _put_back(self) -> str | None:
-        """Put modes and buffers back, and return the first buffer that the hook has changed without a forward."""
+        """Restore modes and buffers, and return the first buffer that the hook has changed without a forward."""
         armed, self._armed = self._armed, None
         if armed is None:
             return None
@@ -167,7 +167,7 @@ class ModelGuard:
                 name,
                 buffer,
                 kept,
-            ) in armed.buffers:  # always: torch counts no version where batch statistics are written
+            ) in armed.buffers:  # always: torch's version counter misses writes of batch statistics
                 if written is None and not self._has_run and not same_bits(buffer, kept):
                     written = name
                 buffer.copy_(kept)
@@ -175,7 +175,7 @@ class ModelGuard:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits, weighted by place so that changes of sign and order show; int64 []."""
+    """Return the int64 [] sum of a tensor's bits, weighted by position so that changed signs and orders show."""
     own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
     bits = own.view(kind).reshape(-1)

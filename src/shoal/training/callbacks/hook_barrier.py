@@ -1,4 +1,4 @@
-"""HookBarrier: barrier of all ranks within a hook, which also ranks answer whose hook has raised or has ended."""
+"""HookBarrier: barrier of all ranks within a hook that detects ranks with a hook that has raised or ended."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.errors import JobError, PeerError
 
-# How a rank stands to a hook: it waits within it, has ended it, its hook raised, or it calls none any more.
+# States of a rank: waiting within a hook, hook ended, hook raised, or gone and calling no more hooks.
 _WAITS, _ENDED, _RAISED, _GONE = "waits", "ended", "raised", "gone"
 _SOONEST_SECONDS, _LATEST_SECONDS = 0.0005, 0.02
 
 
 class MissingRankError(JobError):
-    """Refusal of a barrier that another rank has not come to. `derived`: since its hook raised, which is the cause."""
+    """Error at a barrier that another rank does not reach. `derived`: that rank's hook raised, which is the cause."""
 
     def __init__(self, *, given: str, conflict: str, remedy: str, derived: bool = False) -> None:
         super().__init__(given=given, conflict=conflict, remedy=remedy)
@@ -29,17 +29,17 @@ class MissingRankError(JobError):
 
 
 class HookBarrier:
-    """Barrier within a hook, through the key-value store that the ranks have met at.
+    """Barrier within a hook, through the ranks' key-value store.
 
-    A collective would wait for a rank whose hook has raised before it. Here each rank says where it stands when a hook
-    ends, which costs some microseconds and waits for nobody; only those wait that are at a barrier. They look whether
-    the processes of the others are there, as far as these are of one host: where no launcher does, nobody else will.
+    A collective would wait for a rank after an error in its hook. Instead, each rank writes its state when a hook ends,
+    which costs some microseconds and no wait. Only ranks at a barrier wait. They also watch the other processes of
+    their own host, since without a launcher nobody else does.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh, self._store = mesh, mesh.store if mesh is not None else None
-        self._hook = self._calls = 0  # hooks that have begun, the same number on all ranks; barriers within this one
-        self._raised = 0  # the last hook that raised
+        self._hook = self._calls = 0  # hooks that have begun, the same number on all ranks; barriers within this hook
+        self._raised = 0  # number of the last hook that raised
         self._met = (0, 0)  # hook and number of the last barrier that this rank has passed
         self._gone = False
         if self._mesh is not None and self._store is not None:
@@ -47,31 +47,32 @@ class HookBarrier:
             self._store.set(f"process {self._mesh.rank}", json.dumps(told))
 
     def begin(self) -> None:
-        """At the beginning of a hook."""
+        """Record the beginning of a hook."""
         self._hook, self._calls = self._hook + 1, 0
 
     def end(self, raised: bool) -> None:
-        """At the end of a hook, whatever came of it."""
+        """Record the end of a hook, with or without an error."""
         self._raised = self._hook if raised else self._raised
         self._say(_RAISED if raised else _ENDED)
 
     def leave(self) -> None:
-        """Where an error ends this rank, and maybe no other: it comes to no barrier any more."""
+        """Record that an error ends this rank, which reaches no barrier any more."""
         self._gone = True
         self._say(_GONE)
 
     def _say(self, how: str) -> None:
         if self._mesh is not None and self._store is not None:
             how = _GONE if self._gone else how
-            with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is gone: what ended it is the error
+            with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is gone, and has its own error
                 told = [self._hook, self._calls, how, self._raised, self._met]
                 self._store.set(str(self._mesh.rank), json.dumps(told))
 
     def wait(self, what: str) -> None:
-        """Waits until every rank is at the same barrier; `what` is called there.
+        """Wait until every rank is at the same barrier. `what`: the call that waits, for messages.
 
-        Collective: all ranks' hooks; with one rank nothing. Raises: MissingRankError, on every rank that waits, where
-        one will not come; PeerError where its process has ended.
+        With one rank this returns at once. Raises: MissingRankError, on every waiting rank, if a rank will not come;
+        PeerError if its process has ended.
+        Collective: all ranks' hooks.
         """
         if self._mesh is None or self._store is None:
             return
@@ -90,7 +91,7 @@ class HookBarrier:
         self._met = self._hook, self._calls
 
     def _refuse_ended(self, mesh: Mesh, store: Store, rank: int, what: str) -> None:
-        """Raises: PeerError where a rank's process has ended, and is one that can be seen from here."""
+        """Raise PeerError if a rank's process is visible from here and has ended."""
         if not store.check([f"process {rank}"]):
             return
         host, numbers, pid = json.loads(store.get(f"process {rank}"))
@@ -103,7 +104,7 @@ class HookBarrier:
             )
 
     def _has_come(self, store: Store, rank: int, what: str) -> bool:
-        """Whether a rank is at this rank's barrier. Raises: MissingRankError where it will not come."""
+        """Return True if a rank is at this rank's barrier. Raises: MissingRankError if it will not come."""
         if not store.check([str(rank)]):
             return False
         hook, calls, how, raised, met = json.loads(store.get(str(rank)))
@@ -118,7 +119,7 @@ class HookBarrier:
 
 
 def _process_numbers() -> str:
-    """The namespace that process ids are of: containers of one host may have their own."""
+    """Return the namespace of process ids, since containers on one host may have their own."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

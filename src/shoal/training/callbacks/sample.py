@@ -1,4 +1,4 @@
-"""Sample: a function of the whole model at intervals, to generate, draw or measure."""
+"""Sample: callback that calls a function of the whole model at intervals, to generate, draw or measure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shoal.training.callbacks.base import Callback, RunControl
 
 
 class Sample(Callback):
-    """Calls `function(model, run)` on rank 0 after every `every` steps, or after each evaluation where that is None.
+    """Calls `function(model, run)` on rank 0 every `every` steps, or after each evaluation if `every` is None.
 
-    The model is a copy with all parameters on the CPU, in eval mode, in every layout; under parallelism that divides
-    the model its parameters are gathered for it. Generators are put back. Memory: the model, on rank 0.
+    The model is a copy with all parameters on the CPU, in eval mode, on every layout. Divided parameters are gathered
+    for it. Generators are restored. Memory: one model on rank 0.
     """
 
     watches_only = True
 
     def __init__(self, function: Callable[[nn.Module, RunControl], Any], *, every: int | None = None) -> None:
-        """Raises: JobError for what is no function or interval."""
+        """Raise JobError for an invalid function or interval."""
         if not callable(function) or not (every is None or (isinstance(every, int) and every >= 1)):
             raise JobError(
                 given=f"Sample({function!r:.40}, every={every!r})",

@@ -12,22 +12,22 @@ from shoal.errors import JobError
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import Callback, RunControl
 
-_LEAST_STEPS = 20  # whose losses are known before one is judged
+_LEAST_STEPS = 20  # minimum number of earlier losses
 _SCALE = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-_LEAST_SHARE = 0.01  # of the median: losses that hardly vary have no deviation to speak of
+_LEAST_SHARE = 0.01  # minimum deviation as a share of the median, for losses that hardly vary
 
 
 class LossSpikes(Callback):
-    """Tells of a training loss far above those before it, in the event log too; with `stop` it ends the run there.
+    """Reports a training loss far above the losses before it, also in the event log; `stop` ends the run there.
 
-    Far: `deviations` standard deviations above the median of the last `window` steps, both from medians. Of spikes in
-    a row the first is told.
+    A spike is more than `deviations` standard deviations above the median of the last `window` steps. The standard
+    deviation is estimated from the median absolute deviation. Only the first of several spikes in a row is reported.
     """
 
     required = True
 
     def __init__(self, *, deviations: float = 8.0, window: int = 100, stop: bool = False) -> None:
-        """Raises: JobError for what is no number of deviations or steps."""
+        """Raise JobError for an invalid number of deviations or steps."""
         if not deviations > 0.0 or not isinstance(window, int) or window < _LEAST_STEPS:
             raise JobError(
                 given=f"LossSpikes(deviations={deviations!r}, window={window!r})",
@@ -55,7 +55,7 @@ class LossSpikes(Callback):
         self.losses.append(loss)
 
     def _usual(self) -> tuple[float, float] | None:
-        """Median and standard deviation of the last losses; None where there are too few, or they say nothing."""
+        """Return median and standard deviation of the last losses, or None if there are too few, or both are 0."""
         if len(self.losses) < _LEAST_STEPS:
             return None
         median = statistics.median(self.losses)

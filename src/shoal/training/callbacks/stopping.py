@@ -1,4 +1,4 @@
-"""Callbacks that watch a metric: EarlyStopping ends a run that improves no more, KeepBest keeps the best checkpoint."""
+"""Callbacks that watch a metric: EarlyStopping ends a run without improvement, KeepBest keeps the best checkpoint."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Mode = Literal["min", "max"]
 class EarlyStopping(Callback):
     """Ends the training after `patience` evaluations in a row that did not improve a metric by more than `min_delta`.
 
-    `mode`: whether the smallest or the largest is the best. An evaluation that is not finite is no improvement.
+    `mode`: "min" if smaller values are better, "max" if larger values are. A non-finite value is no improvement.
     Source: Prechelt, Early Stopping - But When? (Neural Networks: Tricks of the Trade, 1998).
     """
 
     required = True
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, mode: Mode = "min", min_delta: float = 0.0) -> None:
-        """Raises: JobError for what is no patience, mode or difference."""
+        """Raise JobError for an invalid patience, mode or difference."""
         _refuse_mode("EarlyStopping", metric, mode)
         if not isinstance(patience, int) or patience < 1 or not (min_delta >= 0.0 and math.isfinite(min_delta)):
             raise JobError(
@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
         return {"metric": self.metric, "best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["metric"] == self.metric:  # of another one nothing is known
+        if state["metric"] == self.metric:  # the state of another metric does not apply
             self.best, self.waited = state["best"], state["waited"]
 
     def mistakes(self, job: Job) -> Iterator[tuple[str, str, str]]:
@@ -70,13 +70,13 @@ class KeepBest(Callback):
     """Keeps the checkpoint of the best evaluation as `checkpoints/best`; the same as `Job(watch="METRIC:MODE")`."""
 
     def __init__(self, metric: str = "loss", *, mode: Mode = "min") -> None:
-        """Raises: JobError for what is no mode."""
+        """Raise JobError for an invalid mode."""
         _refuse_mode("KeepBest", metric, mode)
         self.metric, self.mode = metric, mode
 
     @property
     def watch(self) -> str:
-        """The metric and which is best, as `Job.watch`."""
+        """The metric and its mode, as `Job.watch`."""
         return f"{self.metric}:{self.mode}"
 
     def mistakes(self, job: Job) -> Iterator[tuple[str, str, str]]:
@@ -93,7 +93,7 @@ def _refuse_mode(name: str, metric: object, mode: object) -> None:
 
 
 def unknown_metric(callback: Callback, metric: str, job: Job) -> Iterator[tuple[str, str, str]]:
-    """The mistake of a metric that no evaluation of the job gives."""
+    """Yield a mistake if no evaluation of the job gives the metric."""
     known = job.metric_names
     if metric not in known:
         name = type(callback).__name__

@@ -1,8 +1,8 @@
 """Authenticated messages between a run's processes: a JSON header and tensors as raw bytes, nothing else.
 
-Nothing that arrives is run, and nothing of a peer is read before it has proven that it knows the secret. The bytes
-themselves are not encrypted. Not `multiprocessing.connection`, whose messages are copied twice and whose handshake has
-no time limit, and is HMAC-MD5 before Python 3.12: docs/log.md.
+Received data is never executed, and a peer's data is read only after the peer has proven that it knows the secret. The
+bytes are not encrypted. `multiprocessing.connection` does not fit: it copies messages twice, its handshake has no time
+limit, and the handshake is HMAC-MD5 before Python 3.12 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ _HANDSHAKE_SECONDS = 10.0
 
 
 class ClosedError(ConnectionError):
-    """The peer is gone, or belongs to another run."""
+    """Error for a peer that is gone, or belongs to another run."""
 
 
 class Channel:
-    """Connection to an authenticated peer: threads may send at once, one receives; the counts are bytes of tensors."""
+    """Connection to an authenticated peer. Several threads may send, one thread receives.
+
+    `sent_bytes` and `received_bytes` count the bytes of tensors.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -47,7 +50,7 @@ class Channel:
         self.sent_bytes = self.received_bytes = 0
 
     def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Sends one message. Raises: ClosedError; TimeoutError where `limit` says so."""
+        """Send one message. Raises: ClosedError; TimeoutError after the time of `limit`."""
         flat = [t.detach().cpu().contiguous() for t in tensors]
         text = json.dumps({**header, "tensors": [[_name(t.dtype), list(t.shape)] for t in flat]}).encode()
         if len(text) > MAX_HEADER_BYTES:
@@ -65,7 +68,7 @@ class Channel:
         self.sent_bytes += size
 
     def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
-        """The next message. Raises: ClosedError, also for what is no message; TimeoutError where `limit` says so."""
+        """Receive the next message. Raises: ClosedError, also for an invalid message; TimeoutError, as in `send`."""
         magic, length, size = _PREFIX.unpack(self._read(_PREFIX.size))
         if magic != _MAGIC or length > MAX_HEADER_BYTES or size > MAX_TENSOR_BYTES:
             raise ClosedError("the peer sent what is no message")
@@ -83,16 +86,16 @@ class Channel:
         return header, tensors
 
     def ask(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> tuple[dict[str, Any], list[Tensor]]:
-        """Sends one message and receives the next."""
+        """Send one message and receive the next."""
         self.send(header, tensors)
         return self.receive()
 
     def limit(self, seconds: float | None) -> None:
-        """From now on a peer may be silent for so long; None: for ever."""
+        """Set the maximum silence of the peer in seconds; None: no limit."""
         self._socket.settimeout(seconds)
 
     def limit_sending(self, seconds: float) -> None:
-        """From now on a peer that takes nothing for so long is taken for gone; it may be silent for ever."""
+        """Set the maximum time in seconds for which the peer may accept no data; its silence is not limited."""
         limit = struct.pack("@ll", int(seconds), 0)  # struct timeval
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -114,19 +117,19 @@ class Channel:
             view = view[count:]
 
     def close(self) -> None:
-        """Ends the connection; a thread that waits in it raises ClosedError."""
+        """Close the connection; a thread that waits in it raises ClosedError."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def listen() -> socket.socket:
-    """A socket that listens on a free port of the loopback interface."""
+    """Return a socket that listens on a free port of the loopback interface."""
     return socket.create_server(("127.0.0.1", 0))
 
 
 def connect(address: str, port: int, key: bytes) -> Channel:
-    """A channel to a listener there. Raises: ClosedError where no process listens that knows the key."""
+    """Connect to a listener. Raises: ClosedError if no process there knows the key."""
     try:
         return _proven(socket.create_connection((address, port), _HANDSHAKE_SECONDS), key, b"client", b"server")
     except OSError as error:
@@ -134,15 +137,15 @@ def connect(address: str, port: int, key: bytes) -> Channel:
 
 
 def admit(connected: socket.socket, key: bytes) -> Channel:
-    """A channel to a connected peer. Raises: ClosedError where the peer does not prove at once to know the key."""
+    """Return a channel to a connected peer. Raises: ClosedError if the peer does not prove at once to know the key."""
     return _proven(connected, key, b"server", b"client")
 
 
 def accept_each(listener: socket.socket, key: bytes, attend: Callable[[Channel], None]) -> None:
-    """Attends to each peer with the key in its own thread, until the listener closes; so none waits for another."""
+    """Serve each peer that has the key in a separate thread, until the listener closes."""
 
     def admitted(connected: socket.socket) -> None:
-        with contextlib.suppress(ClosedError):  # none of this run, or gone again
+        with contextlib.suppress(ClosedError):  # a peer of another run, or one that has left
             attend(admit(connected, key))
 
     while True:
@@ -154,7 +157,7 @@ def accept_each(listener: socket.socket, key: bytes, attend: Callable[[Channel],
 
 
 def _proven(connected: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> Channel:
-    """Each side sends a nonce, and proves by HMAC-SHA256 over both that it knows the key; nothing else is read."""
+    """Exchange nonces, and prove in both directions by HMAC-SHA256 over the nonces that both sides know the key."""
     wire = Channel(connected)
     try:
         connected.settimeout(_HANDSHAKE_SECONDS)

@@ -1,7 +1,7 @@
 """Conductor of a parameter-server run: hands out steps, decides updates, and writes records and checkpoints.
 
-The conductor computes no gradient. Each step's update is decided here once for all servers, so that every shard has the
-same versions; a worker that dies has changed nothing, and its task is handed out again.
+The conductor computes no gradient. It decides each step's update once for all servers, so that every shard has the same
+versions. A worker that dies has changed nothing, and its task is handed out again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
 _TICK_SECONDS = 0.05
-# A worker that runs and is not done is taken for stuck after the larger of both; in the first tasks, and where it
-# builds its model, after the last.
+# A worker is stuck if a task takes longer than 60 s and longer than 20 times the longest task so far.
+# The third limit applies before a first task has ended, and while a worker builds its model.
 _STUCK_SECONDS, _STUCK_TIMES, _FIRST_SECONDS = 60.0, 20.0, 600.0
-# Without any worker for so long a run ends.
+# A run without any worker ends after this time.
 _ALONE_SECONDS = 120.0
 
 
 class Conductor:
-    """Training loop of one job with workers and servers, in the trainer's place on the conductor's process."""
+    """Training loop of one job with workers and servers. It replaces the trainer in the conductor's process."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Conductor:
         *,
         crew: Members,
     ) -> None:
-        """Goes on from `state` up to `num_steps`."""
+        """Prepare the training from `state` up to `num_steps`."""
         if engine.job.on_nonfinite == "rollback":
             raise JobError(
                 given='on_nonfinite="rollback" with servers',
@@ -77,7 +77,7 @@ class Conductor:
             self._buffers.watch(self._computation.buffers, dict(self._computation.rules))
         self._given: dict[
             int, tuple[Member, float, dict[str, Tensor] | None]
-        ] = {}  # by ticket: who, when, buffers at that time
+        ] = {}  # by ticket: worker, time, buffers at that time
         self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
         self.tally = PushCounts()
         self._joined: set[int] = set()
@@ -90,9 +90,9 @@ class Conductor:
         return share(self._engine.order.grains(step), part, num_parts)
 
     def train(self) -> Outcome:
-        """Trains to the end, or to the first step after a stop was requested.
+        """Train to the end, or to the first step after a stop was requested.
 
-        Raises: ShoalError: what a server raised or the policy on steps that are not finite asks for; PeerError.
+        Raises: ShoalError from a server or from the policy on non-finite steps; PeerError.
         """
         callbacks = self._engine.callbacks
         self._engine.model.train()
@@ -116,7 +116,7 @@ class Conductor:
         return outcome
 
     def _heed(self) -> bool:
-        """Does what callbacks ask for; whether that is the end."""
+        """Serve the callbacks' requests, and return True if one of them is the end."""
         callbacks = self._engine.callbacks
         while callbacks.asked:
             settled = callbacks.settle(self._engine.mesh, callbacks.asked)
@@ -144,9 +144,10 @@ class Conductor:
             self._look_after()
 
     def _pause(self) -> str | None:
-        """Between two steps, where nothing is being computed: evaluation, checkpoint, stop; then up to where to go on.
+        """Evaluate, save and stop between two steps; return the final status, or set the next pause and return None.
 
-        Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
+        All earlier steps are applied, no later step is, and no task runs. A checkpoint is the same as under any other
+        plan.
         """
         keeper, step = self._engine.keeper, self.state.step
         if self._retreat.due:
@@ -157,7 +158,7 @@ class Conductor:
             self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
             self._records.evaluate(self.state)
         is_ended = self._heed()
-        self._clock.begin()  # so that no step's time has the evaluation
+        self._clock.begin()  # exclude the evaluation from the step's time
         self._records.write()
         if is_ended or step >= self._num_steps:
             return "completed"
@@ -188,14 +189,14 @@ class Conductor:
             self._tell(member, {"kind": "task", **vars(task)})
 
     def _tell(self, member: Member, told: dict[str, Any]) -> None:
-        """Tells a worker, with how the run computes and the buffers that this changes."""
+        """Send a message to a worker, with the microbatch policy and the buffers that it covers."""
         known, named = self._computation, dict(self._engine.model.named_buffers())
         buffers = [named[name] for name in known.buffers] if known is not None else []
         computation = known.to_json() if known is not None else None
         self._crew.tell(member, {**told, "computation": computation, "era": self._retreat.era}, buffers)
 
     def show(self) -> None:
-        """Lets every worker pull what the servers have, and waits for that; after `train`."""
+        """Let every worker pull the servers' parameters, and wait for that, after `train`."""
         waiting = set(map(id, self._crew.members))
         for member in self._crew.members:
             self._tell(member, {"kind": "show", "version": self._desk.version})
@@ -238,7 +239,7 @@ class Conductor:
         self._around.note(f"step {self.state.step}: {text}")
 
     def _look_after(self) -> None:
-        """Ends workers that are stopped or stuck, and sees whether to pause."""
+        """End workers that are stopped or stuck, and decide whether to pause."""
         now = time.monotonic()
         limit = max(_STUCK_SECONDS, _STUCK_TIMES * self._longest) if self._longest else _FIRST_SECONDS
         late = [member for member, since, _ in self._given.values() if now - since > limit]
@@ -268,7 +269,7 @@ class Conductor:
         self._crew.end(member)
 
     def _done(self, event: WorkerEvent) -> None:
-        """Takes up what a worker has computed, and applies the step where that was the last of it."""
+        """Store a worker's result, and apply the step if it was the last part."""
         told, member = event.told, event.member
         task = self._desk.done(told["ticket"])
         self.tally.moved(member.number, told["pushed_bytes"], told["pulled_bytes"])
@@ -288,7 +289,7 @@ class Conductor:
             self._apply(task.step, self._arrived.pop(task.step), start)
 
     def _agree(self, reported: MicrobatchPolicy) -> bool:
-        """Whether a part was computed as carefully as any worker has found needful."""
+        """Adopt the more conservative policy, and return True if a part was computed under it."""
         known = self._computation
         agreed = reported if known is None else known.with_care_of(reported)
         if known is not None and _care(agreed) != _care(known):
@@ -301,7 +302,7 @@ class Conductor:
         return _care(agreed) == _care(reported)
 
     def _apply(self, step: int, arrived: dict[int, Arrived], start: dict[str, Tensor] | None) -> None:
-        """Decides on a step's update, on all servers alike."""
+        """Decide on a step's update, the same for all servers."""
         observer, order = self._engine.observer, self._engine.order
         self._clock.mark("optimizer")
         observer.begin(step, 1.0)
@@ -350,7 +351,7 @@ class Conductor:
         return Update(norm, rate, skipped)
 
     def _nonfinite(self, step: int, sums: StepSums, arrived: dict[int, Arrived]) -> dict[str, Any]:
-        """Acts on the job's policy: what was found, where the step is left out. Raises: NonFiniteError."""
+        """Apply the job's policy, and return the culprits of a skipped step. Raises: NonFiniteError."""
         keeper, state, job = self._engine.keeper, self.state, self._engine.job
         found = self._search(step, arrived)
         state.bad_streak += 1
@@ -358,8 +359,8 @@ class Conductor:
         self._around.note(str(bad))
         if not bad.ends:
             return found
-        if self._desk.version == step and not self._desk.out:  # every step before this one, and none after it
-            with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
+        if self._desk.version == step and not self._desk.out:  # all earlier steps are applied, and no later step is
+            with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
                 self.servers.fetch(optimizer=True)
                 keeper.save(state, wait=True)
         calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
@@ -381,7 +382,7 @@ class Conductor:
         return found
 
     def report(self) -> dict[str, Any]:
-        """The block `server` of the result. JSON values."""
+        """Return the block `server` of the result, as JSON values."""
         section = self._engine.plan.server
         asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._engine.plan.layout.data}
         bound = {"bound": section.staleness} if section.mode == "bounded" else {}
@@ -389,5 +390,5 @@ class Conductor:
 
 
 def _care(computation: MicrobatchPolicy) -> tuple[object, ...]:
-    """What has to be the same in all parts of a step."""
+    """Return the parts of a policy that have to be the same in all parts of a step."""
     return computation.randomness, computation.fuse, computation.buffers, computation.rules

@@ -1,4 +1,4 @@
-"""Membership of a parameter-server run: the roles of its processes, how they join, and losses of them."""
+"""Membership of a parameter-server run: the roles of its processes, how they join, and how losses are detected."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from shoal.training.parameter_server.channel import Channel, ClosedError, accept
 # The conductor listens once it has imported torch and built the model.
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
-# A server answers within the time of an optimizer step; one that is stopped does not.
+# A server answers within the time of an optimizer step, unless it is stopped.
 _ANSWER_SECONDS = 60.0
-# Workers say each second that they run: one that says nothing for so long is stopped, or its host is gone.
+# Workers send a sign of life each second: after this silence a worker is stopped, or its host is gone.
 SILENT_SECONDS = 5.0
-# To each server, in order: what it is asked, and the tensors with it.
+# A request to a server, and its tensors.
 Asked = tuple[dict[str, Any], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Role:
-    """Role of a process, and its number among those of the same role."""
+    """Role of a process, and its number among the processes of this role."""
 
     kind: Literal["conductor", "server", "worker"]
     number: int = 0
@@ -48,7 +48,7 @@ class Role:
 
 
 def role(plan: Plan, rank: int) -> Role:
-    """The role of a rank among the plan's `num_processes`."""
+    """Return the role of a rank among the plan's `num_processes`."""
     servers = plan.server.num_servers
     if rank == 0:
         return Role("conductor")
@@ -56,16 +56,16 @@ def role(plan: Plan, rank: int) -> Role:
 
 
 class OverError(Exception):
-    """The run ended before this process joined."""
+    """Error for a process that joins after the run has ended."""
 
 
 def identity(job: Job, plan: Plan) -> dict[str, Any]:
-    """Values that must be equal in all processes of a run. JSON values."""
+    """Return the values that must be equal in all processes of a run, as JSON values."""
     return {"shoal": __version__, "torch": torch.__version__, "job": job.describe(), "plan": plan.to_mapping()}
 
 
 def key_of(environment: Environment) -> bytes:
-    """The run's key. Raises: LaunchError where no launcher has made one."""
+    """Return the run's key. Raises: LaunchError if the launcher has made none."""
     if environment.key is None:
         raise LaunchError(
             given="a plan with servers, in processes that another launcher has started",
@@ -76,7 +76,10 @@ def key_of(environment: Environment) -> bytes:
 
 
 def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: int = 0) -> Channel:
-    """Channel to the conductor; a server listens at `port`. Raises: LaunchError: no answer; OverError: it has ended."""
+    """Connect to the conductor, and introduce this process; a server listens at `port`.
+
+    Raises: LaunchError if the conductor does not answer; OverError if the run has ended.
+    """
     key = key_of(environment)
     hello = {"kind": role.kind, "number": role.number, "pid": os.getpid(), "host": socket.gethostname(), "port": port}
     told = {**hello, "rank": environment.rank, "identity": identity(job, plan)}
@@ -87,7 +90,7 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
             wire.send(told)
             return wire
         except ClosedError as error:
-            # The launcher has opened the socket before anybody was started, and the conductor shuts it at its end.
+            # The launcher opens the socket before any process starts, and the conductor closes it at the end.
             if isinstance(error.__cause__, ConnectionRefusedError):
                 raise OverError from error
             if time.monotonic() > deadline:
@@ -100,9 +103,9 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
 
 
 def is_shut(environment: Environment) -> bool:
-    """Whether the run has ended in order: the launcher opened the conductor's socket, and the conductor alone shuts it.
+    """Return True if the run has ended in order: only the conductor closes the socket that the launcher opened.
 
-    A conductor that was killed leaves it open.
+    A conductor that was killed leaves the socket open.
     """
     try:
         socket.create_connection((environment.address, environment.port), _ANSWER_SECONDS).close()
@@ -114,7 +117,7 @@ def is_shut(environment: Environment) -> bool:
 
 
 def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises: LaunchError where a process does not run the same thing as this one."""
+    """Raise LaunchError if a process runs another version, job or plan than this one."""
     told = hello["identity"]
     differing = next((name for name in own if told.get(name) != own[name]), None)
     if differing is not None:
@@ -126,7 +129,7 @@ def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def raise_if_error(answer: dict[str, Any], who: str) -> None:
-    """Raises: the error that a peer answered with, as its own."""
+    """Raise the error in a peer's answer, if any."""
     if "error" in answer:
         error: ShoalError = from_json(answer["error"])
         error.host = f"{error.host}, {who}"
@@ -135,7 +138,7 @@ def raise_if_error(answer: dict[str, Any], who: str) -> None:
 
 @dataclass
 class Member:
-    """Connected worker. Each one that is started anew is another member, of the same number."""
+    """A connected worker. A restarted worker is another member with the same number."""
 
     number: int
     rank: int
@@ -144,7 +147,7 @@ class Member:
     wire: Channel
     heard: float = field(default_factory=time.monotonic)
     came: float = field(default_factory=time.monotonic)
-    ended: bool = False  # by the conductor
+    ended: bool = False  # True once the conductor has ended it
 
     def __str__(self) -> str:
         return f"worker {self.number} (rank {self.rank}, process {self.pid})"
@@ -175,8 +178,8 @@ class Members:
         self._complete = threading.Event()
         self._closing = False
         self._looked = time.monotonic()
-        self.members: list[Member] = []  # who is ready: has built its model, and reads what it is told
-        self.coming: list[Member] = []  # who is not yet
+        self.members: list[Member] = []  # ready workers, which have built their models and read messages
+        self.coming: list[Member] = []  # connected workers that are not ready yet
         welcoming = self._listener, self._key, self._listen_to
         self._thread = threading.Thread(target=accept_each, args=welcoming, daemon=True)
 
@@ -188,10 +191,10 @@ class Members:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):  # first: whoever loses a connection from now on asks whether it is open
+        with contextlib.suppress(OSError):  # first: a process that loses its connection checks whether this is open
             self._listener.shutdown(socket.SHUT_RDWR)
         servers = list(self._servers.values())
-        # Workers first: one that finds its servers gone looks for the last word, which is there by then.
+        # Workers first: a worker that loses its servers looks for the last message, which has arrived by then.
         for wire in (*(wire for wire in list(self._wires) if wire not in servers), *servers):
             _dismiss(wire)
         self._listener.close()
@@ -210,7 +213,7 @@ class Members:
             return
         if hello["kind"] == "server":
             wire.limit(_ANSWER_SECONDS)
-            self._ports[hello["number"]] = hello["port"]  # before it counts as there
+            self._ports[hello["number"]] = hello["port"]  # before it counts as present
             self._servers[hello["number"]] = wire
             if len(self._servers) == self._num_servers:
                 self._complete.set()
@@ -227,7 +230,7 @@ class Members:
         self._events.put(WorkerEvent(member, {"kind": "lost"}))
 
     def assemble(self) -> None:
-        """Waits until every server is there. Raises: LaunchError."""
+        """Wait until every server is present. Raises: LaunchError."""
         if not self._complete.wait(_JOIN_SECONDS):
             missing = sorted(set(range(self._num_servers)) - set(self._servers))
             raise LaunchError(
@@ -238,7 +241,7 @@ class Members:
         self.ports = [self._ports[number] for number in range(self._num_servers)]
 
     def next(self, seconds: float) -> WorkerEvent | None:
-        """Next event within so many seconds. Raises: LaunchError where a stranger came."""
+        """Return the next event within `seconds`, or None. Raises: LaunchError if a process does not match the run."""
         try:
             found = self._events.get(timeout=seconds)
         except queue.Empty:
@@ -255,12 +258,15 @@ class Members:
         return found
 
     def tell(self, member: Member, told: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a message to a worker; a lost one is reported by `next`."""
+        """Send a message to a worker; `next` reports a lost worker."""
         with contextlib.suppress(ClosedError):
             member.wire.send(told, tensors)
 
     def ask(self, of: Callable[[int], Asked]) -> list[tuple[dict[str, Any], list[Tensor]]]:
-        """Asks every server at once: the answers. Raises: what a server raised; PeerError where one does not answer."""
+        """Send a request to every server at once, and return the answers.
+
+        Raises: errors of a server; PeerError if a server does not answer.
+        """
         number = 0
         try:
             for number in range(self._num_servers):
@@ -281,16 +287,16 @@ class Members:
         return answers
 
     def silent(self) -> list[Member]:
-        """The workers that have said nothing for SILENT_SECONDS; one that builds its model may be unable to."""
+        """Return the ready workers that have been silent for SILENT_SECONDS."""
         now = time.monotonic()
         away, self._looked = now - self._looked > SILENT_SECONDS / 2, now
-        if away:  # it was this process that was stopped, or busy: what they have said may not have been read yet
+        if away:  # this process was stopped or busy: messages of the workers may be unread
             for member in self.members:
                 member.heard = now
         return [member for member in self.members if now - member.heard > SILENT_SECONDS and not member.ended]
 
     def end(self, member: Member) -> None:
-        """SIGKILL to a worker of this host, whose place its launcher fills again."""
+        """Kill a worker on this host, which its launcher then restarts."""
         member.ended = True
         if member.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Fallback from asynchronous to synchronous training, from the last good state, where staleness spoils the loss."""
+"""Fallback from asynchronous to synchronous training, from the last good state, if staleness spoils the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.training.step_records import Surroundings
 
 @dataclass(frozen=True)
 class _GoodState:
-    """The state after a step, on the CPU, and how good the loss was then."""
+    """State of a run after a step, on the CPU, with the loss at that time."""
 
     state: RunState
     loss: float
@@ -33,7 +33,7 @@ class _GoodState:
 
 
 class Retreat:
-    """Fallback of a run to synchronous training, by its loss."""
+    """Fallback of a run to synchronous training, triggered by its loss."""
 
     def __init__(self, engine: Engine, around: Surroundings, state: RunState, servers: Servers) -> None:
         self._engine, self._around, self._state, self._servers = engine, around, state, servers
@@ -41,7 +41,7 @@ class Retreat:
         self._guard = LossGuard(**state.server or {})
         self._kept: _GoodState | None = None
         self._mode = engine.plan.server.mode
-        self.era = 0  # how often versions have begun anew: who pulled one before does not have that of now
+        self.era = 0  # number of restarts of the versions: a version pulled before a restart is obsolete
 
     @property
     def ahead(self) -> bool:
@@ -50,18 +50,18 @@ class Retreat:
 
     @property
     def rules(self) -> Rules:
-        """Rules for handing out steps, now."""
+        """The current rules for handing out steps."""
         if not self.ahead:
             return Rules(self._plan.layout.data, 0)
         return Rules(1, self._plan.server.staleness if self._mode == "bounded" else None)
 
     @property
     def due(self) -> bool:
-        """Whether the run is to fall back now."""
+        """Whether the run has to fall back now."""
         return self.ahead and self._guard.lost
 
     def begin(self) -> None:
-        """Says what to expect, and keeps the first values, which are in the model now."""
+        """Warn of expected instability, and store the first state, which is in the model now."""
         if self._mode == "synchronous":
             return
         fell_back = self._guard.fell_back
@@ -76,13 +76,13 @@ class Retreat:
         self._keep(math.inf)
 
     def count(self) -> None:
-        """Counts the update that the state has counted last."""
+        """Count the update that the state has counted last."""
         if self._mode != "synchronous":
             self._guard.add(self._state.loss)
             self._state.server = asdict(self._guard)
 
     def keep_if_best(self) -> None:
-        """Keeps the servers' values where the loss was never as low at a pause."""
+        """Store the servers' state at a pause if the loss was never lower at one."""
         loss = self._guard.of_now
         if self.ahead and self._kept is not None and loss < min(self._kept.loss, self._guard.beginning):
             self._servers.fetch(optimizer=True)
@@ -99,7 +99,7 @@ class Retreat:
         )
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
-        """Restores the best state, between two steps, to go on from there in step; the number of steps undone."""
+        """Restore the best state between two steps, to continue synchronously; return the number of steps undone."""
         kept, guard, state = self._kept, self._guard, self._state
         assert kept is not None, "kept from the beginning"
         assert guard.lowest is not None, "a loss that has risen"
@@ -120,17 +120,17 @@ class Retreat:
         vars(state).update(vars(kept.state), server=asdict(guard))
         load_model(self._engine.model, kept.model)
         load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
-        self._engine.callbacks.restore(kept.callbacks, {})  # no tensors of parameters: these are on the servers
+        self._engine.callbacks.restore(kept.callbacks, {})  # no parameter tensors: these are on the servers
         self._servers.load(state.step)
         self.era += 1
         desk.restart(self.rules, state.step)
         logbook.restart(guard.fell_back)
-        with contextlib.suppress(StorageError):  # was warned of
+        with contextlib.suppress(StorageError):  # already reported
             self._engine.keeper.restart(state)
         return undone - state.step
 
     def to_json(self) -> dict[str, Any]:
-        """Fallback and warning for the run's result: nothing where all workers are synchronous. JSON values."""
+        """Return fallback and warning for the run's result, as JSON values; empty in synchronous mode."""
         if self._mode == "synchronous":
             return {}
         guard, warning = self._guard, None

@@ -25,7 +25,7 @@ from shoal.training.telemetry import RecordWriter
 
 @dataclass(frozen=True)
 class Arrived:
-    """Pushed part of a step. `version`: that of the worker's parameters."""
+    """Pushed part of a step. `version`: the version of the parameters that the worker used."""
 
     task: Task
     member: Member
@@ -38,9 +38,9 @@ class Arrived:
 class PushCounts:
     """Counts of pushes in this call of a run.
 
-    `staleness`: how many updates were applied between a step's pull and its own. `late`: results of tasks that somebody
-    else had been given since. `repeated`: pushes that a server had already. `undone`: applied steps that were taken
-    back and computed once more. `bytes` by worker: pushed, pulled, tasks.
+    `staleness`: histogram of the updates applied between a step's pull and its own update. `late`: results of tasks
+    that another worker had received since. `repeated`: pushes that a server had already. `again`: tasks of lost
+    workers. `undone`: applied steps that were rolled back. `workers`: tasks, pushed bytes and pulled bytes by worker.
     """
 
     staleness: Counter[int] = field(default_factory=Counter)
@@ -55,21 +55,21 @@ class PushCounts:
     workers: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def moved(self, number: int, pushed: int, pulled: int) -> None:
-        """Counts a task of a worker, and the bytes of tensors that it sent to servers and got from them."""
+        """Count a worker's task, and the bytes of tensors that it sent to servers and received from them."""
         found = self.workers.setdefault(number, {"tasks": 0, "pushed_bytes": 0, "pulled_bytes": 0})
         found["tasks"] += 1
         found["pushed_bytes"] += pushed
         found["pulled_bytes"] += pulled
 
     def applied(self, parts: Iterable[Arrived], grains: Sequence[object], staleness: int) -> None:
-        """Counts a step that was applied."""
+        """Count a step that was applied."""
         self.staleness[staleness] += 1
         self.applied_steps += 1
         self.applied_pushes += len(list(parts))
         self.applied_grains += len(grains)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value of the counts, with a histogram by ascending staleness."""
+        """Return the counts as JSON values, with the histogram of staleness in ascending order."""
         return {
             **vars(self),
             "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},
@@ -78,14 +78,14 @@ class PushCounts:
 
 
 def exactly_once(parts: Iterable[Arrived], num_grains: int) -> bool:
-    """Whether the parts hold every grain of a step, and none of them twice."""
+    """Return True if the parts contain every grain of a step exactly once."""
     nodes = sorted(node for part in parts for node in part.sums)
     ends = [0, *(stop for _, stop in nodes)]
     return all(node[0] == end for node, end in zip(nodes, ends, strict=False)) and ends[-1] == num_grains
 
 
 class ServedRecords(StepRecords):
-    """Counts steps into `state`; the record of each is written once the next has come, or it was evaluated."""
+    """Records that count steps into `state`; each record is written after the next step, or after its evaluation."""
 
     def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter, state: RunState) -> None:
         super().__init__(parts, around, writer)
@@ -93,13 +93,13 @@ class ServedRecords(StepRecords):
         self.restart(None)
 
     def restart(self, why: dict[str, Any] | None) -> None:
-        """Forgets the steps after that of the state; the first that is counted from here on says why."""
-        self._words: dict[int, Any] = {}  # of steps that were applied before an earlier one
+        """Drop the steps after the state's; the next record stores the reason `why`."""
+        self._words: dict[int, Any] = {}  # digests of steps that were applied before an earlier step
         self._digested, self._why = self._state.step, why
         self.forget_after(self._state.step)
 
     def count(self, sums: StepSums, update: Update, found: dict[str, Any] | None, push: Mapping[int, Arrived]) -> None:
-        """Counts a step that was applied or left out: `push` holds its parts, `found` what was not finite."""
+        """Count a step that was applied or skipped. `push`: its parts. `found`: culprits of a non-finite step."""
         self.write()
         parts, state, came = self._parts, self._state, [push[part] for part in sorted(push)]
         step, digest = came[0].task.step, state.digest

@@ -1,4 +1,4 @@
-"""Servers: processes that hold a shard of the parameters and step their optimizer, and the client of all of them."""
+"""Servers: processes that store a shard of the parameters and step its optimizer, and the client of all servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 def homes(model: nn.Module, num_servers: int) -> list[list[str]]:
-    """The names of the trainable parameters of each server. Raises: PlanError where one would have none."""
+    """Return the names of each server's trainable parameters. Raises: PlanError if a server would have none."""
     sizes = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
     if len(sizes) < num_servers:
         raise PlanError(
@@ -44,7 +44,7 @@ def homes(model: nn.Module, num_servers: int) -> list[list[str]]:
 
 
 class Server:
-    """Server of one shard and its optimizer: answers requests of the conductor and the workers."""
+    """Server of one shard and its optimizer, which answers requests of the conductor and the workers."""
 
     def __init__(self, job: Job, plan: Plan, number: int) -> None:
         precision = Precision.of(plan.precision, _CPU)
@@ -59,7 +59,7 @@ class Server:
         self._lock = threading.Lock()
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        """The answer to one message, by its kind; one message at a time, whichever thread asks."""
+        """Return the answer to one message by its kind. A lock serializes the messages of all threads."""
         with self._lock:
             return self._answered(asked, tensors)
 
@@ -71,7 +71,7 @@ class Server:
                 used = tuple(map(int, asked["used"]))
                 push = Push(int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors))
                 return {"taken": shard.push(push)}, []
-            case "pull":  # the parameters, unless the asker has this version
+            case "pull":  # the parameters, unless the client has this version
                 version, packed = shard.pull()
                 return {"version": version}, [] if asked["have"] == version else [packed]
             case "combine":
@@ -84,7 +84,7 @@ class Server:
                 progress = Progress(*asked["progress"])
                 taken = shard.apply(asked["step"], asked["version"], asked["scale"], progress)
                 return {"taken": taken, "repeated": shard.repeated}, []
-            case "load":  # parameters, and the optimizer's state, which comes after them, by path
+            case "load":  # packed parameters, then the optimizer's tensors by path
                 unpack(tensors[0], [p for _, p in Parameters(self.model).named])
                 held = dict(zip(asked["paths"], tensors[1:], strict=True))
                 load_optimizer(self.optimizer, self.model, held, asked["document"])
@@ -103,7 +103,7 @@ def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided
 
 
 def _leave_out(model: nn.Module, own: set[str]) -> None:
-    """Puts the parameters of other servers on the meta device, under all their names."""
+    """Move the parameters of other servers to the meta device, under all their names."""
     others = {id(p): p for name, p in model.named_parameters() if name not in own}
     empty = {key: nn.Parameter(p.detach().to("meta"), p.requires_grad) for key, p in others.items()}
     for module in model.modules():
@@ -113,7 +113,7 @@ def _leave_out(model: nn.Module, own: set[str]) -> None:
 
 
 def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
-    """Keeps a shard until the conductor says that the run has ended. Raises: PeerError where it is gone before."""
+    """Serve a shard until the conductor reports the run's end. Raises: PeerError if the conductor is gone before."""
     with listen() as listener:
         port = listener.getsockname()[1]
         with contextlib.closing(introduce(environment, role, job, plan, port=port)) as wire:
@@ -131,9 +131,9 @@ def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
 
 
 def _answer_all(server: Server, wire: Channel) -> None:
-    """Answers until it is told that the run has ended. Raises: ClosedError.
+    """Answer messages until the message of the run's end. Raises: ClosedError.
 
-    A worker that is dead or replaced is answered no more: what it had pushed whole stays.
+    A dead or replaced worker gets no more answers. Its complete pushes remain valid.
     """
     with contextlib.closing(wire):
         while True:
@@ -149,7 +149,7 @@ def _answer_all(server: Server, wire: Channel) -> None:
 
 
 class Servers:
-    """All servers of a run together. The model and optimizer here are theirs only after a `fetch`."""
+    """Client of all servers of a run. The local model and optimizer have the servers' values only after a `fetch`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, crew: Members) -> None:
         self._model, self._optimizer, self._crew = model, optimizer, crew
@@ -157,7 +157,7 @@ class Servers:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def load(self, version: int) -> None:
-        """Gives each server its shard of the model and of the optimizer's state, as they are here."""
+        """Send each server its shard of the local model and optimizer state."""
         tensors, document = optimizer_state(self._optimizer, self._model, copy=False)
         known = set(self._named)
 
@@ -173,7 +173,7 @@ class Servers:
         self._crew.ask(of)
 
     def fetch(self, *, optimizer: bool) -> None:
-        """Takes up the servers' parameters, and their optimizers' states where these are wanted."""
+        """Copy the servers' parameters, and on request their optimizer states, into the local objects."""
         asked = {"kind": "state"} if optimizer else {"kind": "pull", "have": -1}
         answers = self._crew.ask(lambda number: (asked, ()))
         held: dict[str, Tensor] = {}
@@ -185,7 +185,7 @@ class Servers:
             load_optimizer(self._optimizer, self._model, held, document)
 
     def combine(self, step: int, tickets: Mapping[int, int]) -> float:
-        """Lets each server add up a step's gradients: their norm over the whole model, not divided by any weight."""
+        """Let each server sum a step's gradients, and return the norm of these sums over the whole model."""
         asked = {"kind": "combine", "step": step, "tickets": list(tickets.items())}
         answers = self._crew.ask(lambda number: (asked, ()))
         norms: dict[str, float] = {}
@@ -194,14 +194,14 @@ class Servers:
         return rounded(math.hypot(*norms.values()), {p.dtype for p in self._model.parameters()})
 
     def apply(self, version: int, scale: float | None, progress: Progress) -> int:
-        """Lets each server update its parameters, or leave the step out; how many pushes it had more than once."""
+        """Let each server update its parameters, or skip the step; return the maximum number of repeated pushes."""
         told = {"kind": "apply", "step": progress.step, "version": version, "scale": scale}
         asked: dict[str, Any] = {**told, "progress": [progress.step, progress.num_steps, progress.samples]}
         answers = self._crew.ask(lambda number: (asked, ()))
         return max(int(answer["repeated"]) for answer, _ in answers)
 
     def gradients(self) -> None:
-        """Takes up what was added up last, as the parameters' `.grad`."""
+        """Copy the gradients that were summed last into the parameters' `.grad`."""
         answers = self._crew.ask(lambda number: ({"kind": "gradients"}, ()))
         for names, (answer, tensors) in zip(self.names, answers, strict=True):
             found = iter(tensors)

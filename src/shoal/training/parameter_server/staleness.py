@@ -10,22 +10,22 @@ from typing import Any
 
 import numpy as np
 
-# Measured on the digits and on LeNet (docs/parameter-server.md): with shares of 1/11 and more training goes on, with
-# 1/38 and less it ends at chance at the rate that is right for up-to-date gradients.
+# Measured on the digits and on LeNet (docs/parameter-server.md), at the right rate for up-to-date gradients:
+# with shares of 1/11 and more the training works, with 1/38 and less it ends at chance.
 LEAST_SHARE = 1 / 20
-# The loss began at the mean of so many updates, and is judged over so many; a rise is one of so many standard errors.
-# A fall needs as many, and more the longer it was waited for: the lowest of many windows is low by chance.
-# Of 49 runs on the digits these tell the 13 that end at chance from all others; of 2,000 updates of pure noise without
-# any trend they call 1 % to 3 % a fall and a rise.
+# Updates in the first mean and in the window; limits of a rise (standard errors) and of a fall (squared ones).
+# The limit of a fall grows with the number of updates: the lowest of many windows is low by chance.
+# These values separate the 13 of 49 runs on the digits that end at chance; in 2,000 updates of pure noise without
+# a trend they wrongly detect a fall and a rise in 1 % to 3 %.
 BEGINNING, WINDOW, ERRORS, FALL = 10, 25, 3.0, 7.0
 LAST = 3
 
 
 def largest_rate(momentum: float, staleness: int) -> float:
-    """The largest rate times curvature at which gradient descent on a quadratic stays bounded.
+    """Return the largest product of rate and curvature at which gradient descent on a quadratic stays bounded.
 
-    With gradients of parameters that are always `staleness` updates old: the roots of
-    z^2 - (1 + momentum) z + momentum + rate curvature z^(1 - staleness) must lie within the unit circle.
+    The gradients are always `staleness` updates old. The roots of z^2 - (1 + momentum) z + momentum + rate curvature
+    z^(1 - staleness) must lie within the unit circle.
     """
     low, high = 0.0, 4.0
     for _ in range(50):
@@ -38,9 +38,9 @@ def largest_rate(momentum: float, staleness: int) -> float:
 
 
 def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
-    """Warning for an optimizer of these parameter groups whose gradients are so many updates old; None: no risk.
+    """Return a warning for an optimizer with gradients that are `staleness` updates old, or None.
 
-    Its momentum alone is judged: what rate is right for up-to-date gradients only a run can tell.
+    The check uses the momentum in `groups` alone: only a run can show the right rate for up-to-date gradients.
     """
     momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
     if not staleness or not 0.0 < momentum < 1.0:
@@ -58,9 +58,9 @@ def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
 
 @dataclass
 class LossGuard:
-    """Detector of a loss that has fallen and is back where it began. `fell_back`: since when, and why; set once.
+    """Detector of a loss that has fallen and is back where it began. `fell_back`: the fallback, set once.
 
-    `lowest`: the mean over a window where that was lowest, its variance, and after how many updates.
+    `lowest`: the lowest mean over a window, the variance there, and the number of updates until then.
     """
 
     first: list[float] = field(default_factory=list)
@@ -71,26 +71,26 @@ class LossGuard:
 
     @property
     def beginning(self) -> float:
-        """The loss that it began with; infinite before it is known."""
+        """The mean loss of the first updates; infinite before it is known."""
         return fmean(self.first) if len(self.first) == BEGINNING else math.inf
 
     @property
     def now(self) -> float:
-        """The mean over the window; infinite before that is full."""
+        """The mean loss over the window; infinite before the window is full."""
         return fmean(self.recent) if len(self.recent) == WINDOW else math.inf
 
     @property
     def lately(self) -> float:
-        """The mean over the last few updates; infinite before there are as many."""
+        """The mean loss over the last few updates; infinite before there are enough."""
         return fmean(self.recent[-BEGINNING:]) if len(self.recent) >= BEGINNING else math.inf
 
     @property
     def of_now(self) -> float:
-        """How good the values of now are: as `lately`, or worse where the last of these were: a rise is sudden."""
+        """The loss of the current state: `lately`, or the mean of the last three updates if it is higher."""
         return max(self.lately, fmean(self.recent[-LAST:])) if self.lately < math.inf else math.inf
 
     def add(self, loss: float | None) -> None:
-        """The loss of one more update; None where it was left out."""
+        """Add the loss of one more update; None for a skipped update."""
         if loss is None:
             return
         self.counted += 1
@@ -102,7 +102,7 @@ class LossGuard:
 
     @property
     def lost(self) -> bool:
-        """Whether all that was learnt is lost: the loss is up to where it began, and that is no accident of batches."""
+        """Whether all progress is lost: the loss is back where it began, by more than batch noise explains."""
         if self.lowest is None or self.now < self.beginning or self.now <= self.lowest[0]:
             return False
         lowest, spread, at = self.lowest
@@ -112,5 +112,5 @@ class LossGuard:
 
     @property
     def learnt(self) -> bool:
-        """Whether the loss is below where it began; True where that is not certain yet."""
+        """Whether the loss is below its beginning; True if that is not certain yet."""
         return self.counted < 2 * BEGINNING or self.lately < self.beginning

@@ -1,4 +1,4 @@
-"""Task queue: the next part of a step for a worker, and the parts that are out. Integers only; no clock, no channel."""
+"""Task queue: the next part of a step for a worker, and the parts in progress. Integers only; no clock, no channel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Task:
-    """Part `part` of `num_parts` of a step, handed out at that version under a unique ticket."""
+    """Part `part` of `num_parts` of a step, handed out at `version` under a unique ticket."""
 
     step: int
     part: int
@@ -19,9 +19,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of the queue: the parts of a step, and how far a version may run ahead of a worker's last pull.
+    """Rules of the queue: the number of parts of a step, and the bound on staleness.
 
-    bound 0: a step begins when the one before is applied. None: no bound. In whole steps: `num_parts` is then 1.
+    `bound`: how far the version may run ahead of a worker's last pull. 0: a step begins when the previous step is
+    applied. None: no bound. A bound other than 0 requires whole steps: `num_parts` = 1.
     """
 
     num_parts: int
@@ -32,13 +33,13 @@ class Rules:
 
 
 class TaskQueue:
-    """Queue of the steps from `version` on, up to `limit`; `busy` says whether (step, part, num_parts) has any work."""
+    """Queue of the steps from `version` up to `limit`; `busy` returns whether (step, part, num_parts) has any work."""
 
     def __init__(self, rules: Rules, version: int, busy: Callable[[int, int, int], bool]) -> None:
         self._rules, self._busy = rules, busy
         self.version = version
         self.limit = version
-        self.frontier = version  # the first step of which nothing has been given out
+        self.frontier = version  # the first step without a part that was handed out
         self._ready: list[Task] = []
         self._out: dict[int, Task] = {}
         self._tickets = 0
@@ -49,11 +50,11 @@ class TaskQueue:
         return list(self._out.values())
 
     def parts(self, step: int) -> int:
-        """In how many parts a step is computed; those without grains are none."""
+        """Return the number of parts of a step that have grains."""
         return sum(self._busy(step, part, self._rules.num_parts) for part in range(self._rules.num_parts))
 
     def take(self) -> Task | None:
-        """The next task; None where there is none, or the bound says to wait."""
+        """Return the next task, or None if there is none, or the bound requires a wait."""
         if not self._may_begin():
             return None
         if not self._ready and self.frontier < self.limit and (self._rules.bound != 0 or self.frontier == self.version):
@@ -69,33 +70,33 @@ class TaskQueue:
         return task
 
     def _may_begin(self) -> bool:
-        """Whether one more task keeps every task's staleness within the bound.
+        """Return True if one more task keeps every task's staleness within the bound.
 
-        Each task that is out may be applied before any other of them, so that one that was given out at version v sees
-        at most version - v + (number of the others) applied before it.
+        Each task in progress may be applied after all others. A task handed out at version v then sees at most version
+        - v + (number of the other tasks) updates before its own.
         """
         if self._rules.bound in (None, 0):
             return True
-        others = len(self._out)  # of each that is out, with the new one
+        others = len(self._out)  # for each task in progress, counting the new one
         return all(self.version - task.version + others <= self._rules.bound for task in self._out.values()) and (
             others <= self._rules.bound
         )
 
     def done(self, ticket: int) -> Task | None:
-        """The task that is done with that; None where no such task is out: it was given to somebody else since."""
+        """Remove and return the task with this ticket; None if another worker has received the task since."""
         return self._out.pop(ticket, None)
 
     def put_back(self, task: Task) -> None:
-        """Gives a task out anew, before any other."""
+        """Return a task to the front of the queue."""
         self._out.pop(task.ticket, None)
         self._ready.insert(0, task)
 
     def restart(self, rules: Rules, version: int) -> None:
-        """Gives out the steps from `version` on once more, by other rules; where nothing is out."""
+        """Hand out the steps from `version` on again, under new rules; no task may be in progress."""
         assert not self._out, "between two steps"
         assert not self._ready, "between two steps"
         self._rules, self.version, self.limit, self.frontier = rules, version, version, version
 
     def applied(self) -> None:
-        """Counts one more decided step."""
+        """Count one more decided step."""
         self.version += 1

@@ -1,4 +1,4 @@
-"""Worker process: pulls parameters, computes tasks and pushes gradients; and the entry point of servers and workers."""
+"""Worker process: pulls parameters, computes tasks, pushes gradients. Also the entry point of servers and workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shoal.training.parameter_server.server import serve
 from shoal.training.step import StepRunner
 
 BEAT_SECONDS = 1.0
-# Within so long a conductor that ends the run has told everybody.
+# A conductor that ends the run has informed all processes within this time.
 _LAST_WORD_SECONDS = 5.0
 
 
@@ -37,13 +37,13 @@ class Worker:
     """Engine and channels of one worker."""
 
     def __init__(self, engine: Engine, wire: Channel, key: bytes) -> None:
-        """Collective: the conductor, which says where the servers are and what is the same for the whole run."""
+        """Receive the addresses of the servers and the run's fixed tensors from the conductor, and connect."""
         if not isinstance(engine.loader, MapLoader):
             raise no_stream()
         self._engine, self._wire, self._watch, self._loader = engine, wire, engine.observer, engine.loader
         self._runner = StepRunner(engine, engine.loader, lambda text: None)
         self._reduce = widest(Precision.of(engine.plan.precision, engine.mesh.device).reduce, engine.parameters)
-        wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
+        wire.send({"kind": "ready"})  # not earlier: nobody reads messages before
         welcome, tensors = wire.receive()
         if welcome["kind"] == "end":
             raise OverError
@@ -58,7 +58,7 @@ class Worker:
         self._era = 0
 
     def attend(self) -> None:
-        """Executes the conductor's commands until the run has ended. Raises: ClosedError; what the job raises."""
+        """Execute the conductor's commands until the run has ended. Raises: ClosedError; errors of the job."""
         self._engine.model.train()
         while True:
             task, tensors = self._wire.receive()
@@ -105,8 +105,8 @@ class Worker:
         self._wire.send(done, list(sums.values()))
 
     def _adopt(self, task: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Takes up what the run has found out of how to compute, and the buffers before this step."""
-        if task["era"] != self._era:  # the run went back: versions that were pulled since are not those of now
+        """Adopt the run's microbatch policy, and the buffers before this step."""
+        if task["era"] != self._era:  # the run was rolled back: pulled versions are obsolete
             self._era, self._versions = task["era"], [-1] * len(self._servers)
         if task["computation"] is not None:
             self._runner.recall(task["computation"])
@@ -119,7 +119,7 @@ class Worker:
                     named[name].copy_(value)
 
     def _pull(self, least: int) -> int:
-        """The newest parameters of every server; the oldest version among them, which is `least` at least."""
+        """Pull the newest parameters of every server; return the oldest version, which is at least `least`."""
         for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
             answer, tensors = server.ask({"kind": "pull", "have": self._versions[place]})
             raise_if_error(answer, f"server {place}")
@@ -131,7 +131,7 @@ class Worker:
         return min(self._versions)
 
     def _push(self, task: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
-        """Sends every server its gradients; the step's sums."""
+        """Push the gradients to every server; return the step's sums."""
         part = self._engine.strategy
         assert isinstance(part, FastPart | ExactPart)
         for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
@@ -147,13 +147,13 @@ class Worker:
         return sum(s.sent_bytes for s in self._servers), sum(s.received_bytes for s in self._servers)
 
     def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         for wire in self._servers:
             wire.close()
 
 
 def no_stream() -> JobError:
-    """The error for a stream in a plan with servers."""
+    """Return the error for a stream in a plan with servers."""
     return JobError(
         given="a stream as train_data, in a plan with servers",
         conflict="a worker that replaces another reads the same samples again by their ids",
@@ -162,15 +162,15 @@ def no_stream() -> JobError:
 
 
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
-    """Tensors of no server: parameters that are not trained, and buffers."""
+    """Return the tensors that no server has: parameters that are not trained, and buffers."""
     frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
     return [*frozen, *model.buffers()]
 
 
 def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, watch: Observer) -> None:
-    """Computes until the conductor says that the run has ended, which is also told of what this raises.
+    """Compute until the conductor reports the run's end; report errors of the job to the conductor.
 
-    Raises: PeerError where the conductor is gone before; what the job raises.
+    Raises: PeerError if the conductor is gone before; errors of the job.
     """
     local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
     with contextlib.closing(introduce(environment, role, job, plan)) as wire:
@@ -199,7 +199,7 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
 
 
 def _beat(wire: Channel) -> None:
-    """Says now and then that this process runs; a stopped one says nothing."""
+    """Send regular signs of life, which a stopped process does not send."""
     pause = threading.Event()
     with contextlib.suppress(ClosedError, OSError):
         while not pause.wait(BEAT_SECONDS):
@@ -207,9 +207,9 @@ def _beat(wire: Channel) -> None:
 
 
 def _is_over(wire: Channel, environment: Environment) -> bool:
-    """Whether the run has ended: so says what the conductor sent and nobody has read, or its listener, which is shut.
+    """Return True if the run has ended, by an unread message of the conductor or by its closed listener.
 
-    A conductor that ends before it has read all that was sent to it resets the connection, and no word comes through.
+    A conductor that ends before it has read all messages resets the connection, and its own last message is lost.
     """
     with contextlib.suppress(ClosedError, TimeoutError):
         wire.limit(_LAST_WORD_SECONDS)
@@ -220,14 +220,14 @@ def _is_over(wire: Channel, environment: Environment) -> bool:
 
 
 def take_part(job: Job, plan: CompletePlan, environment: Environment, watch: Observer | None = None) -> bool:
-    """Serves or works until the run has ended; False for the conductor, which does neither. `watch`: a worker's.
+    """Serve or work until the run has ended; return False for the conductor, which does neither.
 
-    Raises: PeerError where the conductor is gone before; what the job raises.
+    `watch`: the observer of a worker. Raises: PeerError if the conductor is gone before; errors of the job.
     """
     mine = role(plan, environment.rank)
     if mine.kind == "conductor":
         return False
-    with contextlib.suppress(OverError):  # started so slowly that the others were done without it
+    with contextlib.suppress(OverError):  # this process started so slowly that the run ended without it
         if mine.kind == "server":
             serve(job, plan, environment, mine)
         else:

@@ -1,4 +1,4 @@
-"""Arguments of a Session: its settings, and the models, optimizers and schedulers to prepare; with their errors."""
+"""Arguments of a Session: its settings, and the models, optimizers and schedulers to prepare, with their errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.training.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 
-# What other trainers call it, and what to write here.
+# Arguments of other trainers, and their equivalents here.
 _ELSEWHERE = {
     "accelerator": "nothing: the device is a GPU where torch sees one",
     "accumulate_grad_batches": "nothing: global_batch is the batch of one update, however it is accumulated",
@@ -39,7 +39,7 @@ _ELSEWHERE = {
     "strategy": "plan",
 }
 
-# Methods and attributes that other trainers' objects have, and what to write here.
+# Methods and attributes of other trainers, and their equivalents here.
 _METHODS = {
     "accumulate": "nothing: global_batch is the batch of one update, however it is accumulated",
     "autocast": "shoal.Session(precision=...): the loop over a step's batches is in its context",
@@ -59,12 +59,12 @@ _METHODS = {
     "unwrap_model": "nothing: prepare gives back the model itself",
     "wait_for_everyone": "nothing: ranks meet at each step",
 }
-# Packages whose objects wrap what is theirs to prepare.
+# Packages that wrap the objects they prepare.
 _TRAINERS = ("accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "ignite", "composer")
 
 
 def missing_attribute(name: str) -> AttributeError:
-    """The error for what a Session does not have: with what to write, where another trainer has it."""
+    """Return the error for an unknown attribute of a Session, with the equivalent of another trainer's name."""
     hint = f"; write {_METHODS[name]}" if name in _METHODS else ""
     return AttributeError(f"a Session has no {name}{hint}", name=name)
 
@@ -92,11 +92,13 @@ class TrainingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Numerical settings of a Session; the fields are a Job's, see there. `grains` None: as fits model and dataset.
+    """Numerical settings of a Session.
 
-    `fuse`: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
-    `checkpoints`: a directory for them, or None, of which the newest `keep_checkpoints` are kept; `checkpoint_every`:
-    steps between them, None for a time that costs little; `resume`: go on from the newest good one there.
+    Fields that a Job has, too, are described there. `grains`: None chooses a number that fits model and dataset.
+    `fuse`: whether neighboring grains may share a forward; write False for losses that compare the samples of a batch.
+    `checkpoints`: their directory, or None for no checkpoints. The newest `keep_checkpoints` are kept.
+    `checkpoint_every`: steps between checkpoints; None chooses an interval of low cost. `resume`: resume from the
+    newest good checkpoint.
     """
 
     global_batch: int
@@ -118,7 +120,7 @@ class Training:
 
     @classmethod
     def given(cls, arguments: Mapping[str, Any]) -> Training:
-        """From a Session's keyword arguments. Raises: JobError for one that there is not, or that is missing."""
+        """Construct the settings from a Session's keyword arguments. Raises: JobError for unknown or missing ones."""
         known = [field.name for field in fields(cls)]
         unknown = [name for name in arguments if name not in known]
         if unknown:
@@ -141,7 +143,7 @@ class Training:
         return cls(**arguments)
 
     def job(self) -> Job:
-        """The numbers as a Job, which checks them. Raises: JobError."""
+        """Return the settings as a Job, which checks them. Raises: JobError."""
         if self.resume and self.checkpoints is None:
             raise JobError(
                 given="resume=True without checkpoints",
@@ -172,7 +174,7 @@ class Training:
         return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
 
     def _refuse_counts(self) -> None:
-        """Raises: JobError for a number of checkpoints, or of steps between them, that is none or has no effect."""
+        """Raise JobError for an invalid or ineffective `checkpoint_every` or `keep_checkpoints`."""
         for name, none, write in (("checkpoint_every", None, "500"), ("keep_checkpoints", "all", '3 or "all"')):
             value = getattr(self, name)
             if self.checkpoints is None and value != getattr(type(self), name):
@@ -190,7 +192,7 @@ class Training:
 
 
 class Prepared:
-    """Arguments of `prepare` so far, in that order."""
+    """Objects that were passed to `prepare`, in order."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
@@ -198,7 +200,7 @@ class Prepared:
         self.schedulers: list[LRScheduler] = []
 
     def take(self, objects: Sequence[Any]) -> tuple[list[Any], list[nn.Module]]:
-        """The same objects, Keras models adapted, and the new models. Raises: JobError for what else there is."""
+        """Add objects; return them, with Keras models adapted, and the new models. Raises: JobError for others."""
         if not objects:
             raise _refused(
                 "nothing", "prepare() without arguments prepares nothing", "give the model and the optimizer"
@@ -224,13 +226,13 @@ class Prepared:
         return taken, models
 
     def root(self) -> nn.Module:
-        """The model, or several as one, whose names then begin with model0, model1 and so on."""
+        """Return the model, or one module of several models under the names model0, model1 and so on."""
         if len(self.models) == 1:
             return self.models[0]
         return nn.ModuleDict({f"model{number}": model for number, model in enumerate(self.models)})
 
     def check(self) -> None:
-        """Raises: JobError where something is missing, or has nothing to do with the rest."""
+        """Raise JobError if something is missing or unrelated to the rest."""
         if not self.models or not self.optimizers:
             missing = "the model" if not self.models else "the optimizer"
             raise JobError(
@@ -248,7 +250,7 @@ class Prepared:
                 )
 
     def unprepared(self) -> list[str]:
-        """Names of optimizers that a scheduler of torch is built on which was not prepared."""
+        """Return the names of optimizers with a torch scheduler that was not prepared."""
         known = {id(scheduler.optimizer) for scheduler in self.schedulers}
         return [
             type(optimizer).__name__
@@ -257,7 +259,7 @@ class Prepared:
         ]
 
     def check_parameters(self) -> None:
-        """Raises: JobError where an optimizer has parameters of no prepared model, or of another optimizer."""
+        """Raise JobError if an optimizer has parameters of no prepared model, or of another optimizer."""
         known = {id(p) for model in self.models for p in model.parameters()}
         homes: dict[int, Optimizer] = {}
         for optimizer in self.optimizers:
@@ -283,13 +285,13 @@ class Prepared:
                 )
 
     def without_optimizer(self) -> list[str]:
-        """Sentences on parameters that no optimizer has, of models that some optimizer has others of."""
+        """Return sentences on parameters without an optimizer, in models that are otherwise trained."""
         known = {id(p) for optimizer in self.optimizers for group in groups(optimizer) for p in group["params"]}
         trained = [model for model in self.models if any(id(p) in known for p in model.parameters())]
         return [text for model in trained for text in without_optimizer(self.optimizers, model.named_parameters())]
 
     def index(self, optimizer: Any) -> int:
-        """Which of the optimizers it is. Raises: JobError."""
+        """Return the index of a prepared optimizer. Raises: JobError."""
         found = next((number for number, own in enumerate(self.optimizers) if own is optimizer), None)
         if found is None:
             raise JobError(
@@ -301,7 +303,7 @@ class Prepared:
 
 
 def refuse(thing: Any) -> None:
-    """Raises: JobError for what `prepare` does not take, with what to write instead."""
+    """Raise JobError for an object that `prepare` does not take, with advice."""
     name, package = type(thing).__name__, type(thing).__module__.partition(".")[0]
     bases = {base.__name__ for base in type(thing).__mro__}
     if package in _TRAINERS:

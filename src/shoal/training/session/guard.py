@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserCodeError
 
-# Calls that a loop leaves to its Session: what was given, what it conflicts with, what to write.
+# Calls that a loop must leave to its Session: what was given, what it conflicts with, what to write.
 _GUARDED = {
     "step": (
         "optimizer.step() in the loop of a Session",
@@ -30,7 +30,7 @@ _GUARDED = {
 
 
 class Guard:
-    """Guard of optimizers' `step` and `zero_grad` as long as their loop lasts."""
+    """Guard that refuses calls of optimizers' `step` and `zero_grad` during their loop."""
 
     def __init__(self, optimizers: Sequence[Optimizer], in_pass: Callable[[], bool]) -> None:
         self._in_pass = in_pass
@@ -40,7 +40,7 @@ class Guard:
     def _refused(self, optimizer: Optimizer, name: str) -> Any:
         method = getattr(optimizer, name)
 
-        @functools.wraps(method)  # schedulers look for a mark of theirs
+        @functools.wraps(method)  # schedulers look for their mark on the method
         def guarded(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if not self._lifted and (name == "step" or self._in_pass()):
                 given, conflict, remedy = _GUARDED[name]
@@ -50,15 +50,15 @@ class Guard:
         return types.MethodType(guarded, optimizer)  # a scheduler unbinds it
 
     def put(self) -> None:
-        """Sets the guards, as attributes of the objects."""
+        """Set the guards, as attributes of the optimizers."""
         for optimizer, name, own, guard in self._guards:
             _replace(vars(optimizer), name, own, guard)
         self._lifted = False
 
     def lift(self) -> None:
-        """Takes them away: what was there before is there again, as a scheduler's own wrapper.
+        """Remove the guards and restore the previous attributes, such as a scheduler's own wrapper.
 
-        A wrapper that came later, of a scheduler that was made in the loop, stays and calls the guard, which lets pass.
+        A scheduler that was made in the loop has wrapped the guard. Its wrapper stays, and the guard passes all calls.
         """
         self._lifted = True
         for optimizer, name, own, guard in self._guards:
@@ -66,7 +66,7 @@ class Guard:
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """A context without them, for the session's own update."""
+        """Return a context without the guards, for the session's own update."""
         self.lift()
         try:
             yield
@@ -82,7 +82,7 @@ def _replace(attributes: dict[str, Any], name: str, old: Any, new: Any) -> None:
 
 
 class LoopWatch:
-    """Guard of gradients and learning rates against changes while a pass is under way."""
+    """Watch for changes of gradients and learning rates during a pass."""
 
     def __init__(self) -> None:
         self._gradients: list[tuple[Tensor, Tensor, int]] = []
@@ -90,7 +90,7 @@ class LoopWatch:
         self._rates: list[Any] = []
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """A pass of these starts. Raises: UserCodeError where the gradients of the last one were changed after it."""
+        """Start a pass over these optimizers. Raises: UserCodeError if gradients were changed after the last update."""
         for parameter, gradient, version in self._gradients:
             if parameter.grad is gradient and gradient._version != version and bool(gradient.any()):
                 raise UserCodeError(
@@ -102,20 +102,20 @@ class LoopWatch:
         self._rates = _rates(optimizers)
 
     def note(self, parameters: Sequence[Tensor], *, taken: bool = False) -> None:
-        """The gradients are as the session has left them. `taken`: it has put them aside, and zeros stand for them."""
+        """Record the gradients as the session has left them. `taken`: it has moved them; zeros take their place."""
         for parameter in parameters if taken else ():
             if parameter.grad is None:
                 parameter.grad = self._blanks.setdefault(id(parameter), torch.zeros_like(parameter))
         self._gradients = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
 
     def drop(self) -> None:
-        """Takes the zeros away again."""
+        """Remove the zeros that stand for stored gradients."""
         for parameter, gradient, _ in self._gradients:
             if parameter.grad is gradient is self._blanks.get(id(parameter)):
                 parameter.grad = None
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises: UserCodeError where gradients or rates have been changed since."""
+        """Raise UserCodeError if gradients or learning rates were changed since."""
         if any(p.grad is not gradient or gradient._version != version for p, gradient, version in self._gradients):
             raise UserCodeError(
                 given="gradients that were changed after step.backward(), within the batches of a step",

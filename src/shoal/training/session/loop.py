@@ -1,4 +1,4 @@
-"""Step loop of a Session: one `Session.steps`, which ends on all ranks together."""
+"""Step loop of a Session: one call of `Session.steps`, which ends on all ranks together."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from shoal.training.session.saving import Saving
 
 
 class SessionStep:
-    """Step of a user's loop: iterate over this rank's batches and call `backward` once for each; then comes the update.
+    """Step of a user's loop: iterate over this rank's batches and call `backward` once per batch; the update follows.
 
-    With several optimizers, or several updates a step, iterate `batches(optimizer)` once for each update instead.
-    After an iteration `loss` is the mean over the global batch, `grad_norm` the norm before clipping, `learning_rate`
-    that of the first group; `number` counts from 1.
+    For several optimizers or several updates per step, iterate `batches(optimizer)` once for each update instead. After
+    an iteration `loss` is the mean over the global batch, `grad_norm` the norm before clipping, and `learning_rate` the
+    first group's. `number` counts from 1.
     """
 
     def __init__(self, loop: Loop, data: StepData) -> None:
@@ -47,14 +47,14 @@ class SessionStep:
         self.learning_rate = math.nan
 
     def backward(self, total: Tensor, weight: Tensor | float | None = None) -> None:
-        """Takes the loss of the batch at hand: a sum over its samples or tokens, and how many they were.
+        """Add the loss of the current batch: `total`, its sum over samples or tokens, and `weight`, their number.
 
-        Raises: LossError for a total without its weight.
+        Raises: LossError for a total without a weight.
         """
         self._loop.passes.backward(self.number, total, weight)
 
     def batches(self, *optimizers: Any) -> Iterator[Any]:
-        """A pass over this rank's batches of the step, after which these optimizers update; all where none is given.
+        """Return a pass over this rank's batches of the step, after which these optimizers (default: all) update.
 
         Raises: JobError for an optimizer that was not prepared.
         """
@@ -68,7 +68,11 @@ class Loop:
     """Step loop behind `Session.steps`: passes, checkpoints, and meetings of the ranks."""
 
     def __init__(self, base: Base, prepared: Prepared, loader: Loader, order: Order) -> None:
-        """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""
+        """Prepare the passes, and load the newest checkpoint if the session resumes.
+
+        Raises: JobError, PlanError; errors of the checkpoints.
+        Collective: all ranks.
+        """
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
         self._mesh = base.mesh
         self.passes = BatchPasses(base, prepared)
@@ -81,8 +85,8 @@ class Loop:
             self.close()
             raise
         self.asked = Asked()
-        self._turns: list[Chosen] = []  # the passes of the step at hand
-        self._known: set[tuple[Chosen, ...]] = set()  # with which steps have ended
+        self._turns: list[Chosen] = []  # the passes of the current step
+        self._known: set[tuple[Chosen, ...]] = set()  # sequences of passes with which steps have ended
         self._alone = False
         self._over = False
         self._pass: weakref.ReferenceType[Generator[Any]] | None = None
@@ -92,7 +96,7 @@ class Loop:
         self._skipped: str | None = None
 
     def _begun(self) -> RunState:
-        """The state to go on from, which the model, the optimizers and the loader then have. Collective: all ranks."""
+        """Return the first state, restored into model, optimizers and loader. Collective: all ranks."""
         training, plan, replay = self._base.training, self._base.plan, self._base.replay
         scale = LossScale.of(plan.precision.loss_scale, self._base.precision.compute)
         state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
@@ -103,7 +107,7 @@ class Loop:
         return state
 
     def run(self) -> Generator[SessionStep]:
-        """The steps. All ranks leave together: where one does not come to the next step, the others raise."""
+        """Yield the steps. All ranks leave together: if a rank does not come to the next step, the others raise."""
         self._guard = Guard(self._prepared.optimizers, lambda: self._open)
         try:
             with self.asked.noted(self._saving.keeps):
@@ -121,7 +125,7 @@ class Loop:
             self.close()
 
     def close(self) -> None:
-        """Gives back what the loop has taken, also of one that never began; once."""
+        """Release the loop's resources once, even if the loop never began."""
         self._over = True
         if self.closed:
             return
@@ -133,7 +137,7 @@ class Loop:
         self.passes.close()
 
     def _next(self) -> StepData | None:
-        """The next step on this rank; None at the end."""
+        """Return the next step's data on this rank, or None at the end."""
         replay = self._base.replay
         num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
         if self.state.step >= num_steps:
@@ -147,7 +151,7 @@ class Loop:
             data = self._loader.step(self.state.step)
         except Exception as caught:
             error = as_shoal_error(caught)
-        if not self._known and not self._turns:  # before this loop's first update
+        if not self._known and not self._turns:  # only before this loop's first update
             compare_streams(self._mesh, self._loader)
         meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
         if any(word.error for word in meeting.words):
@@ -160,7 +164,7 @@ class Loop:
         return data or StepData(self.state.step, 0, 0, iter(()))
 
     def turn(self, step: SessionStep, optimizers: tuple[Any, ...], alone: bool) -> Iterator[Any]:
-        """A pass of the step at hand."""
+        """Return a pass over the current step's batches."""
         every = tuple(range(len(self._prepared.optimizers)))
         if alone and len(every) > 1:
             raise JobError(
@@ -184,7 +188,7 @@ class Loop:
         return found
 
     def _batches(self, step: SessionStep, chosen: Chosen) -> Generator[Any]:
-        """This rank's batches, then the update."""
+        """Yield this rank's batches, then update."""
         self._agree(step, chosen)
         self.passes.begin(self.state.step, chosen, len(self._turns), self.state.loss_scale)
         self._open = True
@@ -192,7 +196,7 @@ class Loop:
             yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
             self.passes.rate(self._progress())
         except GeneratorExit:
-            with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
+            with contextlib.suppress(Exception):  # the user's own error is the one to report
                 error = UserCodeError(
                     given=f"rank {self._mesh.rank} left the loop within step {step.number} "
                     "(a break, a return or an exception of its own)",
@@ -202,14 +206,14 @@ class Loop:
                 self._sum(error)
             return
         except BaseException:
-            self._over = True  # Ctrl-C in the midst of what the ranks do together
+            self._over = True  # Ctrl-C within a collective
             raise
         sums = self._sum(self.passes.error)
         self._open = False
         self._update(step, chosen, sums)
 
     def _agree(self, step: SessionStep, chosen: Chosen) -> None:
-        """Before a pass: whether all go on, with the same optimizers and rates; and whether a checkpoint is due."""
+        """Check that all ranks continue with the same optimizers and rates, and save a checkpoint that is due."""
         values = group_values(self._prepared.optimizers) if self._mesh.world_size > 1 else []
         due = not self._turns and self._saving.due(self.state.step)
         bits = float(sum(1 << number for number in chosen))
@@ -228,7 +232,7 @@ class Loop:
             self._saving.regular(self.state)
 
     def _microbatches(self) -> Iterator[Microbatch]:
-        """Those of the step at hand; kept where another pass may read them again."""
+        """Yield the current step's microbatches, and keep them if another pass may read them again."""
         if self._held is not None:
             yield from self._held
             return
@@ -239,7 +243,7 @@ class Loop:
             yield microbatch
 
     def _sum(self, error: ShoalError | None) -> StepSums:
-        """The sums of a pass. Raises: on every rank, where any has an error. Collective: all ranks."""
+        """Return the sums of a pass. Raises: on every rank, if any rank has an error. Collective: all ranks."""
         try:
             sums = self.passes.finish(error)
         except Exception as caught:
@@ -279,7 +283,7 @@ class Loop:
         return Progress(self.state.step, self._order.num_steps, self.state.samples)
 
     def _conclude(self, step: SessionStep) -> None:
-        """Counts a step that its loop's body has gone through. Raises: UserCodeError for one without its batches."""
+        """Count a step after its loop body. Raises: UserCodeError if the body did not iterate its batches."""
         self._close_pass()
         if self._over or not self._turns:
             self._leave()
@@ -303,11 +307,11 @@ class Loop:
         self._turns, self._skipped = [], None
 
     def _leave(self) -> None:
-        """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
+        """End this rank's loop, tell the other ranks, and save the last finished step. Collective: all ranks."""
         self._close_pass()
         if self._over:
             return
-        # Whether the step that is left in its body had all its updates: those of a step before it.
+        # Whether the interrupted step had all its updates, judged by the updates of earlier steps.
         live = bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
         if live:
             self._count()
@@ -316,12 +320,12 @@ class Loop:
             self._over = True
             self.asked.elsewhere = any(word.asked for word in meeting.words)
             self._save(live=live, clean=meeting.clean)
-        except ShoalError as error:  # nobody would see it raised: the generator is being closed
+        except ShoalError as error:  # an error raised while the generator closes would be lost
             self._over = True
             warnings.warn(f"the loop was left after {self.state.step} steps: {error}", RuntimeWarning, stacklevel=2)
 
     def _end(self) -> None:
-        """After the last step. Collective: all ranks. Raises: PeerError where another has left within it."""
+        """Finish after the last step. Raises: PeerError if another rank has left within it. Collective: all ranks."""
         self._saving.mark()
         meeting = self._meet(self._word(leaves=True))
         self._over = True
@@ -332,12 +336,12 @@ class Loop:
             raise self.asked.end()
 
     def _word(self, leaves: bool = False, **said: Any) -> Word:
-        # Between two updates of a step there is nothing to save: a request waits for the last of them.
+        # Nothing can be saved between two updates of a step: a request waits for the last update.
         asked = bool(self.asked.received) and (leaves or not self._turns)
         return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
 
     def _meet(self, word: Word) -> Meeting:
-        """What all say. Raises: PeerError where another has left, what ends a rank that was asked to stop."""
+        """Gather all ranks' words. Raises: PeerError if another rank has left; the exception of a requested stop."""
         try:
             meeting = meet(self._mesh, word)
         except Exception as error:
@@ -351,7 +355,7 @@ class Loop:
         raise self.asked.end()
 
     def _save(self, *, live: bool = False, clean: bool = True) -> None:
-        """The last checkpoint, where `clean`: all ranks say that the state is the same one. Collective: all ranks."""
+        """Save the last checkpoint if `clean`: all ranks report the same state. Collective: all ranks."""
         if self._turns or not clean:
             numbers = sorted({number for chosen in self._turns for number in chosen})
             names = [type(self._prepared.optimizers[number]).__name__ for number in numbers]
@@ -365,7 +369,7 @@ class Loop:
             self._saving.alone(self.state)
 
     def _raise_together(self, error: ShoalError | None) -> None:
-        """Raises an error that some ranks have, on all of them, after the last checkpoint. Collective: all ranks."""
+        """Raise an error of some ranks on all ranks, after the last checkpoint. Collective: all ranks."""
         self._over = True
         try:
             raise_together(self._mesh, error)
@@ -373,20 +377,20 @@ class Loop:
             self._save()
 
     def _fail(self, error: ShoalError) -> NoReturn:
-        """Raises an error that all ranks have alike, after the last checkpoint. Collective: all ranks."""
+        """Raise an error that all ranks have, after the last checkpoint. Collective: all ranks."""
         self._over = True
         self._restore()
         self._save()
         raise error
 
     def _restore(self) -> None:
-        """What a pass that did not come to its update has changed is put back."""
+        """Undo the changes of a pass that did not reach its update."""
         if self._open:
             self.passes.buffers.restore()
         self._open = False
 
     def _lost(self, error: Exception) -> Exception:
-        """The error where a collective failed: another rank is gone without a word."""
+        """Return the error for a failed collective, which may mean that another rank is gone."""
         self._over = True
         if isinstance(error, ShoalError) or not is_lost_peer(error):
             return error

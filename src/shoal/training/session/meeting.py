@@ -1,4 +1,4 @@
-"""Agreement of a Session's ranks before each pass, and where one leaves the loop or is asked to by a signal."""
+"""Agreement of a Session's ranks before each pass, and when a rank leaves the loop or a signal requests a stop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.
 
 
 class Asked:
-    """Signals that arrived; the second of a kind has its default effect."""
+    """Signals that have arrived. The second signal of a kind has its default effect."""
 
     def __init__(self) -> None:
         self._signals = Signals(impatient=False)
         self.received = self._signals.received
-        self.elsewhere = False  # whether any rank was asked to stop before all left the loop
+        self.elsewhere = False  # whether any rank was requested to stop before all left the loop
         self._ended = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -41,14 +41,14 @@ class Asked:
             signal.raise_signal(number)
             return
         name = signal.Signals(number).name
-        # By the descriptor: a signal may come in the midst of a print.
+        # Write to the descriptor: a signal may interrupt a print.
         said = f"shoal: {name}: stops before the next step, with a checkpoint; again to stop at once\n"
         with contextlib.suppress(OSError):
             os.write(2, said.encode())
 
     @contextlib.contextmanager
     def noted(self, wanted: bool) -> Iterator[None]:
-        """A context in which they are noted, where `wanted` and nobody else handles them."""
+        """Return a context that records signals, if `wanted` and nobody else handles them."""
         mine = [n for n, handler in _DEFAULTS.items() if signal.getsignal(n) is handler]
         if not wanted or threading.current_thread() is not threading.main_thread():
             mine = []
@@ -65,17 +65,17 @@ class Asked:
                 signal.raise_signal(left[0])
 
     def insist(self, error: BaseException | None = None) -> None:
-        """Raises: what ends a rank, once, where a loop was left by other means than the request to stop.
+        """Raise the exception that ends this rank, once, if a stop was requested but the loop ended otherwise.
 
-        A generator that is closed by a break can raise nothing itself. An `error` under way ends the rank too: an exit
-        without a word would hide it.
+        A generator that a break closes cannot raise by itself. With an `error` under way, only Ctrl-C raises: a silent
+        exit would hide the error.
         """
         interrupted = signal.SIGINT in self.received
         if not self._ended and (interrupted or (self.elsewhere and error is None)):
             raise self.end()
 
     def end(self) -> BaseException:
-        """Exception that ends this rank's loop, whichever rank got the signal."""
+        """Return the exception that ends this rank's loop, whichever rank got the signal."""
         self._ended = True
         if signal.SIGINT in self.received:
             return KeyboardInterrupt()
@@ -85,11 +85,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Word:
-    """One rank's contribution to a meeting, as numbers; of a flag 0 is no.
+    """One rank's contribution to a meeting, as numbers; flags are 0 or 1.
 
-    `leaves`: its loop has ended, whatever the reason; `asked`: a signal asked it to stop; `error`: its data could not
-    be read. `step` counts finished steps, and `clean` says that the state is the one after them. `passes`: the
-    optimizers of the pass that begins, a bit each; `groups`: a number of their values.
+    `leaves`: the rank's loop has ended. `asked`: a signal requested a stop. `error`: the rank's data could not be read.
+    `step`: number of finished steps. `clean`: the state is exactly the state after these steps.
+    `passes`: the optimizers of the pass that begins, one bit each. `groups`: a hash of their groups' values.
     """
 
     leaves: float = False
@@ -111,20 +111,20 @@ class Meeting:
 
     @property
     def ends(self) -> bool:
-        """Whether any rank leaves, or was asked to."""
+        """Whether any rank leaves, or was requested to stop."""
         return any(word.leaves or word.asked for word in self.words)
 
     @property
     def clean(self) -> bool:
-        """Whether all have the same state, that after a finished step."""
+        """Whether all ranks have the same state, after a finished step."""
         return all(word.clean and word.step == self.words[0].step for word in self.words)
 
     def differ(self, name: str) -> bool:
-        """Whether not all have said the same under that name."""
+        """Return True if ranks have different values of the field `name`."""
         return len({getattr(word, name) for word in self.words}) > 1
 
     def left(self, step: int) -> PeerError:
-        """The error of those that have not left."""
+        """Return the error for the ranks that have not left."""
         gone = [rank for rank, word in enumerate(self.words) if word.leaves]
         return PeerError(
             given=f"rank {', '.join(map(str, gone))} left the loop after {step} steps (break, return or exception)",
@@ -134,7 +134,7 @@ class Meeting:
         )
 
     def behind(self, step: int) -> PeerError:
-        """The error of those that have finished the last step, where another has not."""
+        """Return the error for ranks that have finished the last step if another rank has not."""
         others = [rank for rank, word in enumerate(self.words) if not word.clean or word.step != step]
         return PeerError(
             given=f"rank {', '.join(map(str, others))} between two updates of a step that is finished elsewhere",
@@ -144,7 +144,7 @@ class Meeting:
 
 
 def meet(mesh: Mesh, word: Word) -> Meeting:
-    """Collective: all ranks, one all-gather of 9 numbers a rank."""
+    """Gather the words of all ranks. Collective: all ranks, one all-gather of 9 numbers per rank."""
     if mesh.world_size == 1:
         return Meeting((word,))
     table = mesh.all_gather([float(number) for number in vars(word).values()])
@@ -152,7 +152,7 @@ def meet(mesh: Mesh, word: Word) -> Meeting:
 
 
 def groups_differ(mesh: Mesh, values: list[dict[str, str]], step: int) -> JobError:
-    """The error where ranks would step with other rates than each other. Collective: all ranks, a JSON gather."""
+    """Return the error for parameter groups that differ between ranks. Collective: all ranks, a JSON gather."""
     told = mesh.gather_json(values)
     found = "their number"
     for rank, other in enumerate(told):

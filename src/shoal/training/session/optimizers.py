@@ -1,4 +1,4 @@
-"""Optimizers of a Session: several as one, their groups and their learning rates."""
+"""Optimizers of a Session: several as one, with their groups and learning rates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shoal.plans.grains import random_key
 from shoal.training.fused_step import fused
 from shoal.training.optimizer_step import Stepper, may_draw
 
-# A tensor of a group with more elements is told by its shape alone.
+# A group's tensor with more elements is compared by dtype and shape alone.
 _FEW = 16
 
 
 class _States(MutableMapping[Tensor, Any]):
-    """The state of several optimizers, each parameter's in its own one."""
+    """The state of several optimizers. Each parameter's state is in its own optimizer."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -55,38 +55,38 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 class Several:
-    """Several optimizers as one; no parameter is in two of them."""
+    """Several optimizers with the interface of one. No parameter is in two of them."""
 
     def __init__(self, optimizers: Sequence[Optimizer], exact: bool) -> None:
         self._optimizers, self._exact = tuple(optimizers), exact
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """All their groups, one optimizer's after the other's."""
+        """The groups of all optimizers, one optimizer after the other."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> _States:
-        """All their state."""
+        """The state of all optimizers."""
         return _States(self._optimizers)
 
     def step(self) -> None:
-        """Steps each optimizer."""
+        """Step each optimizer."""
         for optimizer in self._optimizers:
             with contextlib.nullcontext() if self._exact else fused(optimizer):
                 step_optimizer(optimizer)
 
 
 def as_one(optimizers: Sequence[Optimizer], exact: bool) -> Optimizer:
-    """The optimizer, or several with the attributes of one."""
+    """Return the single optimizer, or an object for several with the attributes of one."""
     return optimizers[0] if len(optimizers) == 1 else cast(Optimizer, Several(optimizers, exact))
 
 
 class OwnStepper(Stepper):
-    """Stepper with the groups' rates at the time of the update, times the schedule's multiplier.
+    """Stepper that multiplies the groups' current learning rates by the schedule's multiplier during the update.
 
-    After it the groups have their own rates again: a scheduler that multiplies what it finds must not find the
-    schedule's. `turn` is the number of the pass within its step.
+    The groups have their own rates again after the update, since a scheduler may multiply the rates that it reads.
+    `turn`: the number of the pass within its step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], job: Job, *, exact: bool) -> None:
@@ -96,20 +96,20 @@ class OwnStepper(Stepper):
         self.turn = 0
 
     def foresee(self, progress: Progress) -> None:
-        """Notes the multiplier of the update to come. Raises: UserCodeError."""
+        """Store the multiplier of the coming update. Raises: UserCodeError."""
         self._now = self.multiplier(progress)
 
     def set_rates(self, progress: Progress) -> float:
-        """The rate of the first group, times the multiplier that was foreseen."""
+        """Return the first group's rate, times the stored multiplier."""
         return float(self._optimizer.param_groups[0].get("lr", 1.0)) * self._now
 
     def seed(self, step: int) -> None:
-        """Seeds the generators as in a Job, otherwise in each pass."""
+        """Seed the generators as in a Job, with a different seed in each pass of a step."""
         if any(map(may_draw, self._optimizers)):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
     def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
-        """Accept rates and requires_grad as they are: the loop may change both."""
+        """Accept changed rates and requires_grad: the loop may change both."""
 
     def step(self, number: int, *, refuse_noise: bool = False) -> None:
         with multiplied(self._optimizer, self._now):
@@ -117,13 +117,13 @@ class OwnStepper(Stepper):
 
 
 def turned(seed: int, turn: int) -> int:
-    """The seed of a step's pass: that of the training in the first, others in those that read its batches again."""
+    """Return the seed of a step's pass: the training's own seed for the first, another seed for each later one."""
     return seed if turn == 0 else random_key(seed, "pass", turn)
 
 
 @contextlib.contextmanager
 def multiplied(optimizer: Optimizer, multiplier: float) -> Iterator[None]:
-    """A context in which every group's learning rate is times so much."""
+    """Return a context in which every group's learning rate is multiplied by `multiplier`."""
     if multiplier == 1.0:
         yield
         return
@@ -146,14 +146,14 @@ def _set(group: dict[str, Any], rate: Any) -> None:
 
 
 class Groups:
-    """Copy of the optimizers' groups, to be put back."""
+    """Copy of the optimizers' groups that can be restored."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [part for optimizer in optimizers for part in parts(optimizer).values()]
         self._held = [[(group, _copied(group)) for group in part.param_groups] for part in self._optimizers]
 
     def put_back(self) -> None:
-        """Makes them what they were; of groups added since there is nothing."""
+        """Restore the groups, and remove groups that were added since."""
         for optimizer, held in zip(self._optimizers, self._held, strict=True):
             optimizer.param_groups[:] = [group for group, _ in held]
             for group, values in held:
@@ -162,7 +162,7 @@ class Groups:
                 group.update(kept)
 
     def put_changes(self, since: Groups) -> None:
-        """Makes of the groups what was changed from `since` to this, and leaves the rest as it is."""
+        """Apply the changes between the copies `since` and this one to the groups, and leave other values alone."""
         for optimizer, held, earlier in zip(self._optimizers, self._held, since._held, strict=True):
             before = {id(group): values for group, values in earlier}
             optimizer.param_groups[:] = [group for group, _ in held]
@@ -185,7 +185,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def group_values(optimizers: Sequence[Optimizer]) -> list[dict[str, str]]:
-    """Values of the groups besides their parameters, as text that is the same on all ranks."""
+    """Return the groups' values except their parameters, as text that can be compared between ranks."""
     found = []
     for optimizer in optimizers:
         for group in groups_of(optimizer):
@@ -204,5 +204,5 @@ def _told(value: Any) -> str:
 
 
 def number_of(values: list[dict[str, str]]) -> float:
-    """A number of 48 bits that is, as good as certainly, another for other values."""
+    """Return a 48-bit hash of the values."""
     return float(int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:6], "little"))

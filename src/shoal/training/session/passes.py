@@ -1,4 +1,4 @@
-"""Passes of a Session's step: one reading of its batches on this rank, and the update of some optimizers at the end."""
+"""Passes of a Session's step: one reading of its batches on this rank, then the update of some optimizers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from shoal.training.telemetry import StepClock
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import Replay
 
-# The numbers of the optimizers that a pass updates, in the order of `prepare`.
+# Indices of the optimizers that a pass updates, in the order of `prepare`.
 Chosen = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Base:
-    """Mesh, plan, precision and job of a Session, for its loop. `older`: it resumes a training of an older version."""
+    """Mesh, plan, precision and job of a Session, for its loop. `older`: an older version began the training."""
 
     mesh: Mesh
     plan: CompletePlan
@@ -51,13 +51,17 @@ class Base:
     training: Training
     job: Job
     replay: Replay | None
-    says_workers: bool = False  # the plan, how many processes read the data
+    says_workers: bool = False  # whether the plan sets the number of processes that read data
     older: bool = False
 
 
 @dataclass(frozen=True)
 class UpdateWay:
-    """Update of one pass. `trained`: its `parameters` by identity; `others` get no gradient from it."""
+    """Update of one pass.
+
+    `trained`: identities of its `parameters`. `others`: the model's other parameters, which get no gradient from the
+    pass.
+    """
 
     parameters: tuple[nn.Parameter, ...]
     trained: tuple[int, ...]
@@ -68,10 +72,10 @@ class UpdateWay:
 
 
 class UpdateWays:
-    """Updates of a Session, constructed on first use, and again where other parameters are trained."""
+    """Updates of a Session, constructed on first use, and again if the trained parameters change."""
 
     def __init__(self, base: Base, prepared: Prepared, sharded_model: ShardedModel, observer: Observer) -> None:
-        """Collective: all ranks, as the strategies. Raises: JobError, PlanError."""
+        """Construct the update of each single optimizer. Raises: JobError, PlanError. Collective: all ranks."""
         self._base, self._prepared, self._sharded_model, self._observer = base, prepared, sharded_model, observer
         self._made: dict[Chosen, UpdateWay] = {}
         self._first = self._all_trained()
@@ -92,9 +96,10 @@ class UpdateWays:
                 self.of((number,))
 
     def of(self, chosen: Chosen) -> UpdateWay:
-        """The way of a pass that updates these. Collective where it is new: all ranks, as the strategy.
+        """Return the update of the chosen optimizers, constructed if needed.
 
-        Raises: JobError where they have nothing to train, or other parameters than can be taken up in the midst.
+        Raises: JobError if nothing is trained, or if the trained parameters cannot change with this plan.
+        Collective: all ranks, as the strategy, if the update is new.
         """
         optimizers = [self._prepared.optimizers[number] for number in chosen]
         trained, known = _trained(optimizers), self._made.get(chosen)
@@ -141,11 +146,11 @@ class UpdateWays:
 
     @property
     def strategy(self) -> Strategy:
-        """Any one strategy: which rank updates a parameter is the same in all."""
+        """Some strategy. All of them agree on which rank updates a parameter."""
         return next(iter(self._made.values())).strategy
 
     def close(self) -> None:
-        """Takes the strategies' hooks off."""
+        """Remove the strategies' hooks."""
         for way in self._made.values():
             way.strategy.close()
 
@@ -156,10 +161,10 @@ def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
 
 
 class BatchPasses:
-    """Execution of passes in turn. `error`: why the last could not be computed here; `torn`: left within an update."""
+    """Execution of passes in turn. `error`: why the last pass failed here. `torn`: an update was interrupted."""
 
     def __init__(self, base: Base, prepared: Prepared) -> None:
-        """Collective: all ranks. Raises: JobError, PlanError."""
+        """Construct the passes' parts. Raises: JobError, PlanError. Collective: all ranks."""
         self._base, self._prepared = base, prepared
         self._root = prepared.root()
         divides, hooks = base.plan.layout.shard > 1, ParameterHooks(self._root)
@@ -183,7 +188,7 @@ class BatchPasses:
         )
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._states = ForwardWatch(prepared.models, base.training.allow_state)
-        self._count = 0  # of all passes: a verification compares each update by itself
+        self._count = 0  # number of passes in all steps: a verification compares each update
         self._watch = LoopWatch()
         self._after: Groups | None = None
         self._microbatch: Microbatch | None = None
@@ -191,19 +196,19 @@ class BatchPasses:
         self.torn = False
 
     def watch(self) -> None:
-        """Writes down the first state, where the loop is verified. Collective: as TraceRecorder.attach."""
+        """Write the first state if the loop is verified. Collective: as TraceRecorder.attach."""
         if isinstance(self._observer, TraceRecorder):
             self._observer.attach(self.sharded_model, self._every, self.ways.strategy)
             self._mark()
 
     def _mark(self) -> None:
-        """Keeps what an update has left, to tell what the loop itself changes before the next."""
+        """Copy groups and model after an update, to find the loop's own changes before the next update."""
         self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
     def begin(self, step: int, chosen: Chosen, turn: int, loss_scale: LossScale) -> None:
-        """A pass starts: of which step (from 0), for which optimizers, and its number in the step.
+        """Start a pass: of step `step` (from 0), for the `chosen` optimizers, with index `turn` within the step.
 
-        Raises: JobError where its optimizers have nothing to train; UserCodeError for gradients changed too late.
+        Raises: JobError if the optimizers have nothing to train; UserCodeError for gradients changed after an update.
         """
         base, self.error = self._base, None
         self._watch.begin(self._prepared.optimizers)
@@ -218,7 +223,7 @@ class BatchPasses:
         self._states.begin(step)
 
     def _computer(self, turn: int) -> LossComputer:
-        """What gives each microbatch its randomness, another one in each pass of a step; the loop computes its loss."""
+        """Return the computer that seeds each microbatch, differently in each pass; the loop computes the loss."""
         base, fuse = self._base, self._base.training.fuse
         job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
         policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
@@ -227,7 +232,7 @@ class BatchPasses:
         return LossComputer(job, self._root, base.precision, policy)
 
     def _replay(self) -> None:
-        """The state of the run that is replayed, with what the loop itself has changed of the groups since."""
+        """Restore the state of the replayed run, and reapply the loop's own changes of the groups."""
         replay = self._base.replay
         if replay is None or self._after is None:
             return
@@ -241,7 +246,7 @@ class BatchPasses:
         now.put_changes(self._after)
 
     def batches(self, microbatches: Iterator[Microbatch], count: int) -> Generator[object]:
-        """This rank's batches; what goes wrong with them is in `error` afterwards."""
+        """Yield this rank's batches; afterwards `error` has any error of them."""
         replay, precision = self._base.replay, self._base.precision
         try:
             if replay is not None:
@@ -275,7 +280,7 @@ class BatchPasses:
             self._microbatch = None
 
     def backward(self, number: int, total: Tensor, weight: Tensor | float | None) -> None:
-        """Adds the batch at hand. Raises: LossError; UserCodeError where there is none, or it was added before."""
+        """Add the current batch's loss. Raises: LossError; UserCodeError without a batch, or for a second call."""
         microbatch = self._microbatch
         if microbatch is None or self._taken:
             raise UserCodeError(
@@ -294,7 +299,7 @@ class BatchPasses:
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:
-        """Schedule's multiplier for the coming update; where it raises, `error` says so before the ranks sum."""
+        """Compute the schedule's multiplier for the coming update. A failure goes to `error` before the ranks sum."""
         if self.error is not None:
             return
         try:
@@ -303,17 +308,17 @@ class BatchPasses:
             self.error = as_shoal_error(error)
 
     def finish(self, error: ShoalError | None) -> StepSums:
-        """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
+        """Return the sums over all ranks, and set every parameter's gradient. Collective: all ranks."""
         return self._passes.finish(Flags(errors=int(error is not None)), [])
 
     def update(self, sums: StepSums, loss_scale: LossScale, progress: Progress) -> Update:
-        """Steps the optimizers of the pass. Raises: as Updater.step."""
-        for other in self._way.others:  # no gradient that a pass has left on another optimizer's outlives it
+        """Step the optimizers of the pass. Raises: as Updater.step."""
+        for other in self._way.others:  # drop gradients that the pass has left on other optimizers' parameters
             other.grad = None
         begun = self._way.updater.num_begun
         try:
             update = self._way.updater.step(sums.loss, sums.weight, loss_scale, progress)
-        finally:  # in the midst of it the parameters are the state after no step
+        finally:  # an interrupted update leaves parameters that match no step
             self.torn = self._way.updater.num_begun > begun
         said = self._passes.updated(sums, update.skipped)
         if said is not None and self._base.mesh.rank == 0:
@@ -326,7 +331,7 @@ class BatchPasses:
         return update
 
     def close(self) -> None:
-        """Takes hooks off the model."""
+        """Remove hooks from the model."""
         self.ways.close()
         self.sharded_model.hooks.give_back(self._root)
         if isinstance(self._observer, TraceRecorder):

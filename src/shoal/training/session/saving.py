@@ -1,4 +1,4 @@
-"""Checkpoints of a Session, also of a loop that is left early."""
+"""Checkpoints of a Session, also when a loop ends early."""
 
 from __future__ import annotations
 
@@ -27,17 +27,14 @@ from shoal.training.session.schedulers import Schedulers
 
 @dataclass(frozen=True)
 class Resumed:
-    """Training that a Session resumes: its number of grains (None: it begins), and whether an older version began it.
-
-    Such a version did not record the number, which was 8 where nobody said another.
-    """
+    """Training that a Session resumes. `grains`: None for a new training. `older`: an older version began it."""
 
     grains: int | None = None
     older: bool = False
 
 
 def resumed(training: Training) -> Resumed:
-    """The training that the newest readable checkpoint is of."""
+    """Return the training of the newest readable checkpoint."""
     if not training.resume or training.checkpoints is None:
         return Resumed()
     store = Store(Path(training.checkpoints))
@@ -49,22 +46,22 @@ def resumed(training: Training) -> Resumed:
 
 
 class Trainable:
-    """Parameters that a loop trains: those that require a gradient, as of the last `mark`."""
+    """Parameters that a loop trains: the parameters with `requires_grad` at the last `mark`."""
 
     def __init__(self, model: ShardedModel, *, warns: bool) -> None:
         self._model, self._warns = model, warns
         self.mark()
 
     def mark(self) -> None:
-        """Notes them."""
+        """Record which parameters require a gradient."""
         self._noted = [name for name, p in self._model.parameters() if p.requires_grad]
 
     def state(self) -> list[str]:
-        """Their names."""
+        """Return the names of the recorded parameters."""
         return self._noted
 
     def restore(self, saved: Sequence[str]) -> None:
-        """Sets `requires_grad` of all parameters, and warns of those that the script has otherwise."""
+        """Set `requires_grad` of all parameters, and warn if the script has set it differently."""
         wanted = set(saved)
         changed = [(name, p) for name, p in self._model.parameters() if p.requires_grad != (name in wanted)]
         for name, parameter in changed:
@@ -77,13 +74,13 @@ class Trainable:
 
 
 class Saving:
-    """Checkpoints of the state after a finished step, whatever its successor has changed of groups already."""
+    """Checkpoints of the state after a finished step, even if the next step has already changed groups."""
 
     def __init__(
         self, base: Base, prepared: Prepared, sharded_model: ShardedModel, loader: Loader, strategy: Strategy
     ) -> None:
-        """Raises: JobError for schedulers whose state no checkpoint can keep."""
-        folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
+        """Open the checkpoint directory. Raises: JobError for schedulers with a state that cannot be stored."""
+        folder = base.training.checkpoints if base.replay is None else None  # none in a verification
         kept = base.training.keep_checkpoints
         store = None if folder is None else Store(Path(folder), None if kept == "all" else kept)
         self._held = contextlib.ExitStack()
@@ -103,7 +100,7 @@ class Saving:
         self.mark()
 
     def _take(self, store: Store, resume: bool) -> None:
-        """Raises: InUseError; RunDirectoryError where another training's checkpoints would be taken for this one's."""
+        """Lock the directory. Raises: InUseError; RunDirectoryError if it has another training's checkpoints."""
         self._schedulers.state()
         if self._rank != 0:
             return
@@ -124,7 +121,7 @@ class Saving:
             )
 
     def load(self, scale: LossScale) -> RunState | None:
-        """The state of the newest good checkpoint. Collective: all ranks. Raises: as Keeper.load."""
+        """Load the newest good checkpoint and return its state. Collective: all ranks. Raises: as Keeper.load."""
         state, complaints = self._keeper.load(scale)
         for complaint in complaints if self._rank == 0 else ():
             warnings.warn(complaint, RuntimeWarning, stacklevel=2)
@@ -132,17 +129,17 @@ class Saving:
         return state
 
     def mark(self) -> None:
-        """Notes groups and schedulers, before a step's own changes of them."""
+        """Record groups and schedulers, before a step's own changes."""
         if self.keeps:
             self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
             self._trainable.mark()
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due, as in Keeper."""
+        """Return True if a checkpoint is due, as in Keeper."""
         return self._keeper.due(step)
 
     def regular(self, state: RunState) -> None:
-        """A checkpoint in the midst of the training. Collective: all ranks."""
+        """Save a checkpoint within the training. Collective: all ranks."""
         if not self.keeps:
             return
         groups, noted = Groups(self._prepared.optimizers), self._schedulers.state()
@@ -152,18 +149,21 @@ class Saving:
         self._schedulers.restore(noted)
 
     def last(self, state: RunState, *, live: bool) -> None:
-        """The last checkpoint; of groups and schedulers as they are, or as they were marked. Collective: all ranks."""
+        """Save the last checkpoint, with groups and schedulers as they are (`live`) or as marked.
+
+        Collective: all ranks.
+        """
         if not self.keeps or state.step == 0:
             return
         if live:
             self._trainable.mark()
         else:
             self._put_back()
-        with contextlib.suppress(StorageError):  # the writer has warned; what comes after the loop is the user's
+        with contextlib.suppress(StorageError):  # the writer has warned; let the code after the loop run
             self._keeper.save(state, wait=True)
 
     def alone(self, state: RunState) -> str:
-        """The last checkpoint after other ranks are gone, where rank 0 has it all; what came of it, in words."""
+        """Save the last checkpoint after other ranks are gone, if rank 0 has all of it; return the result in words."""
         if state.step == 0:
             return "no step was finished"
         if not self.keeps:
@@ -177,7 +177,7 @@ class Saving:
         )
 
     def torn(self, state: RunState, names: list[str], *, at_first: bool) -> None:
-        """Warns that a step was left between its updates. `at_first`: none before it tells which updates a step has."""
+        """Warn that a step ended between its updates. `at_first`: no earlier step shows how many updates a step has."""
         if not self.keeps or self._rank != 0:
             return
         if not names:
@@ -197,6 +197,6 @@ class Saving:
         self._schedulers.restore(self._noted)
 
     def close(self) -> None:
-        """Waits for what is being written, and leaves the directory to others."""
+        """Wait for pending writes, and unlock the directory."""
         self._keeper.close()
         self._held.close()

@@ -20,7 +20,7 @@ class Schedulers:
         self._schedulers = list(schedulers)
 
     def state(self) -> list[dict[str, Any]]:
-        """A JSON value. Raises: UserCodeError for a state that is none."""
+        """Return the schedulers' state as a JSON value. Raises: UserCodeError for a state that has none."""
 
         def leaf(path: str, tensor: Tensor) -> dict[str, Any]:
             return {TENSOR: tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -29,7 +29,7 @@ class Schedulers:
         return [{"kind": kind, "state": encode(s.state_dict(), kind, "scheduler", leaf)} for kind, s in named]
 
     def restore(self, saved: Sequence[dict[str, Any]]) -> None:
-        """From `state`. Raises: JobMismatchError for those of other schedulers."""
+        """Restore the value of `state`. Raises: JobMismatchError for the state of other schedulers."""
         mine, theirs = [type(s).__name__ for s in self._schedulers], [document["kind"] for document in saved]
         if mine != theirs:
             raise JobMismatchError(

@@ -49,9 +49,10 @@ C = TypeVar("C")
 
 
 def open_loader(base: Base, data: Opened, length: Any, epochs: Any) -> tuple[Loader, Order]:
-    """The loader of a session's data, and the order of its steps. Collective: all ranks.
+    """Open the loader of a session's data, and the order of its steps.
 
-    Raises: on every rank, DataError for data that disagree with the session, JobError for what is no length.
+    Raises: on every rank, DataError for data that disagree with the session, JobError for an invalid length.
+    Collective: all ranks.
     """
     training, mesh = base.training, base.mesh
     if mesh.rank == 0:
@@ -64,7 +65,7 @@ def open_loader(base: Base, data: Opened, length: Any, epochs: Any) -> tuple[Loa
 
 
 def _length(length: Any, epochs: Any, data: Opened) -> Length:
-    """Raises: JobError for what is no length, for two of them, and for epochs of a stream."""
+    """Return the training's length. Raises: JobError for an invalid length, two lengths, or epochs of a stream."""
     given = ", ".join(([] if length is None else [repr(length)]) + ([] if epochs is None else [f"epochs={epochs!r}"]))
     if length is not None and epochs is not None:
         raise _no_length(given, "a training has one length")
@@ -87,10 +88,16 @@ def _no_length(given: str, conflict: str) -> JobError:
 
 
 class Session:
-    """Parallel training for a loop of your own: one process alone, or one of many under torchrun.
+    """Parallel training for a loop of your own, on one process or on many under torchrun.
 
-    `plan` and the keyword arguments `exact` and `precision` say how; everything else is a field of `Training`.
-    Raises: JobError, PlanError, LaunchError as `shoal run` does. Use as a context manager, or call `close`.
+    Use a Session as a context manager, or call `close`. Other keyword arguments are fields of `Training`.
+
+    Args:
+        plan: the layout; None: the default plan over all processes.
+        exact: override of the plan's `execution.exact`.
+        precision: override of the plan's precision.
+
+    Raises: JobError, PlanError, LaunchError as `shoal run` does.
     """
 
     def __init__(
@@ -118,9 +125,9 @@ class Session:
         if environment.rank == 0 and not self.replay:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
-        if self.replay and self.replay.of is not None:  # the same loop on one process
+        if self.replay and self.replay.of is not None:  # a replay runs the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
-        if self.replay:  # compressed sums are not those of one process
+        if self.replay:  # compressed sums differ from the sums of one process
             plan = plan.uncompressed
         _refuse_divided(plan)
         prepare_process(plan.execution.exact, num_threads=None)
@@ -136,11 +143,12 @@ class Session:
         self._steps: weakref.ReferenceType[Generator[SessionStep]] | None = None
 
     def _judge(self, job: Job) -> CompletePlan:
-        """The plan judged for a job whose number of grains is known, and the mesh with the groups that it asks for.
+        """Judge the plan for a job with a known number of grains, and add the plan's process groups to the mesh.
 
-        Collective: all ranks. Raises: PlanError.
+        Raises: PlanError.
+        Collective: all ranks.
         """
-        asked, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # no layout that divides the model
+        asked, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # the layout does not divide the model
         if self.mesh.rank == 0 and not self.replay:
             warn_of(unheeded(asked, job.num_grains, None if job.fuse else "fuse=False"))
         found = decided_by_rank_0(self.mesh, Judged, lambda: judge(asked, facts)).plan
@@ -148,23 +156,23 @@ class Session:
         return found
 
     def _judge_default(self, data: Opened) -> CompletePlan:
-        """The same with the default number of grains, for the prepared model and the data. Collective: all ranks."""
+        """Judge the plan with the default number of grains for model and data. Collective: all ranks."""
         chosen = decided_by_rank_0(self.mesh, GrainsChoice, lambda: grains_of(self._job, self._prepared.root(), data))
         return self._judge(replace(self._job, grains=chosen.num_grains))
 
     @property
     def rank(self) -> int:
-        """This process's number; rank 0 prints."""
+        """This process's rank. Print on rank 0."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """Number of processes that train together."""
         return self.mesh.world_size
 
     @property
     def device(self) -> torch.device:
-        """Device of batches and prepared models."""
+        """The device of batches and prepared models."""
         return self.mesh.device
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +180,7 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """How many samples all finished steps have read, those before a resume too."""
+        """Number of samples in all finished steps, including steps before a resume."""
         return self._loop.state.samples if self._loop is not None else 0
 
     @overload
@@ -188,10 +196,11 @@ class Session:
     def prepare(self, *objects: Any) -> Any: ...
 
     def prepare(self, *objects: Any) -> Any:
-        """The same objects, one or a tuple in the same order: models, optimizers and torch's schedulers, any number.
+        """Prepare models, optimizers and torch schedulers, and return the same objects, as one object or a tuple.
 
-        Models are on their device in the plan's dtype, with rank 0's values on every rank. Schedulers are yours to
-        step, as in plain torch. Raises: JobError for anything else, with what to write instead.
+        Models move to their device in the plan's dtype, with rank 0's values on every rank. Step schedulers yourself,
+        as in plain torch.
+        Raises: JobError for other objects, with advice.
         """
         if self._steps is not None:
             raise JobError(
@@ -222,11 +231,11 @@ class Session:
     def steps(
         self, dataset: Any, length: Length | None = None, *, epochs: float | None = None
     ) -> Iterator[SessionStep]:
-        """The steps of a training on a dataset or a stream; iterate each for this rank's batches.
+        """Yield the steps of a training on a dataset or a stream; iterate each step for this rank's batches.
 
-        Raises: on every rank, where a batch of any rank cannot be read or computed by shoal. Where one rank leaves the
-        loop (a break, an exception), the others raise a PeerError at its next step, and all save the last one that was
-        finished.
+        If one rank leaves the loop (a break, an exception), the other ranks raise a PeerError at their next step. All
+        ranks save the last finished step.
+        Raises: on every rank, if a batch of any rank cannot be read or computed by shoal.
         """
         if self._steps is not None:
             raise JobError(
@@ -263,9 +272,11 @@ class Session:
     def evaluate(
         self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
     ) -> tuple[dict[str, float], int]:
-        """Each metric's sum over its count on every sample once, and how many samples that were. Collective: all.
+        """Return each metric's sum over its count, with every sample counted once, and the number of samples.
 
-        `model`: which of several prepared ones. Raises: JobError.
+        `model`: the model to evaluate; required if several are prepared.
+        Raises: JobError.
+        Collective: all ranks.
         """
         models = self._prepared.models
         if model is None and len(models) != 1:
@@ -287,7 +298,7 @@ class Session:
             return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
-        """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
+        """Save a loop that was left, and end the process group. Raises: KeyboardInterrupt after Ctrl-C in the loop."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -302,7 +313,7 @@ class Session:
         self._insist(error)
 
     def _insist(self, error: BaseException | None = None) -> None:
-        """Raises: what a request to stop ends with, where the loop is over and could not raise it itself."""
+        """Raise the exception of a requested stop, if the loop is over and could not raise it."""
         if self._loop is not None and self._loop.closed:
             self._loop.asked.insist(error)
 

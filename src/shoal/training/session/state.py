@@ -1,4 +1,4 @@
-"""State outside of buffers in a user's own loop: the first forwards of its models are computed again."""
+"""Detection of state outside of buffers in a user's own loop, by a repetition of the models' first forwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.training.look import LATER_STEPS, find_state, turned
 
 
 class ForwardWatch:
-    """Watch over the prepared models of a Session, whose forwards are known only when the loop calls them."""
+    """Watch over a Session's prepared models. Their forwards are unknown until the loop calls them."""
 
     def __init__(self, models: Sequence[nn.Module], allow_state: Sequence[str]) -> None:
         self._models, self._allow_state = list(models), tuple(allow_state)
@@ -24,7 +24,7 @@ class ForwardWatch:
         self._handles: list[Any] = []
 
     def begin(self, step: int) -> None:
-        """Keep the inputs of each model's first forward in this step, counted from 0, where the step is looked at."""
+        """Store the inputs of each model's first forward in step `step`, counted from 0, if the step is checked."""
         if step + 1 in (1, *LATER_STEPS):
             self._handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._models]
 
@@ -33,7 +33,7 @@ class ForwardWatch:
             self._calls.setdefault(model, (copy_of(args), copy_of(kwargs)))
 
     def end(self) -> None:
-        """Compute the kept forwards again, from the state that they left. Raises: JobError for state that matters."""
+        """Repeat the stored forwards from the state that they left. Raises: JobError for state that matters."""
         for handle in self._handles:
             handle.remove()
         calls, self._calls, self._handles = self._calls, {}, []

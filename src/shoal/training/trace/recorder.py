@@ -20,7 +20,7 @@ from shoal.training.forward_backward import Observer
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"
-# What makes the tensor of the whole model of the one that a module gives here.
+# Function from a module's output on this rank to the whole model's output.
 Whole = Callable[[Tensor], Tensor]
 
 
@@ -29,7 +29,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class ForwardRecorder:
-    """Fingerprints of each module's output, a grain at a time; for engine and reference alike."""
+    """Recorder of fingerprints of each module's output, one per grain; for the engine and the reference."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ForwardRecorder:
         outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
         is_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`outputs` and `is_elsewhere` of a divided model, as ModelDivision has them."""
+        """Register the hooks. `outputs` and `is_elsewhere`: of a divided model, as in ModelDivision."""
         self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
         self._outputs = outputs or {}
@@ -47,24 +47,24 @@ class ForwardRecorder:
         self._handles = [m.register_forward_hook(self._hook(name)) for m, name in names.items()]
 
     def clear(self) -> None:
-        """Forgets what was seen."""
+        """Drop the recorded fingerprints."""
         self.found = {}
 
     def begin(self, microbatch: Microbatch, batch: Any) -> None:
-        """From now on until `end` forwards are of this microbatch."""
+        """Assign forwards to this microbatch until `end`."""
         self._microbatch, self._calls = microbatch, Counter()
         self._note(INPUT, batch)
 
     def end(self) -> None:
-        """Ends the forward: later calls are recomputation."""
+        """End the forward: later calls are recomputation."""
         self._microbatch = None
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if torch._C._functorch.peek_interpreter_stack() is not None:
-                return  # a transform of torch.func, whose tensors have no values of their own
+                return  # tensors within a transform of torch.func have no values
             whole = self._outputs.get(name, _same)
-            # A compiled block shows itself and nothing within.
+            # Only the output of a compiled block is visible, not its inner modules.
             if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
                 self._calls[name] += 1
                 call = self._calls[name]
@@ -80,7 +80,7 @@ class ForwardRecorder:
         rows = [grain.size for grain in microbatch.grains]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
-                # What is not divided by samples cannot be compared a grain at a time.
+                # Tensors without a dim of samples cannot be compared by grain.
                 if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.size(0) != sum(rows) or _is_blank(leaf):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
@@ -88,23 +88,23 @@ class ForwardRecorder:
                     self.found.setdefault(name, {})[grain.index] = numbers
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def _is_blank(leaf: Tensor) -> bool:
-    """Whether it stands for what another stage has: NaN everywhere, of one number in memory."""
+    """Return True for a placeholder of another stage's tensor: all NaN, with one number in memory."""
     return is_strided(leaf) and leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
 
 
 class OwnGradients:
-    """Gradients of each parameter on this rank, added up over microbatches before anything else sees them."""
+    """Gradients of each parameter on this rank, accumulated over microbatches before any other hook sees them."""
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.listens = True  # not while a loss differentiates: torch calls the hooks of parameters for it too
-        self._before: dict[str, Tensor | None] = {}  # of the parameters with hooks of the job: what `.grad` lacks
+        self.listens = True  # False while a loss differentiates, since torch calls the parameters' hooks then, too
+        self._before: dict[str, Tensor | None] = {}  # with hooks of the job: the part of the sum that `.grad` lacks
         self._handles = []
         for name, parameter in parameters:
             hooks = parameter._post_accumulate_grad_hooks or {}
@@ -113,12 +113,12 @@ class OwnGradients:
             self._handles.append(parameter.register_hook(self._hook(name, parameter, changes)))
             if changes:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
-                for key, hook in engine.items():  # torch calls them in their order: the engine's after this one
+                for key, hook in engine.items():  # torch calls hooks in order: move the engine's hooks behind this one
                     del hooks[key]
                     hooks[key] = hook
 
     def clear(self) -> None:
-        """Starts a step."""
+        """Reset the sums at the start of a step."""
         self.sums = {}
 
     def _hook(self, name: str, parameter: nn.Parameter, changes: bool) -> Any:
@@ -146,7 +146,7 @@ class OwnGradients:
         return hook
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -162,16 +162,16 @@ def _is_of_shoal(hook: Any) -> bool:
 
 
 class TraceRecorder(Observer):
-    """Recorder of every step of an engine: this rank's part, in a folder."""
+    """Recorder of this rank's part of every step of an engine, in a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
 
     def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Watches a model and its optimizer, and writes their state. Collective: as `whole_tensors`."""
+        """Watch a model and its optimizer, and write their state. Collective: as `whole_tensors`."""
         self._sharded_model, self._optimizer, self._strategy = sharded_model, optimizer, strategy
         self._named = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad]
-        # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
+        # In a divided model a local gradient is not the gradient of this rank's grains.
         self._own = OwnGradients([] if sharded_model.divided else self._named)
         division = sharded_model.division
         self._forward = ForwardRecorder(sharded_model.model, division.outputs, division.is_elsewhere)
@@ -205,7 +205,7 @@ class TraceRecorder(Observer):
         trace = self._trace
         trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
         if not self._sharded_model.divided:
-            used = {name for name, p in self._named if p.grad is not None}  # others are another optimizer's
+            used = {name for name, p in self._named if p.grad is not None}  # others are of another optimizer
             trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items() if name in used}
         self._gradients("reduction", scale)
 
@@ -234,7 +234,7 @@ class TraceRecorder(Observer):
         self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
 
     def _keep(self, held: TensorSlices) -> None:
-        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as `whole_tensors`."""
+        """Store digests of this rank's tensors, and the whole tensors on rank 0. Collective: as `whole_tensors`."""
         own = self._trace.digests.setdefault(self._rank, {})
         for key, (part, tensor) in held.items():
             own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
@@ -243,6 +243,6 @@ class TraceRecorder(Observer):
                 self._trace.tensors[key] = whole.detach().clone()
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         self._forward.close()
         self._own.close()

@@ -1,6 +1,6 @@
-"""Step traces: tensors of a step under logical names, from a parallel run or from a reference; and their replay.
+"""Traces of steps: a step's tensors under logical names, from a parallel run or a reference; and their replay.
 
-A tensor's key is PHASE/NAME; the phases are those of a step in the order of its dataflow.
+A tensor's key is PHASE/NAME. The phases follow the dataflow of a step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoal.numerics.precision import numbers
 
 T = TypeVar("T")
 
-# In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
+# In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all ranks.
 PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "metrics")
-# The environment variable by which shoal.verify_session tells a Session what to trace or to replay.
+# The environment variable with which shoal.verify_session requests a trace or a replay from a Session.
 VARIABLE = "SHOAL_SESSION_TRACE"
 
-# Marks the optimizer's own tensors among what an update changes.
+# Suffix of the optimizer's own tensors in the phase `update`.
 _OPTIMIZER = " (optimizer)"
 
 
@@ -45,9 +45,10 @@ class MicrobatchTrace:
 
 @dataclass
 class StepTrace:
-    """Trace of one step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
+    """Trace of one step.
 
-    `gradients` are each rank's own, `tensors` everything else by key; `skipped` says why the update was left out.
+    `forward`: fingerprints as call name -> grain -> numbers, in the order of the calls. `gradients`: each rank's own.
+    `tensors`: all other tensors by key. `skipped`: why the update was skipped, or None.
     """
 
     step: int
@@ -62,8 +63,8 @@ class StepTrace:
     skipped: str | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
-    updates: dict[int, list[str] | None] = field(default_factory=dict)  # by rank; None: every parameter
-    divided: bool = False  # whether ranks hold parts of the model
+    updates: dict[int, list[str] | None] = field(default_factory=dict)  # names by rank; None: every parameter
+    divided: bool = False  # whether ranks have parts of the model
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -78,14 +79,14 @@ class StepTrace:
 
     @property
     def first_digests(self) -> dict[str, str]:
-        """Of each key the digest of the first rank that has it."""
+        """The digest of each key on the first rank that has it."""
         found: dict[str, str] = {}
         for _, own in sorted(self.digests.items()):
             found = {**own, **found}
         return found
 
     def strays(self) -> Iterator[tuple[int, str]]:
-        """Rank and key of what a rank holds otherwise than the first that holds the same, or lacks."""
+        """Yield rank and key of each tensor that a rank lacks, or has with another digest than the first rank."""
         first = self.first_digests
         for rank, own in sorted(self.digests.items()):
             for key in sorted(first):
@@ -93,7 +94,7 @@ class StepTrace:
                     yield rank, key
 
     def _missing(self, rank: int, key: str) -> bool:
-        """Whether a rank lacks what it need not hold: a part of the model, or what is for others to update."""
+        """Return True if a rank need not have a key: a part of the model, or a parameter that other ranks update."""
         if key in self.digests[rank]:
             return False
         updates = self.updates.get(rank)
@@ -102,25 +103,25 @@ class StepTrace:
         return key.partition("/")[2].partition("/")[0] not in updates
 
     def phase(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one phase by name."""
+        """Return the tensors of one phase by name."""
         return {key.partition("/")[2]: t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
 
 
 def is_optimizer(name: str) -> bool:
-    """Whether a name under `update` is of the optimizer's own state."""
+    """Return True if a name under `update` belongs to the optimizer's own state."""
     return name.endswith(_OPTIMIZER)
 
 
 def state_by_key(model: Mapping[str, T], parameters: Container[str], optimizer: Mapping[str, T]) -> dict[str, T]:
-    """A training state by a trace's keys: the model's values, some of them parameters, and the optimizer's."""
+    """Return a training state by trace keys: values of the model, split by the names `parameters`, and optimizer."""
     found = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
     return found | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
 
 
 def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
-    """Four numbers for each run of rows: the mean, the root mean square, and the means of two regular subsets.
+    """Return four numbers for each run of rows: mean, root mean square, and the means of two regular subsets.
 
-    The subsets tell apart what only changes places. Means, so that rounding errors of many elements cancel.
+    The subsets detect elements that only change places. In means, rounding errors of many elements cancel.
     """
     found = []
     for part in row_runs(tensor, rows):
@@ -139,12 +140,12 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are of one dtype and shape, and the same to the bit."""
+    """Return True if two tensors have the same dtype, shape and bits."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
 
@@ -153,7 +154,7 @@ FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
 
 
 def write(folder: Path, trace: StepTrace, rank: int) -> None:
-    """Writes one rank's view of a step: its own gradients, forward and digests; on rank 0 the logical tensors too."""
+    """Write one rank's view of a step: own gradients, forward and digests; on rank 0 the whole tensors, too."""
     tensors = {f"gradient/{name}": t for name, t in trace.gradients.get(rank, {}).items()}
     if rank == 0:
         tensors |= {f"tensor/{key}": t for key, t in trace.tensors.items()}
@@ -171,9 +172,9 @@ def write(folder: Path, trace: StepTrace, rank: int) -> None:
 
 
 def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> StepTrace:
-    """The step as all ranks saw it together, with its tensors or only their digests."""
+    """Read a step's trace of all ranks, with its tensors or only their digests."""
     whole = StepTrace(step)
-    for rank in reversed(range(world_size)):  # rank 0 last: its view of what all share stays
+    for rank in reversed(range(world_size)):  # rank 0 last: its values of shared facts win
         facts = json.loads((folder / f"step-{step}-{rank}.json").read_text(encoding="utf-8"))
         if tensors:
             held = load_file(folder / f"step-{step}-{rank}.safetensors")
@@ -189,12 +190,12 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
 
 
 def write_changes(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes the parameters and buffers that a loop of one's own has changed before `step`, after the last update."""
+    """Write parameters and buffers that a user's loop has changed between the last update and `step`."""
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / _changes(step))
 
 
 def read_changes(folder: Path, step: int) -> dict[str, Tensor]:
-    """From `write_changes`; nothing where nothing was changed."""
+    """Read the tensors of `write_changes`; the result is empty if nothing was changed."""
     path = folder / _changes(step)
     return load_file(path) if path.exists() else {}
 
@@ -214,10 +215,10 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Replay:
-    """Trace settings of a Session whose loop is verified: the first `num_steps` steps are traced to `folder`.
+    """Trace settings of a Session under verification: the first `num_steps` steps are traced to `folder`.
 
-    `of`: the folder of a run on `world_size` ranks, from whose states each step starts. `grain_by_grain` and
-    `backwards` change how a step is computed, and not what it means.
+    `of`: folder of a run on `world_size` ranks; each step starts from this run's state. None: no replay.
+    `grain_by_grain` and `backwards`: compute a step in another way that should give the same result.
     """
 
     folder: str
@@ -229,27 +230,27 @@ class Replay:
 
     @classmethod
     def told(cls, variables: Mapping[str, str]) -> Replay | None:
-        """From the environment; None where nobody verifies."""
+        """Return the settings from environment variables, or None without a verification."""
         text = variables.get(VARIABLE)
         return cls(**json.loads(text)) if text else None
 
     def variables(self) -> dict[str, str]:
-        """Environment variables with these settings."""
+        """Return the environment variables with these settings."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def order(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
-        """The microbatches of a step in the order of this replay."""
+        """Return a step's microbatches in the order of this replay."""
         return reversed(list(microbatches)) if self.backwards else iter(microbatches)
 
     def note(self, step: int, model: nn.Module, after: Mapping[str, Tensor]) -> None:
-        """Writes what the loop itself has changed of the model since `after`, the last update, and before `step`."""
+        """Write the loop's own changes of the model between `after`, the last update, and `step`."""
         now = dict([*model.named_parameters(), *model.named_buffers()])
         changed = {name: t for name, t in now.items() if not torch.equal(t.detach().cpu(), after[name])}
         if changed:
             write_changes(Path(self.folder), step, changed)
 
     def start(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the state that the run to replay had before `step`."""
+        """Set the state that the replayed run had before `step`."""
         if self.of is not None:
             before = read(Path(self.of), step - 1, self.world_size)
             changed = read_changes(Path(self.of), step)

@@ -1,6 +1,6 @@
-"""Process of a tracker: reads a run's entries, a JSON object a line, and hands them to the tracker's service.
+"""Process of a tracker: reads a run's entries, one JSON object per line, and sends them to the tracker's service.
 
-It says on its output why it has failed, if it has, and ends soon after the run, however that ended.
+On failure the process writes the reason to its output. It ends soon after the run, however the run ended.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from shoal.errors import text_of
 from shoal.runs.directory import read_json, write_file
 from shoal.training.trackers.services import SERVICES, TrackedRun
 
-# A process whose run is gone ends after so long, whatever its tracker does.
+# After the end of its run a process ends within this time, whatever its tracker does.
 _ALONE_SECONDS = 30.0
 _MOST_TOGETHER = 500
 
 
 def main() -> int:
-    """Serves until the result, or the end of the run. Exit codes: 0, or 1 where the tracker failed."""
+    """Serve until the result or the end of the run. Return the exit code: 0, or 1 if the tracker failed."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print goes to the log
+    os.dup2(2, 1)  # packages print to the log
     try:
         _serve(_entries())
     except BaseException as error:  # a package may even call sys.exit()
@@ -67,7 +67,7 @@ def _serve(batches: Iterator[list[dict[str, Any]]]) -> None:
 
 
 def _entries() -> Iterator[list[dict[str, Any]]]:
-    """What has come, at least one entry at a time; a thread reads, so that the end of the run is seen at once."""
+    """Yield the entries that have arrived, at least one at a time. A thread reads, to detect the run's end at once."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -93,4 +93,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the timer and threads of packages are not waited for
+    os._exit(code)  # do not wait for the timer and for packages' threads

@@ -1,4 +1,4 @@
-"""Services of trackers: each opens a run, logs metrics, and closes it with a result. Packages are imported on use."""
+"""Services of trackers: each opens a run, logs metrics, and closes the run. Packages are imported on use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of a step: its number, and metrics by name.
+# Step numbers, with metrics by name.
 Metrics = Sequence[tuple[int, Mapping[str, float]]]
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Run for a tracker: the place that the user named, its directory and name, what is known, and its first step."""
+    """Run for a tracker: the user's place `where`, the run directory `out`, and settings, plan and job in `about`."""
 
     where: str | None
     out: Path | None
@@ -27,7 +27,7 @@ class TrackedRun:
     first_step: int
 
     def flat(self) -> Iterator[tuple[str, Any]]:
-        """Settings, plan and job as one level of names."""
+        """Yield settings, plan and job as one level of dotted names."""
         yield from _flat(self.about, "")
 
 
@@ -48,22 +48,22 @@ class Service(ABC):
 
     @abstractmethod
     def open(self, run: TrackedRun, identity: str | None) -> str:
-        """Begins a run, or goes on with the one of that identity; the identity."""
+        """Open a run, or continue the run with the given identity; return the identity."""
 
     @abstractmethod
     def log(self, metrics: Metrics) -> None:
-        """Logs metrics of steps."""
+        """Log metrics of steps."""
 
     @abstractmethod
     def close(self, result: Mapping[str, Any]) -> None:
-        """Ends the run with its result."""
+        """End the run with its result."""
 
 
 class TensorBoard(Service):
     """Event files in a folder, by default `tensorboard` in the run directory."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
-        """Begins event files; entries of steps that are trained again are hidden."""
+        """Open the event files, and hide entries of steps that are trained again."""
         folder = Path(run.where) / run.name if run.where else (run.out or Path()) / "tensorboard"
         purge = run.first_step + 1 if run.first_step else None
         self._writer = _package("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
@@ -83,7 +83,7 @@ class TensorBoard(Service):
 
 
 class MLflow(Service):
-    """A run of an MLflow experiment. WHERE is a tracking URI; else MLFLOW_TRACKING_URI and MLflow's own default."""
+    """A run of an MLflow experiment. WHERE is a tracking URI; default: MLFLOW_TRACKING_URI or MLflow's own default."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         self._client, self._entities = (_package(f"mlflow.{name}") for name in ("client", "entities"))
@@ -96,7 +96,7 @@ class MLflow(Service):
         name = os.environ.get("MLFLOW_RUN_NAME", run.name)
         self._id = str(self._client.create_run(self._experiment(), run_name=name).info.run_id)
         params = [self._entities.Param(key, str(value)[:500]) for key, value in run.flat()]
-        for first in range(0, len(params), 100):  # the most that a server takes at once
+        for first in range(0, len(params), 100):  # the server's limit per request
             self._client.log_batch(self._id, params=params[first : first + 100])
         return self._id
 
@@ -124,7 +124,7 @@ class MLflow(Service):
 
 
 class WeightsAndBiases(Service):
-    """A run of Weights & Biases. WHERE is a project; else WANDB_PROJECT, or shoal. WANDB_* are the package's own."""
+    """A run of Weights & Biases. WHERE is a project; default: WANDB_PROJECT, or shoal. The package reads WANDB_*."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         known: dict[str, Any] = {"id": identity, "resume": "allow"} if identity is not None else {}
@@ -147,7 +147,7 @@ class WeightsAndBiases(Service):
 
 
 class Trackio(Service):
-    """A run of Trackio. WHERE is a project, else TRACKIO_PROJECT, or shoal. TRACKIO_* are the package's own."""
+    """A run of Trackio. WHERE is a project; default: TRACKIO_PROJECT, or shoal. The package reads TRACKIO_*."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         project = run.where or os.environ.get("TRACKIO_PROJECT", "shoal")

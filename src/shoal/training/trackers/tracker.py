@@ -1,4 +1,4 @@
-"""Tracker: callback that hands a run's metrics, settings, plan and result to an experiment tracker's own process."""
+"""Tracker: callback that passes a run's metrics, settings, plan and result to a process of an experiment tracker."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from shoal.runs.records import StepRecord
 from shoal.runs.tracking import TrackerName
 from shoal.training.callbacks.base import Callback, Ending, RunControl
 
-# Entries that wait for the tracker; more are left out, so that one that hangs costs no memory.
+# Maximum entries that wait for the tracker; more are dropped, so that a hanging tracker costs no memory.
 _MOST_WAITING = 10_000
-# How long a run's end waits for a tracker.
+# Time limit of the wait for a tracker at a run's end.
 CLOSING_SECONDS = 30.0
 
 
 def track(tracker: str, *, every: int = 1) -> Tracker:
-    """Callback for a tracker, `NAME[:WHERE]`: tensorboard, mlflow, wandb or trackio; as `shoal run --track`.
+    """Return a callback for a tracker, as `shoal run --track` does.
 
-    `every`: steps between two records that are sent. Raises: CommandError; JobError.
+    Args:
+        tracker: `NAME[:WHERE]`, with the name tensorboard, mlflow, wandb or trackio.
+        every: steps between two records that are sent.
+
+    Raises: CommandError; JobError.
     """
     if not isinstance(every, int) or every < 1:
         raise JobError(
@@ -40,11 +44,11 @@ def track(tracker: str, *, every: int = 1) -> Tracker:
 
 
 class Tracker(Callback):
-    """Sends what rank 0 knows of a run to a tracker; whatever that does, the run goes on.
+    """Sends rank 0's records of a run to a tracker. Failures of the tracker do not end the run.
 
-    The tracker's package runs in a process of its own: in this one its imports would race with torch's, and its draws
-    with those of the training. A thread hands over what waits. Where the tracker fails, or does not keep up, the run
-    says so once, and goes on without it.
+    The tracker's package runs in a separate process: in this process its imports would race with torch's, and its draws
+    would change the training's. A thread passes on the waiting entries. If the tracker fails or is too slow, the run
+    reports this once and continues without it.
     """
 
     watches_only = True
@@ -113,7 +117,7 @@ class Tracker(Callback):
 
 
 class _TrackerProcess:
-    """Process of a tracker, and the thread that writes to it. `failure`: why it takes nothing any more."""
+    """Process of a tracker, and the thread that writes to it. `failure`: why it accepts no entries any more."""
 
     def __init__(self, opening: Mapping[str, Any], log: Path) -> None:
         self._opening, self._log = opening, log
@@ -127,14 +131,14 @@ class _TrackerProcess:
         self._thread.start()
 
     def put(self, entry: dict[str, Any] | None) -> None:
-        """Hands over an entry, unless too many wait."""
+        """Queue an entry, unless too many wait."""
         try:
             self._queue.put_nowait(entry)
         except queue.Full:
             self.left_out += 1
 
     def close(self, result: dict[str, Any], seconds: float) -> None:
-        """Hands over the result, and ends the process where it has not ended within so many seconds."""
+        """Queue the result, and kill the process if it has not ended within `seconds`."""
         with contextlib.suppress(queue.Full):
             self._queue.put({"result": result}, timeout=seconds)
             self._queue.put(None, timeout=seconds)
@@ -144,14 +148,14 @@ class _TrackerProcess:
             self.failure = f"it has not taken everything within {seconds:.0f} s of the run's end"
             if self._process is not None:
                 self._process.kill()
-            with contextlib.suppress(queue.Empty):  # room for the end, where the queue is full
+            with contextlib.suppress(queue.Empty):  # make room for the end if the queue is full
                 while True:
                     self._queue.get_nowait()
             self.put(None)
             self._thread.join(seconds)
 
     def _work(self) -> None:
-        """In the thread: starts the process, writes a line an entry, and waits for its end."""
+        """Run in the thread: start the process, write one line per entry, and wait for the end."""
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-P", "-m", "shoal.training.trackers.child"]
@@ -161,7 +165,7 @@ class _TrackerProcess:
             assert process.stdin is not None
             assert process.stdout is not None
             self._write(process.stdin)
-            with contextlib.suppress(BrokenPipeError):  # of what was written last: why it has ended is on its output
+            with contextlib.suppress(BrokenPipeError):  # the process has ended, and its output says why
                 process.stdin.close()
             with process.stdout:
                 said = process.stdout.read()
