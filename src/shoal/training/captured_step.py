@@ -1,10 +1,10 @@
-"""Captured steps: forward, backward, sums and update of a step as one CUDA graph, which further steps replay.
+"""Captured steps: one CUDA graph with a step's forward, backward, sums and update, which later steps replay.
 
-A step that is queued before the one before it is read (`steps_ahead`) asks nothing of the host, so that a graph of it
-does what the step does: what changes from step to step lies in tensors that are filled before a replay (the batch, the
-ids' digest, the learning rates, whether the step is masked, the seeds of the grains' generators). Warm-up, capture and
-a trial are masked steps, which change nothing. A step of another shape is queued as without a graph; where no step can
-be captured all are, and the run says why. Decision 0057.
+A step that is queued before the previous step is read (`steps_ahead`) needs nothing from the host, so a graph can
+repeat it. Inputs that change from step to step are in tensors that are filled before a replay: the batch, the digest of
+sample ids, the learning rates, the mask flag and the seeds of the grains' generators. Warm-up, capture and trial are
+masked steps, which change nothing. Steps of another shape are queued without the graph. If no step can be captured, the
+run reports the reason and queues all steps without a graph. Decision 0057.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from shoal.training.fused_step import maskable
 from shoal.training.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.step_records import TrainingParts
 
-# Eager runs before a capture, in which kernels are chosen and memory is laid out: as many as torch's notes advise.
+# Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.
 _WARM_UPS = 3
-# A replay runs the kernels of the warm-up on the same numbers: only sums whose order is left open may differ, by about
-# 1e-6. Another mask, or an input that is not filled, differs by far more, and to be wrong here only costs the graph.
+# A replay runs the kernels of the warm-up on the same numbers. Only sums of undefined order may differ, by about 1e-6.
+# A wrong mask or an input that is not filled causes far larger differences. A false alarm only costs the graph.
 _TRIAL_TOLERANCE = 1e-4
-# No graph after so many steps in a row of other shapes, captures of tensors that were replaced, slow steps at first.
+# Limits that end the use of a graph: consecutive steps of other shapes, captures, slow steps before the first capture.
 _MOST_OTHERS, _MOST_CAPTURES, _MOST_SLOW = 32, 4, 8
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Constants of a captured step: a graph holds them as it was captured with them."""
+    """Properties of a step that are fixed at its capture. The graph replays only steps with equal properties."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # shape, strides and dtype of a tensor; another leaf itself
+    leaves: tuple[Any, ...]  # (shape, strides, dtype) of each tensor; other leaves unchanged
     grains: tuple[Grain, ...]
     policy: MicrobatchPolicy
     scale: LossScale
-    settings: tuple[Any, ...]  # the optimizer's, but for what the graph is given; the modes of modules and parameters
+    settings: tuple[Any, ...]  # of the optimizer, except the graph's inputs; `training` and `requires_grad` flags
 
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """Step whose operations are all queued: its learning rate, the next one's mask (bool []), its `packed` numbers."""
+    """Step with all operations queued. `masks_next`: bool []. `numbers`: the vector from `QueuedSums.packed`."""
 
     step: UnreadStep
     rate: float
@@ -68,7 +68,7 @@ class LaunchedStep:
 
 
 class StepGraph:
-    """Graph of the steps of one shape, with the tensors that it is filled through."""
+    """CUDA graph for the steps of one shape, with its input tensors."""
 
     def __init__(self, parts: TrainingParts, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> None:
         self.shape, self._parts, self._microbatch = shape, parts, microbatch.without_batch()
@@ -80,24 +80,24 @@ class StepGraph:
         self._is_scoped = shape.policy.randomness == "scoped"
         self._factor = shape.scale.factor(parts.job.global_batch)
         self._recording: Recording | None = None
-        self._kept = [tensor.detach() for tensor in held(parts)]  # nothing else comes to lie at their addresses
+        self._kept = [tensor.detach() for tensor in held(parts)]  # their memory must not be reused
         self._addresses = addresses(self._kept)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._known: tuple[Tensor, Tensor | None] | None = None  # the first that has one
+        self._known: tuple[Tensor, Tensor | None] | None = None  # the first pair with a gradient
 
     @property
     def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
-        """A replayed step's numbers in one vector, whether the next step is masked, and its sums."""
+        """Outputs of the replayed step: packed numbers, whether the next step is masked (bool []), and the sums."""
         assert self._recording is not None
         numbers, masks_next, sums, failures = self._recording.outputs
         return numbers, masks_next, QueuedSums(sums, failures, None)
 
     def fits(self) -> bool:
-        """Whether parameters, buffers and optimizer state still lie where they were captured."""
+        """Check whether parameters, buffers and optimizer state are still at the captured addresses."""
         return addresses(held(self._parts)) == self._addresses
 
     def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
-        """Makes a step the next one: its samples, seeds and learning rates, and whether it is masked."""
+        """Copy the inputs of the next step into the graph: samples, seeds, learning rates and the mask flag."""
         for own, leaf in zip(self._leaves, leaves, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(leaf)
@@ -112,9 +112,9 @@ class StepGraph:
             self._draws.seed(microbatch.step)
 
     def capture(self, recorder: Recorder, fill: Callable[[], None]) -> None:
-        """Captures a step that `fill` fills in, masked; a trial has to give what the warm-up gave.
+        """Capture a masked step with the inputs from `fill`, and compare a trial replay with the warm-up.
 
-        Raises: NotCapturableError; what the model and the loss raise.
+        Raises: NotCapturableError; errors of the model and the loss.
         """
         found: tuple[Tensor, ...] = ()
         for number in range(_WARM_UPS):
@@ -139,17 +139,17 @@ class StepGraph:
             raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
 
     def replay(self) -> None:
-        """Runs the step that was filled in."""
+        """Replay the step that was filled in. Gradients are in `parameter.grad` as after the capture."""
         assert self._recording is not None
         self._recording.replay()
-        if self._known is not None and self._known[0].grad is not self._known[1]:  # a step without the graph was before
+        if self._known is not None and self._known[0].grad is not self._known[1]:  # a step ran without the graph
             for parameter, gradient in self._gradients:
                 parameter.grad = gradient
 
     def body(self) -> tuple[Tensor, ...]:
-        """The step on the device: packed numbers, the next one's mask, sums and failures.
+        """Compute the step on the device. Return packed numbers, the next step's mask, sums and failures.
 
-        Operations on tensors alone: what Python does besides is done in the capture, and in no replay.
+        A replay repeats only the tensor operations. All other Python code runs in the capture alone.
         """
         parts, updater = self._parts, self._parts.updater
         passes = ForwardBackward(parts, self._factor)
@@ -170,7 +170,7 @@ class StepGraph:
         return queued.packed(good, norm), ~good, queued.sums, queued.failures
 
     def _sums(self, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-        """As `microbatch_sums`, of the numbers that were filled in."""
+        """Return the terms that `microbatch_sums` returns, from the numbers that were filled in."""
         sums = torch.cat([self._numbers[:NUM_SUMS], buffers])
         sums[TOTAL].copy_(total)
         if isinstance(weight, Tensor):
@@ -181,7 +181,7 @@ class StepGraph:
 
 
 class CapturedStep:
-    """Graph of a run's steps, where there can be one; without one it says why, once."""
+    """Graph of a run's steps. If a run cannot have a graph, a single note reports the reason."""
 
     def __init__(
         self, parts: TrainingParts, runner: StepRunner, note: Callable[[str], None], recorder: Recorder
@@ -192,7 +192,7 @@ class CapturedStep:
         self._num_others = self._num_captures = self._num_slow = 0
 
     def read_at_once(self, *, is_slow: bool = False) -> None:
-        """Says of a step that it is read before the next one, with which no graph begins. The reason is told."""
+        """Record a step that is read before the next one is queued. Give up the graph if the reason is permanent."""
         parts, optimizer = self._parts, self._parts.updater.optimizer
         if is_slow:
             self._num_slow += 1
@@ -210,16 +210,16 @@ class CapturedStep:
             self._refuse("steps of this job are read before the next one is queued")
 
     def begin(self) -> None:
-        """Queued steps come next, after what may have replaced tensors."""
+        """Prepare for queued steps: drop the graph if other code has replaced its tensors."""
         if self._graph is not None and not self._graph.fits():
             self._graph = None
 
     def queue(
         self, fetched: FetchedStep, scale: LossScale, progress: Progress, masked: Tensor | None
     ) -> LaunchedStep | None:
-        """Replays a step, and reads the next one's samples; None where it is to be queued without the graph.
+        """Replay a step and fetch the next step's samples. Return None if the step must be queued without the graph.
 
-        `masked`: whether the step before has masked it, bool []. Raises: UserCodeError of the schedule.
+        `masked`: bool [], whether the previous step masks this step. Raises: UserCodeError from the schedule.
         """
         data, first = fetched.data, fetched.first
         if self._refused or fetched.error is not None or data is None or first is None:
@@ -228,13 +228,13 @@ class CapturedStep:
         if data.num_microbatches != 1:
             self._refuse(f"a step is {data.num_microbatches} microbatches")
             return None
-        rate = parts.updater.stepper.set_rates(progress)  # a schedule may set what the graph holds, too
+        rate = parts.updater.stepper.set_rates(progress)  # a schedule may also change what the graph fixes
         parts.clock.mark("host_to_device")
         leaves, spec = tree_flatten(first.batch())
         graph = self._graph_of(self._shape(spec, leaves, microbatch, scale), microbatch, leaves)
         if graph is None:
             return None
-        fetched.first = None  # its batch would be in memory until the step's end
+        fetched.first = None  # otherwise its batch stays in memory until the step's end
         graph.fill(microbatch, leaves, masked if masked is not None else False)
         del leaves
         parts.clock.mark("other")
@@ -256,7 +256,7 @@ class CapturedStep:
         return StepShape(spec, tuple(map(_described, leaves)), microbatch.grains, policy, scale, tuple(settings))
 
     def _graph_of(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
-        """The graph of steps of a shape, which is captured now where there is none yet."""
+        """Return the graph for steps of a shape, captured now if needed. Return None if there is none for the shape."""
         if self._graph is not None and self._graph.shape == shape:
             self._num_others = 0
             return self._graph
@@ -275,7 +275,7 @@ class CapturedStep:
             graph = StepGraph(self._parts, shape, microbatch, leaves)
             with self._parts.clock.paused(), unchanged(self._parts):
                 graph.capture(self._recorder, lambda: graph.fill(microbatch, leaves, True))
-        except Exception as error:  # one of the model's own comes again in the step, and is reported there
+        except Exception as error:  # an error of the model recurs in the ordinary step, which reports it
             if is_out_of_memory(error):
                 torch.cuda.empty_cache()
             self._refuse(_reason(error))
@@ -304,13 +304,13 @@ class CapturedStep:
 
 @contextlib.contextmanager
 def unchanged(parts: TrainingParts) -> Iterator[None]:
-    """A context after whose failure parameters, buffers and optimizer state are those from before."""
+    """Restore parameters, buffers and optimizer state if the body of the context raises."""
     tensors = held(parts)
     kept = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     except Exception:
-        with contextlib.suppress(JobError):  # of a buffer in another shape, which the step itself will tell of
+        with contextlib.suppress(JobError):  # a buffer of another shape: the ordinary step reports it
             parts.buffers.restore()
         with torch.no_grad():
             for tensor, value in zip(tensors, kept, strict=True):
@@ -319,7 +319,7 @@ def unchanged(parts: TrainingParts) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a step could not be captured, in a line, from what was raised in the midst of it."""
+    """Return one line that says why a step could not be captured, from the error that its capture raised."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, NotCapturableError):
         link = link.__cause__ or link.__context__
@@ -329,14 +329,14 @@ def _reason(error: BaseException) -> str:
 
 
 def held(parts: TrainingParts) -> list[Tensor]:
-    """Tensors that a step changes from the outside: parameters, buffers and the optimizer's state."""
+    """Return the tensors that outlive a step: parameters, buffers and the optimizer's state."""
     states = parts.updater.optimizer.state.values()
     state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
     return [*parts.model.parameters(), *parts.model.buffers(), *state]
 
 
 def _like(leaf: Any) -> Any:
-    """An empty tensor that lies as a batch's does; another leaf itself."""
+    """Return an empty tensor with the layout of the leaf. A leaf that is not a tensor is returned unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -347,13 +347,13 @@ def _described(leaf: Any) -> Any:
 
 
 def _same(expected: Tensor, found: Tensor) -> bool:
-    """Whether two packed vectors of numbers are the same but for the order of sums."""
+    """Check whether two packed vectors are equal within the tolerance for sums in another order."""
     pairs = zip(expected.tolist(), found.tolist(), strict=True)
     return all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs)
 
 
 def captured_step(parts: TrainingParts, runner: StepRunner, note: Callable[[str], None]) -> CapturedStep | None:
-    """The captured step of a plan that asks for one."""
+    """Return the captured step, or None if the plan does not use a CUDA graph."""
     if not parts.plan.execution.cuda_graph:
         return None
     device = parts.mesh.device

@@ -1,6 +1,6 @@
-"""Microbatch policy of a run (grain by grain, or several in one forward), from its first batch.
+"""Microbatch policy of a run, which says whether several grains share a forward, and the computer of its losses.
 
-It only ever becomes more careful, and decides how a result is reached, never which result.
+The first batch determines the policy. Later steps may only make it more conservative. No policy changes the result.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from shoal.numerics.precision import Precision
 from shoal.plans.grains import FEW_GRAINS, random_key
 from shoal.training.coupling import meaning
 
-# none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
-# cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
+# none: the model draws no random numbers and has no batch statistics. scoped: it computes under a GrainScope. opaque:
+# its draws cannot be divided by grain, so each grain is computed separately with generators seeded for this grain.
 RANDOMNESS = ("none", "scoped", "opaque")
-# Ranks with the same weights and samples differ by rounding, at most bfloat16's on unlike devices; a loss that is a
-# small difference of large terms is nothing but rounding.
+# Relative and absolute tolerance for ranks with the same weights and samples. They differ by rounding, at most that of
+# bfloat16 on unlike devices. A loss that is a small difference of large terms consists of rounding errors.
 _OTHER_LOSS, _NO_LOSS = 1e-2, 1e-4
 
 
 @dataclass(frozen=True)
 class MicrobatchPolicy:
-    """Microbatch policy. `fuse`: neighbouring grains may share a forward. `buffers`: those that the forward changes.
+    """Rules for the computation of microbatches.
 
-    `rules`: (name, rule) of those buffers whose rule was found or declared, in the order of names.
-    `coupled`: why they may not, in words, as far as that was found.
-    `by_position`: random numbers are drawn for all grains at once (decision 0029); a checkpoint of an older version
-    does not name it, and goes on without. `kept_state`: state in Python that the job allows to differ by layout.
+    `fuse`: neighbouring grains may share a forward. `coupled`: why they may not, in words, as far as it is known.
+    `buffers`: names of the buffers that the forward changes. `rules`: (name, rule) of each such buffer with a known
+    rule, sorted. `by_position`: random numbers are drawn for all grains at once (decision 0029). Checkpoints of older
+    versions lack it, and mean False. `kept_state`: Python state that the job allows to differ by layout.
     """
 
     grains_per_microbatch: int
@@ -59,26 +59,26 @@ class MicrobatchPolicy:
 
     @classmethod
     def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
-        """The policy before the first batch is looked at."""
+        """Return the policy before the probe of the first batch."""
         return cls(grains_per_microbatch, fuse=job.fuse, by_position=job.num_grains > FEW_GRAINS)
 
     @property
     def effective_grains(self) -> int:
-        """Grains that one forward computes."""
+        """Number of grains that one forward computes."""
         return self.grains_per_microbatch if self.fuse and self.randomness != "opaque" else 1
 
     def to_json(self) -> dict[str, Any]:
-        """JSON value of the policy."""
+        """Return the policy as a JSON value."""
         return {**asdict(self), "rules": dict(self.rules)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> MicrobatchPolicy:
-        """From `to_json`."""
+        """Build a policy from the value of `to_json`."""
         lists = {name: tuple(document.get(name, ())) for name in ("buffers", "kept_state")}
         return cls(**{**document, **lists, "rules": tuple(sorted(document.get("rules", {}).items()))})
 
     def with_care_of(self, other: MicrobatchPolicy) -> MicrobatchPolicy:
-        """The more careful of both in every respect."""
+        """Combine both policies. Each field takes the more conservative value."""
         return MicrobatchPolicy(
             min(self.grains_per_microbatch, other.grains_per_microbatch),
             max(self.randomness, other.randomness, key=RANDOMNESS.index),
@@ -93,10 +93,10 @@ class MicrobatchPolicy:
 
 @dataclass(frozen=True)
 class BufferLook:
-    """Rules that explain buffers which some grains have changed, the best first; of those that any grain has moved.
+    """Rules that explain how some grains changed each buffer, best rule first.
 
-    `ordered`: those that keep samples in their order. `mixes`: whether grains computed together are others than each by
-    itself. Not `conclusive` where a loss was not finite.
+    `rules`: only buffers that any grain has changed. `ordered`: buffers that keep samples in order. `mixes`: whether
+    the loss of grains computed together is not the sum of their losses. `conclusive`: False if a loss was not finite.
     """
 
     rules: dict[str, tuple[str, ...]]
@@ -107,9 +107,9 @@ class BufferLook:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Microbatch policy by the evidence of one batch; not `conclusive` where its loss was not finite.
+    """Microbatch policy that one batch indicates. `conclusive`: False if the batch's loss was not finite.
 
-    `too_large`: memory ran out, and fewer grains are to be asked about. `seen`: what another rank would give as well.
+    `too_large`: memory ran out, so the probe needs fewer grains. `seen`: a loss that other ranks compute too.
     """
 
     computation: MicrobatchPolicy
@@ -119,7 +119,7 @@ class ProbeResult:
 
 
 class GrainLoss(NamedTuple):
-    """A grain's loss on one rank: the grain's number, a checksum of its batch, and the loss's total and weight."""
+    """Loss of a grain on one rank: index of the grain, checksum of its batch, total and weight of the loss."""
 
     grain: float
     batch: float
@@ -128,7 +128,7 @@ class GrainLoss(NamedTuple):
 
 
 def refuse_other_losses(losses: Sequence[tuple[float, float, float, float] | None]) -> None:
-    """Refuse ranks that give the same samples different losses. Raises: JobError."""
+    """Refuse ranks that compute different losses for the same samples. Raises: JobError."""
     first: dict[tuple[float, float], tuple[int, GrainLoss]] = {}
     for rank, loss in enumerate(GrainLoss(*seen) if seen is not None else None for seen in losses):
         if loss is None or not math.isfinite(loss.total):
@@ -149,7 +149,7 @@ def refuse_other_losses(losses: Sequence[tuple[float, float, float, float] | Non
 
 
 class RedoError(Exception):
-    """A step must be computed again, more carefully; nothing has been changed by it."""
+    """Request to compute a step again under a more conservative policy. The step has changed nothing."""
 
     def __init__(self, proposal: MicrobatchPolicy, reason: str) -> None:
         super().__init__(reason)
@@ -157,9 +157,9 @@ class RedoError(Exception):
 
 
 class _DrawlessScope(contextlib.AbstractContextManager[None]):
-    """Context of a forward and a backward of a model that draws nothing. Raises: RedoError where it has drawn.
+    """Context for a forward and backward of a model that draws no random numbers. Raises: RedoError if it has drawn.
 
-    It may be entered again and again; without `draws`, which watch over all steps, it looks at both ends of each.
+    The context is reusable. Without `draws`, a watch over all steps, it reads the generators at both ends of each use.
     """
 
     def __init__(self, computation: MicrobatchPolicy, draws: DrawWatch | None) -> None:
@@ -180,14 +180,14 @@ class _DrawlessScope(contextlib.AbstractContextManager[None]):
 
 @dataclass(frozen=True)
 class LossPair:
-    """Checked (total, weight) pair of a loss or metric, in a precision; equal for equal functions."""
+    """Loss or metric in a precision, checked to return a (total, weight) pair. Equal functions make equal objects."""
 
     function: Callable[[Any, Any], Any]
     precision: Precision
     what: str = "loss"
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        """Return (total, weight) of a batch on the device. Raises: LossError, UserCodeError."""
         if isinstance(batch, NoSamples):
             return torch.zeros((), device=self.precision.device), 0.0
         try:
@@ -212,7 +212,7 @@ class LossPair:
         return check_pair(self.what, pair)
 
 
-# What torch says where a parameter that is cut over ranks is used and has not been gathered.
+# Messages of torch about the use of a parameter that is cut over ranks and not gathered.
 _PAST_THE_MODEL = (
     "got mixed torch.Tensor and DTensor",
     "requires running forward through the root module first",
@@ -233,16 +233,16 @@ def refuse_past_the_model(what: str, error: Exception) -> None:
         ) from error
 
 
-# (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.
+# (function, batch) -> (total, weight), computed by all ranks of a pipeline.
 Evaluate = Callable[[LossPair, Any], tuple[float, float]]
 
 
 class LossComputer:
-    """Loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
+    """Loss of one job's microbatches on one device. `evaluate` computes it if the model is a pipeline.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
-    has the whole model. `compiles`: forwards with gradients are compiled. `gathers`: nothing but the shard axis divides
-    the model, so that each rank gathers whole parameters. `writing`: takes modules whose forward writes parameters.
+    has the whole model. `compiles`: forwards with gradients are compiled. `gathers`: only the shard axis divides the
+    model, so each rank gathers whole parameters. `writing`: receives the modules with a forward that writes parameters.
     """
 
     def __init__(
@@ -263,23 +263,23 @@ class LossComputer:
         self.writing = set() if writing is None else writing
         self.job, self.model, self.precision, self.evaluate = job, model, precision, evaluate
         self.exact, self.compiles, self.gathers = exact, compiles, gathers
-        self.look_seconds = 0.0  # of all looks so far
-        # Sums of an evaluation's first samples, by which a look finds what training leaves for it.
+        self.look_seconds = 0.0  # total of all looks
+        # Sums of an evaluation's first samples. A look compares them to detect state that training leaves.
         self.evaluation: Callable[[], tuple[float, ...]] | None = None
-        self.has_evaluated = False  # since the last look for state: what an evaluation leaves is state too
+        self.has_evaluated = False  # since the last look for state; evaluations may leave state too
         self.cut, self.divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
         self._drawless: _DrawlessScope | None = None
 
     def no_trace(self) -> NoTrace:
-        """A context for a look at the model, the loss and the samples."""
+        """Return a context that restores the model, the loss and the samples after a look."""
         source = getattr(self.job.train_data, "source", None)
         functions = {"loss": self.job.loss, "train_data": getattr(source, "data", None)}
         return NoTrace(self.model, functions, gathers=self.cut)
 
     def in_precision(self, precision: Precision) -> LossComputer:
-        """A computer of the same losses in another precision."""
+        """Return a computer of the same losses in another precision."""
         if precision == self.precision:
             return self
         known: dict[str, Any] = {
@@ -293,9 +293,9 @@ class LossComputer:
     def scope(
         self, microbatch: Microbatch, grains: GrainScope | None = None, draws: DrawWatch | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless.
+        """Return the context for a microbatch's forward and backward. It raises RedoError if the policy does not fit.
 
-        `draws` watches over those of steps that follow each other.
+        `draws`: a watch over the random draws of consecutive steps.
         """
         if self._computes_plainly and self.computation.randomness == "none":
             known = self._drawless
@@ -314,12 +314,12 @@ class LossComputer:
             yield
 
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """The same for a stage of a pipeline: it is entered again for the backward."""
+        """Return the context of `scope` for a pipeline stage, which enters it again for the backward."""
         grains = self.grain_scope(microbatch)
         return ReentrantContext(lambda: self.scope(microbatch, grains))
 
     def grain_scope(self, microbatch: Microbatch) -> GrainScope:
-        """The scope of a microbatch's random numbers and batch statistics."""
+        """Return the scope of a microbatch's random numbers and batch statistics."""
         by_position = self.computation.by_position
         return GrainScope(self.job.seed, microbatch.step, microbatch.grains, by_position=by_position)
 
@@ -342,11 +342,11 @@ class LossComputer:
                 raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        """Return (total, weight) of a batch on the device. Raises: LossError, UserCodeError."""
         return self.pair(self.model, batch)
 
     def why_not_fused(self, agreed: MicrobatchPolicy) -> str:
-        """Why grains do not share a forward, and what that means, in a line for people."""
+        """Return one line for people: why grains do not share a forward, and the consequence."""
         if agreed.randomness == "opaque":
             return "the model draws at random in ways that cannot be told apart by grain"
         if not agreed.coupled:
@@ -354,7 +354,7 @@ class LossComputer:
         return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.num_grains, self.job.grain_size)}"
 
     def check_buffers(self, buffers: StepBuffers) -> None:
-        """Raises: RedoError where a forward has changed buffers that were not known to change."""
+        """Check that a forward changed no buffers besides those in the policy. Raises: RedoError."""
         unknown = buffers.moved()
         if unknown:
             names = tuple({*buffers.names, *unknown})
@@ -362,7 +362,7 @@ class LossComputer:
 
 
 def no_gradient(weight: float) -> LossError:
-    """Return the error for a batch of that weight of which no part has a gradient."""
+    """Return the error for a batch that has a weight but yields no gradient."""
     return LossError(
         given=f"a loss of weight {weight:g} whose total depends on no trainable parameter",
         conflict="no part of the batch has a gradient",
@@ -371,11 +371,11 @@ def no_gradient(weight: float) -> LossError:
     )
 
 
-_MOST_BITS = 1023  # of an int that is a float64
+_MOST_BITS = 1023  # longest int that fits a float64
 
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
-    """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
+    """Return the pair as (total, weight). Raises: LossError, with the remedy, for a bare mean or any other value."""
     if type(pair) is tuple and len(pair) == 2:
         total, weight = pair
         if type(total) is type(weight) is Tensor and total.ndim == weight.ndim == 0 and total.is_floating_point():
@@ -412,5 +412,5 @@ def _no_pair(what: str, given: str, conflict: str) -> LossError:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """Without dims; where it has none a reshape would only add a node to the graph."""
+    """Return the tensor with shape []. A reshape of such a tensor would only add a node to the autograd graph."""
     return tensor.reshape(()) if tensor.ndim else tensor

@@ -1,7 +1,7 @@
-"""Coupled samples: detection of the module that mixes a batch's samples, so that its loss is no sum over grains.
+"""Coupled samples: detection of the module that mixes a batch's samples, so that the loss is not a sum over grains.
 
-Each call of a module is compared with itself, for a batch together and grain by grain: the first with equal rows as
-inputs and other rows as outputs is the cause. Two numbers are kept of each row, whatever its size.
+Each module call is compared between a forward of the whole batch and forwards of single grains. The first call with
+equal input rows and different output rows is the cause. A row of any size is stored as one number.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ UNPADDED = (
     "collate pad every batch to one fixed length"
 )
 REREAD = "train_data gives the same sample other values when it is read again"
-# Of a row's size: what rounding leaves of a difference, by bytes of the dtype. Rounding of float32 through a deep model
-# stays below the first (measured: 1e-5 after 48 blocks), of float64 far below the second; what samples do to each other
-# in a batch of less than a thousand is above both.
+# Relative tolerance for rounding, by bytes of the dtype. float32 through a deep model stays below the first (measured:
+# 1e-5 after 48 blocks), float64 far below the second. The effect of samples on each other exceeds both in a batch of
+# less than a thousand.
 _ROUNDING = {4: 1e-3, 8: 1e-7}
 
 
 @dataclass(frozen=True)
 class _LeafRows:
-    """The rows of one tensor, in no order: a number of each, and the size of the largest."""
+    """Rows of one tensor in no order: one number for each row, and the norm of the largest row."""
 
     numbers: Tensor
     size: float
@@ -58,7 +58,7 @@ class _LeafRows:
 
 @dataclass(frozen=True)
 class _RowsCall:
-    """One call of a module: the rows of what it was given, and of what it gave."""
+    """One call of a module, with the rows of its inputs and outputs."""
 
     name: str
     kind: str
@@ -66,7 +66,7 @@ class _RowsCall:
     gave: list[_LeafRows]
 
 
-_Calls = dict[tuple[str, int], _RowsCall]  # by name, and by which of the module's it is
+_Calls = dict[tuple[str, int], _RowsCall]  # by module name and number of the call
 
 
 def _rows(value: Any) -> list[_LeafRows]:
@@ -79,7 +79,7 @@ def _rows(value: Any) -> list[_LeafRows]:
 
 @contextlib.contextmanager
 def _watching(model: nn.Module) -> Iterator[_Calls]:
-    """The calls of the forwards in this context, in the order in which they end: what a module calls before itself."""
+    """Record the module calls in this context in the order in which they end: submodules before their parent."""
     calls: _Calls = {}
     names = {module: name for name, module in model.named_modules()}
     counts: Counter[str] = Counter()
@@ -98,7 +98,7 @@ def _watching(model: nn.Module) -> Iterator[_Calls]:
 
 
 def _differ(whole: list[_LeafRows], parts: list[list[_LeafRows]], rounding: float) -> bool:
-    """Whether rows of a batch together are others than those of its grains; what is no row by row tells nothing."""
+    """Check whether a batch's rows differ from the rows of its grains. Tensors without a row per sample are ignored."""
     if any(len(part) != len(whole) for part in parts):
         return True
     for place, rows in enumerate(whole):
@@ -106,7 +106,7 @@ def _differ(whole: list[_LeafRows], parts: list[list[_LeafRows]], rounding: floa
         if len(apart) != len(rows.numbers):
             continue
         size = max(rows.size, *(part[place].size for part in parts))
-        # Views of a sample may lie side by side or far apart: compared is which rows there are.
+        # Views of a sample may be adjacent or far apart, so rows are compared without their order.
         far = (rows.numbers.sort().values - apart.sort().values).abs().max()
         if float(far) > rounding * size:
             return True
@@ -120,9 +120,9 @@ def compare(
     parts: Sequence[Microbatch],
     itemsize: int,
 ) -> tuple[Sums, list[Sums], str]:
-    """The sums of a batch and of its grains, and where its samples are mixed, in a few words.
+    """Return the sums of a batch, the sums of its grains, and a phrase on where its samples are mixed.
 
-    `itemsize`: bytes of the dtype that is computed in. Raises: what the loss raises.
+    `itemsize`: bytes of the compute dtype. Raises: errors of the loss.
     """
     with _watching(model) as together:
         fused = loss(whole)
@@ -142,9 +142,9 @@ def compare(
 
 
 def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Microbatch], fused: Sums) -> str:
-    """Whether padding alone mixes the samples, and the sample that decides about it; empty where it does not.
+    """Return a phrase with the longest sample if only padding mixes the samples, otherwise an empty string.
 
-    It does where the loss is the sum over the grains' rows of the whole batch, in which all are padded alike.
+    In that case the loss is a sum over grains cut from the whole batch, where all samples have the same padding.
     """
     longest = _longest(whole, parts)
     if longest is None:
@@ -159,7 +159,7 @@ def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Micr
 
         try:
             sums.append(loss(replace(part, batch=tree_map(rows, whole.batch))))
-        except Exception:  # rows of a batch are no batch here
+        except Exception:  # the batch cannot be cut into rows
             return ""
         start = end
     scale = math.fsum(abs(total) for total, _ in sums)
@@ -168,7 +168,7 @@ def _padded(loss: Callable[[Any], Sums], whole: Microbatch, parts: Sequence[Micr
 
 
 def _longest(whole: Microbatch, parts: Sequence[Microbatch]) -> str | None:
-    """The longest sample, by the tensor of the batch that is as long as it; None where grains are equally long."""
+    """Describe the longest sample and the tensor with its length. Return None if all grains have equal lengths."""
     trees = [tree_leaves(part.batch) for part in parts]
     for number, leaf in enumerate(tree_leaves(whole.batch)):
         same = [leaves[number] for leaves in trees if len(leaves) > number]
@@ -191,7 +191,7 @@ def _longest(whole: Microbatch, parts: Sequence[Microbatch]) -> str | None:
 
 
 def _no_sum(fused: Sums, parts: list[Sums]) -> str:
-    """What is wrong with the pair that a loss gives, where it is no sum; empty where that cannot be told."""
+    """Describe why the pair of a loss is not a sum. Return an empty string if the reason is unknown."""
     weights = [weight for _, weight in parts]
     if fused[1] != math.fsum(weights):
         same = " as of each of them" if set(weights) == {fused[1]} else ""
@@ -220,7 +220,7 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float, *, same_batch
 
 
 def by_grain(coupled: str, grains: int, grain_size: int) -> str:
-    """Sentence on the verified numbers of a job whose forward mixes samples; empty where the loss or collate does."""
+    """Return a sentence on the verified numbers if the forward mixes samples; empty if the loss or collate does."""
     place = coupled.partition(": ")[0]
     if place == PADS:
         remedy = f"where the dependence is not meant, {UNPADDED}"
@@ -235,7 +235,7 @@ def by_grain(coupled: str, grains: int, grain_size: int) -> str:
 
 
 def meaning(coupled: str, grains: int, grain_size: int) -> str:
-    """Consequence for the result, and how to write the job for another, of a job of such grains."""
+    """Return the consequence of coupled samples for the result, and the change to the job that avoids it."""
     if coupled == REREAD:
         return (
             "no two runs learn from the same values; draw from torch's, Python's or numpy's global generators, which "

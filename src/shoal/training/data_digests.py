@@ -1,4 +1,4 @@
-"""Digests of samples of a job's data, drawn over each whole set, by which a resume notices other data."""
+"""Digests of samples spread over each of a job's data sets. A resume compares them to detect changed data."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shoal.data.source import MapSource, Source, TensorSource, digest_of_samples
 from shoal.launch.in_child import look_in_child
 from shoal.training.engine import Engine
 
-# Samples of each part of a digest; a part begins within so many seconds of the first one.
+# Samples in each part of a digest, and the time within which the last part has to start.
 _PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
 _SECONDS = 0.2
 _CHILD_SECONDS = 10.0
 
 
 def data_digests(engine: Engine, saved: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Digests of up to 256 samples of the training data, and of each evaluation set, in parts; see `_digests`.
+    """Return digests of up to 256 samples of the training data and of each evaluation set, in parts.
 
-    Streams, and data that differ from one reading to the next, have none. No more parts than `saved` has are read.
+    Streams and data that differ between two readings have no digest. `saved`: limits the number of parts.
     """
     data = engine.job.train_data
     workers: int | None = engine.plan.data.workers
     if data.reading.get("multiprocessing_context") not in (None, "fork"):
-        workers = None  # of which nothing is known here
+        workers = None  # spawned workers may read other values than this process
     sources = {"train_data": (data.source, workers)}
     sources |= {f"eval_data {name}".strip(): (own, 0) for name, own in engine.evaluator.sources.items()}
     most = {name: len(saved.get(name) or _PARTS) for name in sources}
@@ -43,26 +43,26 @@ def _read(source: Source, workers: int | None, most: int) -> list[str]:
             return list(_digests(source, most))
 
     def work() -> dict[str, list[str]]:
-        torch.set_num_threads(1)  # OpenMP's threads are not in a copy
+        torch.set_num_threads(1)  # a forked child has no OpenMP threads
         return {"digests": list(_digests(source, most))}
 
-    # Files that worker processes open must not be open here when these start.
+    # A child reads, since files that worker processes open must not be open here when the workers start.
     found = look_in_child(work, _CHILD_SECONDS)
     return found["digests"] if found is not None else []
 
 
 def _digests(source: MapSource, most: int) -> Iterator[str]:
-    """A digest of each part of the samples, until the time is over; none of data that differ when read again."""
+    """Yield a digest of each part of the samples until the time is over; none if a second reading differs."""
     began, done, found = time.monotonic(), 0, list[str]()
     for size in _PARTS[:most]:
         if done >= len(source) or time.monotonic() - began > _SECONDS:
             break
         places = np.arange(done, min(done + size, len(source)))
-        # All of a small set; of a large one some that are spread over it, however many there are.
+        # A small set is read completely. Of a large set, the samples are spread over its whole length.
         ids = places if len(source) <= sum(_PARTS) else spread(places, len(source))
         try:
             digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
-        except Exception:  # which a step tells
+        except Exception:  # a step reports it
             break
         if len(digests) > 1:
             return

@@ -1,9 +1,9 @@
-"""Default number of grains of a job, from its model and a few samples: never from devices, nor from a measurement.
+"""Default number of grains of a job, from its model and a few samples. It depends on no device and no measurement.
 
-A grain is the smallest microbatch. The bytes of activations that a sample leaves for its backward are estimated as its
-positions (tokens; patches, frames or pixels after the first layer's stride) times the features that the model's modules
-give at each, in float32. The estimate only orders jobs: it counts neither attention matrices nor what a model computes
-at fewer positions further down.
+A grain is the smallest microbatch. The estimate of a sample's activation bytes is positions times features, in float32.
+Positions are tokens, or patches, frames or pixels after the first layer's stride. Features are the elements that all
+modules compute at one position. The estimate only ranks jobs: it ignores attention matrices and the smaller number of
+positions in deeper layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal.plans.grains import FEW_GRAINS, default_grains
 from shoal.training.lazy_modules import lazy_names, whole
 
 _FLOAT_BYTES = 4
-# Samples that are looked at, spread over the data: ragged ones differ, and a batch is as long as its longest.
+# Number of samples to read, spread over the data: ragged samples differ, and a batch is as long as its longest sample.
 _LOOKED_AT = 8
-# Of torch and of Keras; by name, since importing Keras to ask would load what nobody uses.
+# Classes of torch and Keras, by name: an import of Keras would be slow for jobs that do not use it.
 _BATCH_NORMS = {"_BatchNorm", "BatchNormalization"}
 _DIMS_OF_TOKENS = 2
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,15 +47,15 @@ class GrainsChoice:
 
 
 def with_grains(job: Job) -> Job:
-    """The job with its number of grains, for hand-made engines. Raises: what its data raise."""
+    """Return the job with its number of grains, the default if the job has none. Raises: errors of the job's data."""
     return replace(job, grains=grains_of(job, outline(job)).num_grains) if job.grains is None else job
 
 
 def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> GrainsChoice:
-    """Number of grains of a job; `model` is its own, on whatever device, None where it could not be outlined.
+    """Return the number of grains of a job, and the reason.
 
-    Where the constructor computes with values, as much of it as can be put off is. Raises: DataError of data that
-    cannot be opened.
+    `model`: the job's model on any device, or None if `outline` failed. In this case a deferred construction is tried.
+    Raises: DataError if the data cannot be opened.
     """
     if job.grains is not None:
         return GrainsChoice(job.grains, "as the job says")
@@ -78,11 +78,11 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 
 
 def outline(job: Job) -> nn.Module | None:
-    """The job's model without values; None where its constructor computes with them, and only building it tells."""
+    """Return the job's model on the meta device, or None if its constructor computes with values."""
     try:
         with torch.device("meta"), _Undrawn(), unwrapped():
             model = job.model()
-        if lazy_names(model):  # whose shapes a forward with values gives
+        if lazy_names(model):  # their shapes need a forward with values
             with generators_kept():
                 model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
     except Exception:
@@ -95,9 +95,9 @@ _DRAWS |= {Tensor.normal_, Tensor.random_, Tensor.uniform_}
 
 
 class _Undrawn(TorchFunctionMode):
-    """Mode in which initializers leave tensors without values as they are.
+    """Mode in which initializers do nothing to tensors on the meta device.
 
-    On the meta device torch draws by a function in Python that imports its compiler: 2.6 s on two cores.
+    There, torch draws through a Python function that imports its compiler, which takes 2.6 s on two cores.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ def _normalises_batches(module: nn.Module) -> bool:
 
 
 def deferred_outline(job: Job) -> nn.Module | None:
-    """The outline of a model whose constructor computes with values, as far as that can be put off."""
+    """Return the job's model with deferred initial values, or None if its construction cannot be deferred."""
     try:
         with unwrapped():
             model = deferred(job.model, job.seed)[0]
@@ -124,7 +124,7 @@ def deferred_outline(job: Job) -> nn.Module | None:
 
 
 def features_of(model: nn.Module) -> int:
-    """Elements that the modules with parameters give at one position of a sample, all together."""
+    """Return the number of elements that all modules with parameters compute at one position of a sample."""
     return sum(map(_features, model.modules()))
 
 
@@ -137,14 +137,14 @@ def _features(module: nn.Module) -> int:
 
 
 def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
-    """Positions of a sample: its tokens where the model embeds any, else where its first layer puts features."""
+    """Return a sample's number of positions: tokens if the model has embeddings, else outputs of its first layer."""
     leaves = tensors_in(batch)
     embeds = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
     per_position = next(_taken_at_a_position(model), 0)
     found = [1]
     for leaf in leaves:
         elements = -(-leaf.numel() // num_samples)
-        # Whole numbers of further dims are pixels, or a class for each of them.
+        # Integers with more dims are pixels, or classes of pixels.
         if not leaf.is_floating_point() and leaf.ndim <= _DIMS_OF_TOKENS:
             found.append(elements if embeds else 1)
         elif per_position:
@@ -153,7 +153,7 @@ def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
 
 
 def _taken_at_a_position(model: nn.Module) -> Iterator[int]:
-    """Elements of a sample for each output position of the layers, first layer first."""
+    """Yield each layer's number of input elements per output position, first layer first."""
     for module in model.modules():
         if isinstance(module, _CONVOLUTIONS):
             yield module.in_channels * math.prod(module.stride)
@@ -164,9 +164,9 @@ def _taken_at_a_position(model: nn.Module) -> Iterator[int]:
 
 
 def _samples(data: Opened) -> tuple[Any, int] | None:
-    """A batch of some samples and their number; None of an iterator, and of what cannot be read: a step tells why.
+    """Return a batch of a few samples and their number, or None if they cannot be read ahead.
 
-    Leaves the global generators as they were.
+    Errors are left to the first step. The global generators stay unchanged.
     """
     source = data.source
     with generators_kept(), contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""CUDA graphs of functions: warm-up, capture and replay, and the operations that no replay could repeat."""
+"""CUDA graphs of functions: warm-up, capture and replay, and refusal of operations that a replay cannot repeat."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import PlanError
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
 
-# A function of tensors that stay where they are, which gives tensors.
+# A function of tensors at fixed addresses. It returns tensors.
 Body = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Captured function: `replay` runs its operations again, and `outputs` are where they leave their results."""
+    """Captured function. `replay` repeats its operations, which write their results into `outputs`."""
 
     replay: Callable[[], None]
     outputs: tuple[Tensor, ...]
 
 
 class CaptureRules(TorchDispatchMode):
-    """Context that refuses operations which a replay would not repeat: reads, values of the host, other draws.
+    """Context that refuses operations which a replay cannot repeat: reads, values of the host, unseeded draws.
 
-    `draws`: the scope whose random operations are repeated. Backwards of a device's own thread are seen too.
+    `draws`: the scope that seeds random operations before each replay. Backwards in a device's thread are checked too.
     """
 
     def __init__(self, draws: CapturedScope) -> None:
@@ -55,28 +55,28 @@ class CaptureRules(TorchDispatchMode):
         return found
 
     def _is_repeated(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a random operation draws nothing, or from a generator that is seeded before each replay."""
+        """Check whether a random operation draws nothing, or draws from a generator seeded before each replay."""
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("dropout_p") == 0.0 or self._draws.drawing is not None:
             return True
-        own = named.get("generator")  # another Python object than the scope has, of the same generator
+        own = named.get("generator")  # may be another Python object for one of the scope's generators
         return own is not None and own.initial_seed() in {g.initial_seed() for g in self._draws.all_generators}
 
 
 class Recorder(ABC):
-    """Interface of what captures a function's operations on a device."""
+    """Interface for the capture of a function's operations on a device."""
 
     @abstractmethod
     def warm_up(self, body: Body, rules: contextlib.AbstractContextManager[Any]) -> tuple[Tensor, ...]:
-        """Calls a function as it is, under `rules`, and leaves what only a first call does behind."""
+        """Call a function without a capture, under `rules`, to finish work that only a first call does."""
 
     @abstractmethod
     def record(self, body: Body, draws: CapturedScope) -> Recording:
-        """Captures a function that was warmed up; its results are there after a replay. Raises: what the body does."""
+        """Capture a warmed-up function. Its outputs have values only after a replay. Raises: errors of the body."""
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs: both on a side stream, as torch asks for of a whole step (its notes on CUDA semantics)."""
+    """Recorder with CUDA graphs. Both methods use a side stream, as torch's notes on CUDA semantics require."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -93,7 +93,7 @@ class CudaRecorder(Recorder):
         graph = torch.cuda.CUDAGraph()
         for generator in draws.all_generators:
             graph.register_generator_state(generator)
-        # Other threads copy samples and checkpoints meanwhile, which is no business of this capture.
+        # thread_local: other threads copy samples and checkpoints during the capture.
         with (
             _generator_restored(self._device),
             torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
@@ -104,9 +104,9 @@ class CudaRecorder(Recorder):
 
 @contextlib.contextmanager
 def _generator_restored(device: torch.device) -> Iterator[None]:
-    """A context after whose failure the device's global generator is one that no capture has been begun with.
+    """Release the device's global generator from the capture if the body of the context raises.
 
-    torch takes it into every capture, and ends that of a generator only where the capture has ended well.
+    torch registers this generator with every capture, and releases it only after a successful capture.
     """
     own = torch.cuda.default_generators[device.index or 0]
     state = own.get_state()
@@ -119,17 +119,17 @@ def _generator_restored(device: torch.device) -> Iterator[None]:
         raise
 
 
-# By the type of a device that has graphs.
+# Recorder by type of device, for devices with graphs.
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Addresses of tensors, which a graph goes by."""
+    """Return the addresses of tensors. A graph reads and writes memory by address."""
     return tuple([tensor.data_ptr() for tensor in tensors])
 
 
 def refuse_uncapturable(device: torch.device, *, mapped: bool) -> None:
-    """Raises: PlanError for a device without graphs, and for samples that are no map's."""
+    """Refuse a device without graphs, and data that are not map-style. Raises: PlanError."""
     given = "execution.cuda_graph = true, with {}"
     if device.type not in RECORDERS:
         raise PlanError(

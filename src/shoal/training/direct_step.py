@@ -1,6 +1,6 @@
-"""Fused step of torch's own optimizers on CPUs, straight to the kernel: without what their `step` looks up each time.
+"""Fused step of torch's own optimizers on CPUs by a direct kernel call, without the overhead of `Optimizer.step`.
 
-SGD.step makes some sixty calls around one kernel, which takes a tenth of them.
+SGD.step makes about sixty calls around one kernel. The direct step takes a tenth of these calls.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from torch import Tensor
 from shoal.distributed.process_setup import is_hooked
 from shoal.training.fused_step import can_fuse
 
-# As torch defines them: a class whose `step` was replaced since is stepped by that.
+# The steps as torch defines them. A class with a replaced `step` uses the replacement.
 _STEPS: dict[type[torch.optim.Optimizer], Any] = {
     kind: getattr(kind.step, "__wrapped__", kind.step) if getattr(kind.step, "hooked", False) else kind.step
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 }
-# What changes the meaning of a step where an optimizer has it as its own.
+# Instance attributes that change what an optimizer's step does.
 _OWN = {"step", "grad_scale", "found_inf"}
 _DTYPES = (torch.float32, torch.float64)
-# By `map`, so that no turn of a loop in Python is made for each parameter.
+# For use with `map`, which avoids a Python loop over the parameters.
 _PLAIN, _kind, _is_contiguous = {Tensor}, operator.attrgetter("layout", "dtype"), Tensor.is_contiguous
 
 
 @dataclass(frozen=True)
 class _KernelGroup:
-    """Group of an optimizer with its parameters, all in one dtype, and the state of each."""
+    """Group of an optimizer with its parameters, all of one dtype, and their states."""
 
     values: dict[str, Any]
     parameters: list[Tensor]
     count: int
     states: list[dict[str, Any]]
     dtype: torch.dtype
-    keeps: bool  # a momentum, or the largest squares of amsgrad
+    keeps: bool  # momentum, or the maximum squares of amsgrad
 
 
 class DirectStep:
-    """Step of an optimizer whose last one was fused, as long as groups, states and gradients are as they were."""
+    """Direct step of an optimizer, valid while groups, states and gradients are as in the last fused step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._groups = optimizer, list[_KernelGroup]()
@@ -49,7 +49,7 @@ class DirectStep:
         self._step: Any = None
 
     def learn(self) -> None:
-        """Takes up groups and states after an ordinary step, where the next one would be fused on the CPU."""
+        """Store groups and states after an ordinary step if the next step would be fused on the CPU."""
         optimizer, self._groups = self._optimizer, []
         step = type(optimizer).step
         original = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else step
@@ -80,7 +80,7 @@ class DirectStep:
         return _KernelGroup(values, parameters, len(parameters), states, kinds.pop(), keeps)
 
     def take(self) -> bool:
-        """Steps the optimizer; False where something is not as it was, and nothing has been changed."""
+        """Step the optimizer. Return False, without any change, if something differs from the stored state."""
         optimizer = self._optimizer
         groups, states = optimizer.param_groups, optimizer.state
         if not self._groups or len(groups) != len(self._groups) or len(states) != len(self._states):
@@ -144,7 +144,7 @@ def _sgd(group: _KernelGroup, gradients: list[Tensor]) -> None:
 
 
 def _is_plain(group: _KernelGroup) -> bool:
-    """Whether nobody has chosen other kernels since, or a rate that is a tensor."""
+    """Check whether a group still has its parameters, the default kernels and a learning rate that is a float."""
     values = group.values
     if values["params"] is not group.parameters or len(group.parameters) != group.count:
         return False
@@ -157,7 +157,7 @@ def _is_plain(group: _KernelGroup) -> bool:
 
 
 def _gradients(group: _KernelGroup) -> list[Tensor] | None:
-    """The gradients of a group, where each parameter has one that the kernel takes."""
+    """Return the gradients of a group, or None if a parameter lacks a gradient that the kernel accepts."""
     found: list[Any] = [p.grad for p in group.parameters]
     if set(map(type, found)) != _PLAIN or set(map(_kind, found)) != {(torch.strided, group.dtype)}:
         return None
