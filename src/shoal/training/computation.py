@@ -222,7 +222,7 @@ _PAST_THE_MODEL = (
 
 
 def refuse_past_the_model(what: str, error: Exception) -> None:
-    """Raise a JobError if torch says that code used cut parameters outside of the model's own forward."""
+    """Raise a JobError if torch's error reports a use of cut parameters outside the model's own forward."""
     if any(sign in text_of(error) for sign in _PAST_THE_MODEL):
         raise JobError(
             given=f"a {what} that uses parameters or parts of the model by themselves, or differentiates twice through "

@@ -1,6 +1,6 @@
 """Fused step of torch's own optimizers on CPUs by a direct kernel call, without the overhead of `Optimizer.step`.
 
-SGD.step makes about sixty calls around one kernel. The direct step takes a tenth of these calls.
+SGD.step makes about sixty calls around one kernel.
 """
 
 from __future__ import annotations

@@ -74,11 +74,11 @@ from shoal.training.trainer import Trainer
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
-# Elements of a model that one process looks at where ranks divide it, and seconds that the look may take.
+# Maximum number of elements of a divided model for a look at the whole model in one process, and its time limit.
 _MOST_WHOLE, _WHOLE_SECONDS = 1 << 22, 10.0
-# From so many metrics on, a run says what they cost.
+# Runs with at least this number of metrics report the metrics' cost.
 _MANY_METRICS = 3
-# What runs that have not asked for it are told.
+# Note for runs that did not request the shared copy.
 _ONE_COPY = (
     "the ranks share one copy of the model and the optimizer's state; to give each its own, run with --plan and a copy "
     "of this run's plan.toml in which [memory] shared = false"
@@ -91,25 +91,25 @@ class Engine(TrainingParts):
 
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
-    unseeded: tuple[str, ...] = ()  # those of the notes that are on initial values
-    taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
-    is_new: bool = False  # whether the run begins, and nothing has looked at its job yet
+    unseeded: tuple[str, ...] = ()  # the notes about initial values
+    taken: TakenWeights | None = None  # initial weights from elsewhere, if any
+    is_new: bool = False  # whether the run is new, so that no look at its job came before
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, each parameter once."""
+        """Number of elements of all parameters, each parameter once."""
         return sum(math.prod(shape) for shape in self.sharded_model.shapes().values())
 
     def load(self) -> tuple[RunState | None, list[str]]:
-        """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
-        self.keeper.clean()  # not at a rollback, during which a checkpoint may be on its way
+        """Load the newest intact checkpoint. Return its state and lines on damaged files. Collective: all ranks."""
+        self.keeper.clean()  # not at a rollback, when a checkpoint may still be in transit
         return self.keeper.load(self.first_state().loss_scale)
 
     def rehearse(self) -> str | None:
-        """Computes the first of an evaluation, to find what would raise in it before a step is trained for it.
+        """Compute the first chunks of an evaluation, so that its errors appear before the first step.
 
-        Not where blocks are compiled, which would be compiled for another shape first. Collective: all ranks.
-        Returns a line for people where each of several metrics runs the model again.
+        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return a line for people
+        if each of several metrics runs the model again, otherwise None. Collective: all ranks.
         """
         if self.plan.execution.compile != "none":
             return None
@@ -133,24 +133,24 @@ class Engine(TrainingParts):
         )
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
-        """The trainer that goes on from `state`, or begins."""
+        """Return the trainer, which resumes from `state`, or starts at the first step if it is None."""
         self.introduce_callbacks(num_steps, around)
         return Trainer(self, around, state or self.first_state(), num_steps, records)
 
     def introduce_callbacks(self, num_steps: int, around: Surroundings) -> None:
-        """Tells the callbacks which run they are in, which goes up to `num_steps`."""
+        """Pass the facts about the run, which ends after `num_steps` steps, to the callbacks."""
         known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
         facts = RunFacts(*known, around.out, around.settings, around.description)
         build, optimizer = functools.partial(make_model, self.job), self.updater.optimizer
         self.callbacks.begin(facts, self.sharded_model, optimizer, build, note=around.note, events=around.events)
 
     def first_state(self) -> RunState:
-        """Before the first step."""
+        """Return the state before the first step."""
         scale = LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
         return RunState(loss_scale=scale, grains=self.job.grains)
 
     def close(self) -> None:
-        """Ends threads and worker processes, and takes the strategy's hooks off."""
+        """Stop threads and worker processes, and remove the strategy's hooks."""
         self.strategy.close()
         self.keeper.close()
         self.loader.close()
@@ -158,20 +158,20 @@ class Engine(TrainingParts):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run; but for initial weights none changes its results.
+    """Options of a run. Only `initial_weights` changes the results.
 
-    `checkpoints` is their directory, None for none, of which the newest `keep_checkpoints` are kept, None for all;
-    `saved` the file that has the newest one's step, `fence` that of the ranks' generation; `remote`: where checkpoints
-    are, if not there; `eval_samples` the most that an evaluation reads, None for all; `take_workers`: a DataLoader's
-    num_workers becomes data.workers; `may_copy`: memory.shared = true is given up where a job needs copies;
-    `chooses_format`: execution.channels_last is chosen;
-    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
-    `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
-    `bad_samples` is how many that cannot be read are left out, `check_replicas` the steps between checks of them;
-    `mtbf_seconds` the mean time between losses of ranks, None where none was lost.
-    `compares_replicas`: replicas are compared after the first steps and the last, as where no verification does it.
-    `listener` is told of the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
-    find initial values that do not follow from the job's seed, but for those that were not `drawn_at_import`.
+    `checkpoints`: the checkpoints' directory, None to write none. `keep_checkpoints`: maximum number of them, None for
+    all. `saved`: file with the newest checkpoint's step. `fence`: right of the ranks' generation to write. `remote`:
+    place of the checkpoints outside the directory. `eval_samples`: maximum number of samples in an evaluation, None for
+    all. `take_workers`: a DataLoader's num_workers sets data.workers. `may_copy`: a job that needs copies ignores
+    memory.shared = true. `chooses_format`: the engine chooses execution.channels_last. `heartbeat`: read by the
+    launcher. `initial_weights`: replace the values from the job's model(). `callbacks`: the job's callbacks in a run,
+    none in a verification or measurement. `bad_samples`: maximum number of unreadable samples to skip.
+    `check_replicas`: number of steps between checks of replicas. `compares_replicas`: whether replicas are compared
+    after the first steps and the last step. `mtbf_seconds`: mean time between losses of ranks, None if none was lost.
+    `listener`: receives the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
+    detect initial values that do not follow from the job's seed. `drawn_at_import`: such values include tensors that
+    were made before the call of model().
     """
 
     checkpoints: Path | None = None
@@ -199,7 +199,7 @@ class Options:
 
 
 def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
-    """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
+    """Build the engine of a run. Raises: errors of the job's parts on any rank, on all ranks. Collective: all ranks."""
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
@@ -274,14 +274,14 @@ def look_at_whole(engine: Engine) -> None:
     """Raise the JobError that a run of one process would raise before its first step, if the model is small.
 
     A rank of a divided model sees the state of its own part, and computes no gradient alone. So a child process builds
-    the whole model and looks at that. Whatever else the child raises is left to the run itself.
+    the whole model and looks at it. Other errors of the child are left to the run.
     """
     if engine.num_parameters > _MOST_WHOLE or not isinstance(engine.job.train_data.source, MapSource):
         return
     plan = Plan(execution=ExecutionSection(exact=engine.plan.execution.exact))
 
     def work() -> dict[str, Any]:
-        torch.set_num_threads(1)  # OpenMP's threads are not in a copy
+        torch.set_num_threads(1)  # a forked child has no OpenMP threads
         one = build(engine.job, judged(engine.job, plan).plan, alone(torch.device("cpu")), Options(telemetry=False))
         try:
             one.rehearse()
@@ -297,7 +297,7 @@ def look_at_whole(engine: Engine) -> None:
 
 
 def _buffers(job: Job, plan: CompletePlan, sharded_model: ShardedModel, order: Order | None) -> StepBuffers:
-    """The buffers that a step may change; `order` where it is known which grains a step has."""
+    """Return the buffers that a step may change. `order`: set if the grains of each step are known ahead."""
     found = StepBuffers(
         sharded_model.model,
         sharded_model.counts_buffer,
@@ -337,7 +337,7 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, pl
 
 
 def _of_first_server(plan: Plan, parameters: Parameters) -> Callable[[nn.Parameter], bool]:
-    """Whether the first parameter server updates a parameter."""
+    """Return a predicate for parameters that the first parameter server updates."""
     from shoal.parallel.data.pushed import divide_parameters
 
     sizes = {name: p.nbytes for name, p in parameters.named}
@@ -354,17 +354,17 @@ def _take_hooks(sharded_model: ShardedModel, plan: Plan) -> None:
 def _with_copies(
     plan: CompletePlan, sharded_model: ShardedModel, made: tuple[Job, torch.optim.Optimizer], options: Options
 ) -> tuple[CompletePlan, ShardedModel, list[str]]:
-    """The plan, with a copy of the parameters for each rank where one for all would not do, and a note on it.
+    """Give each rank a copy of the parameters if a shared copy cannot work. Return the plan, the model and notes.
 
-    Collective: all ranks, JSON gathers where the plan has one copy. Raises: JobError where that is asked for, and the
-    job does not allow it.
+    Raises: JobError if the user requests a shared copy that the job does not allow.
+    Collective: all ranks, JSON gathers if the plan shares one copy.
     """
     if not plan.shares_memory:
         return plan, sharded_model, []
     mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
     lacking = need_here()
     need = lacking or copy_need(model, optimizer, job.callbacks, [*sharded_model.hooks.by_name])
-    # A plan may be of another machine's making.
+    # The plan may come from another machine.
     if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
         together(mesh, lambda: need.refuse() if need is not None else None)
         return plan, sharded_model, []
@@ -374,14 +374,14 @@ def _with_copies(
     why = next((why for why, _ in told if why is not None), None)
     if why is None and not any(small for _, small in told):
         return plan, sharded_model, [_ONE_COPY]
-    # Of a small model nobody asks, but whose plan says it.
+    # No note about a small model, unless the user's plan requests the shared copy.
     is_untold = why is None or (told[0][1] and options.may_copy)
     notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]
     return plan.with_copies, ShardedModel(mesh, model, hooks=sharded_model.hooks), notes
 
 
 def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
-    """Evaluation of the job's sets, and notes on the data; `how`: arguments of an Evaluator. Collective: all ranks."""
+    """Build the evaluation of the job's sets, with notes. `how`: arguments of an Evaluator. Collective: all ranks."""
     data = together(mesh, lambda: open_evaluations(job))
     how |= {"most_samples": options.eval_samples, "heartbeat": options.heartbeat}
     functions = {"loss": job.loss, **job.metrics}
@@ -400,7 +400,7 @@ def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
 
 
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
-    """What a plan asks of the data. Raises: PlanError for what it cannot do; warns of what has no effect."""
+    """Check the data against the plan, and warn about settings without effect. Raises: PlanError."""
     source = data.source
     if plan.execution.cuda_graph:
         refuse_uncapturable(mesh.device, mapped=isinstance(source, MapSource))
@@ -423,11 +423,11 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
 class _ModelOfRank(NamedTuple):
     model: ShardedModel
     pipeline: Pipeline | None = None
-    notes: tuple[str, ...] = ()  # on the origin of its initial values
+    notes: tuple[str, ...] = ()  # about the origin of its initial values
 
 
 def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _ModelOfRank:
-    """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
+    """Build the model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
@@ -435,7 +435,7 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
         made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
         held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
-        clear_caches({"model": job.model, "loss": job.loss})  # of what model() and proofs have left there
+        clear_caches({"model": job.model, "loss": job.loss})  # model() and proofs have filled them
         return _ModelOfRank(*held)
     mesh = mapped(plan, mesh)
     make = functools.partial(seeded_model, job)
@@ -452,13 +452,13 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
 
 
 def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
-    """Initial weights from elsewhere, before anything makes copies of parameters, such as an optimizer."""
+    """Load initial weights from elsewhere, before other code, such as an optimizer, copies the parameters."""
     wanted = options.initial_weights
     return take_weights(wanted, sharded_model) if wanted is not None else None
 
 
 def _refuse_dtypes(sharded_model: ShardedModel) -> None:
-    """Raises: JobError for a parameter or buffer that no checkpoint and no trace can hold."""
+    """Refuse parameters and buffers of a dtype that checkpoints and traces cannot store. Raises: JobError."""
     named = ((name, t.dtype) for name, (_, t) in sharded_model.tensors().items())
     found = next(((name, dtype) for name, dtype in named if dtype not in DTYPE_NAMES), None)
     if found is not None:
@@ -470,18 +470,18 @@ def _refuse_dtypes(sharded_model: ShardedModel) -> None:
 
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
-    """The job's model with the seed's initial values, on the device in the plan's dtype. Raises: as its parts."""
+    """Build the job's model from the seed, on the device in the plan's dtype. Raises: as `make_model`."""
     return precision.apply(seeded_model(job).to(precision.device))
 
 
 def seeded_model(job: Job) -> nn.Module:
-    """The module of the job's `model`, constructed from the seed. Raises: as `make_model`."""
+    """Build the job's model with initial values from the seed. Raises: as `make_model`."""
     seed_everything(random_key(job.seed, "initial values"))
     return make_model(job)
 
 
 def make_model(job: Job) -> nn.Module:
-    """Module of the job's `model`, constructed on one thread: the same bits. Raises: UserCodeError, JobError."""
+    """Build the job's model on one thread, so that its bits are always identical. Raises: UserCodeError, JobError."""
     try:
         with one_thread(), unwrapped():
             model = adapted(job.model())
@@ -501,7 +501,7 @@ def make_model(job: Job) -> nn.Module:
 
 
 def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:
-    """The plan with as many data workers as a DataLoader has, where nobody said how many; and what has no effect."""
+    """Return the plan with a DataLoader's number of workers, unless the user set one, and notes on the data."""
     wanted, have = data.workers, plan.data.workers
     if wanted is None or wanted == have or not isinstance(data.source, MapSource):
         return plan, data.notes

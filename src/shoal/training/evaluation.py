@@ -1,4 +1,4 @@
-"""Evaluation: metrics as sums over every sample once, whatever the number of ranks."""
+"""Evaluation: metrics as sums over all samples, each sample once, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from shoal.training.look import differ, find_state
 from shoal.training.preflight import refuse_other_samples
 
 T = TypeVar("T")
-# What torch's autograd says of a derivative under no_grad.
+# Messages of torch's autograd about a derivative under no_grad.
 _NO_GRADIENT = ("does not require grad", "not have been used in the graph")
 
 # (model, batch) -> outputs with a row per sample.
 Predict = Callable[[Any, Any], Any]
 
-# Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
+# Maximum number of samples in one forward of an evaluation. The chunks must not depend on the layout.
 MAX_CHUNK = 256
-# And where only some samples are evaluated: few, and still more than one chunk.
+# The same if only some samples are evaluated: small, to have more than one chunk.
 SAMPLED_CHUNK = 4
 
 
@@ -64,9 +64,10 @@ class Evaluator:
         heartbeat: Heartbeat | None = None,
         name: str = "eval_data",
     ) -> None:
-        """`divided`: the model computes with other ranks; `syncs_every_microbatch`: also with others.
+        """Create the evaluator. `divided`: several ranks compute the model together. `name`: of the data, in messages.
 
-        `name` of the data in messages. `evaluate` computes a pair where the model's stages are on several ranks.
+        `syncs_every_microbatch`: ranks with different chunks communicate in each forward. `evaluate`: computes a
+        metric's pair if the model's stages are on several ranks. `most_samples`: None for all samples.
         """
         self._evaluate, self._heartbeat = evaluate, heartbeat or Heartbeat(None)
         self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
@@ -75,17 +76,17 @@ class Evaluator:
         self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
-        # By name of a metric whether it differentiates, as its first call has shown.
+        # By name of a metric: whether it needs gradients, as its first call showed.
         self._differentiates: dict[str, bool] = {}
-        self.without_value: dict[str, str] = {}  # the last evaluation's metrics that have none, and why
+        self.without_value: dict[str, str] = {}  # metrics without a value in the last evaluation, and why
         self._most = most_samples
         self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
-        """Each metric's sum over its count, and how many samples were evaluated.
+        """Return each metric's total divided by its weight, and the number of samples.
 
-        Collective: all ranks, one JSON gather. Raises: on every rank where any raised.
+        Raises: an error of any rank, on every rank. Collective: all ranks, one JSON gather.
         """
         if self.source is None:
             return {}, 0
@@ -105,9 +106,9 @@ class Evaluator:
         return metrics, count
 
     def rehearse(self, model: nn.Module) -> None:
-        """Compute this rank's first chunk as an evaluation does, to find now what would raise there; changes nothing.
+        """Compute this rank's first chunk to detect errors of an evaluation early. It changes nothing.
 
-        A stream is not begun. Collective: all ranks. Raises: as `evaluate`; JobError for state that changes a metric.
+        Streams are skipped. Raises: as `evaluate`; JobError for state that changes a metric. Collective: all ranks.
         """
         if isinstance(self.source, MapSource):
             several = self._mesh.world_size > 1
@@ -140,7 +141,7 @@ class Evaluator:
         )
 
     def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
-        """Return all metrics' totals and weights over one of this rank's first chunks; nothing of a stream."""
+        """Return all metrics' totals and weights over the chunk of this rank with this index; empty for a stream."""
         if not isinstance(self.source, MapSource):
             return ()
         sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
@@ -168,12 +169,12 @@ class Evaluator:
                 samples.append(size)
             for number, (name, function) in enumerate(self._metrics.items(), 1):
                 calls.clear()
-                # Another function, or another try of this one, finds the batch as it was read.
+                # Other functions, and a second attempt of this function, need the batch as it was read.
                 copies = number < len(self._metrics) or name not in self._differentiates
                 call = functools.partial(self._pair, name, function, model, copies=copies)
                 total, weight = self._called(name, model, functools.partial(call, batch))
-                # Other ranks are in the model: where this chunk had nothing for it, another one has, the same on each
-                # such rank.
+                # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does, the
+                # same on all such ranks.
                 for other in self._fillers() if meets and not calls else ():
                     self._called(name, model, functools.partial(call, other))
                     if calls:
@@ -183,11 +184,11 @@ class Evaluator:
                     sums[name][1].append(float(weight))
         if handle is not None:
             handle.remove()
-        self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
+        self._heartbeat.enter("exposed_communication")  # the next exchange waits for the other ranks
         return {"samples": samples, "sums": sums, "first": digest_of_samples(self._first)}
 
     def _batches(self, place: DataRank) -> Iterator[tuple[int, Any]]:
-        """This rank's chunks as (samples, batch on the device), each with the generators that belong to it."""
+        """Yield this rank's chunks as (number of samples, batch on the device). Seed the generators for each chunk."""
         for number, size, batch in self._chunks(place):
             self._heartbeat.enter("evaluation")
             batch = self._precision.inputs(batch)
@@ -195,14 +196,14 @@ class Evaluator:
             yield size, batch
 
     def _fillers(self) -> Iterator[Any]:
-        """The batches of all chunks, on the device, in an order that is the same on all ranks."""
+        """Yield the batches of all chunks, on the device, in the same order on all ranks."""
         for _, _, batch in self._chunks(DataRank(0, 1)):
             yield self._precision.inputs(batch)
 
     def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
-        """Gives `take` the number of samples of each of this rank's chunks, in order, and what `function` makes of it.
+        """Call `take` with the number of samples and the `function`'s output for each of this rank's chunks, in order.
 
-        Of a model that this process has whole, in eval mode and without gradients. Raises: UserCodeError.
+        This process must have the whole model, which is in eval mode without gradients. Raises: UserCodeError.
         """
         training = model.training
         model.eval()
@@ -218,11 +219,11 @@ class Evaluator:
             model.train(training)
 
     def _called(self, name: str, model: nn.Module, call: Callable[[], T]) -> T:
-        """The result of a `call` of a metric: without gradients, or with them where it differentiates.
+        """Return the result of a metric's `call`, without gradients unless the metric differentiates.
 
-        A first call that raises without gradients is tried again with them, from the same buffers and generators.
-        Ranks that compute one model together try again only where torch says that gradients are missing: all ranks
-        then raise alike. Gradients that the call accumulates in parameters are dropped.
+        If the first call raises without gradients, repeat it with them, from the same buffers and generators. Ranks
+        that compute one model together repeat it only if torch's error reports missing gradients: then all ranks raise.
+        Gradients that the call accumulates in parameters are discarded.
         """
         device = self._mesh.device
         known = self._differentiates.get(name)
@@ -253,7 +254,7 @@ class Evaluator:
             return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
     def _read(self, stream: Iterable[Any]) -> Iterator[list[Any]]:
-        """The chunks of a stream: one that draws draws the same on every rank, whatever was computed in between."""
+        """Yield the chunks of a stream. Seed the generators for each chunk, so that all ranks read the same samples."""
         samples: Iterator[Any] | None = None
         for number in itertools.count():
             seed_everything(random_key(self._job.seed, "evaluation read", number))
@@ -267,13 +268,13 @@ class Evaluator:
             yield chunk
 
     def _chunks(self, place: DataRank) -> Iterator[tuple[int, int, Any]]:
-        """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
+        """Yield this rank's chunks as (index, number of samples, batch). Rank index % num_ranks computes a chunk."""
         if isinstance(self.source, MapSource):
             count = min(len(self.source), self._most or len(self.source))
             rounds = range(0, count, place.num_ranks * self._chunk)
             for start in (first + place.rank * self._chunk for first in rounds):
                 if start >= count:
-                    if self._syncs_every_microbatch:  # as many as others, of no samples
+                    if self._syncs_every_microbatch:  # an empty chunk, to have as many as other ranks
                         yield 0, 0, self.source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
                     continue
                 ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
@@ -292,7 +293,7 @@ class Evaluator:
 
 
 class EvaluationSets:
-    """Evaluators of a job's evaluation sets by name; metrics are named `NAME/METRIC`, or `METRIC` without a name."""
+    """Evaluators of a job's evaluation sets by name. Metrics are `NAME/METRIC`, or `METRIC` for an unnamed set."""
 
     def __init__(self, by_name: Mapping[str, Evaluator]) -> None:
         self._by_name = dict(by_name)
@@ -303,7 +304,7 @@ class EvaluationSets:
         return {name: own.source for name, own in self._by_name.items() if own.source is not None}
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
-        """As an `Evaluator`, of one set after the other; the samples are those of all sets together."""
+        """Return the metrics of all sets, and the number of samples in all sets. Collective: all ranks."""
         metrics: dict[str, float] = {}
         count = 0
         for name, evaluator in self._by_name.items():
@@ -314,17 +315,17 @@ class EvaluationSets:
 
     @property
     def without_value(self) -> dict[str, str]:
-        """As an `Evaluator`'s, of all sets."""
+        """Metrics of all sets without a value in the last evaluation, and why."""
         sets = self._by_name.items()
         return {named_metric(name, metric): why for name, one in sets for metric, why in one.without_value.items()}
 
     def rehearse(self, model: nn.Module) -> None:
-        """As an `Evaluator`, of each set."""
+        """Rehearse the evaluation of each set, as `Evaluator.rehearse` does. Collective: all ranks."""
         for evaluator in self._by_name.values():
             evaluator.rehearse(model)
 
     def first_sums(self, model: nn.Module) -> tuple[float, ...]:
-        """As an `Evaluator`, of all sets."""
+        """Return the first sums of all sets, as `Evaluator.first_sums` does."""
         return tuple(number for evaluator in self._by_name.values() for number in evaluator.first_sums(model))
 
 
@@ -339,7 +340,7 @@ def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """A context after which parameters have the gradients that they had: a metric may run a backward."""
+    """Clear the parameters' gradients, since a metric may run a backward, and restore them at the end."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in kept:
@@ -352,7 +353,7 @@ def _gradients_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A context that an error leaves with buffers and generators as they were, for another try."""
+    """Restore buffers and generators if the body of the context raises, for a second attempt."""
     kept = [
         (module._buffers, name, value, value._version, value.detach().clone())
         for module in model.modules()

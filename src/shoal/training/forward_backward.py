@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's microbatches on this rank, whoever computes their losses, and observers."""
+"""Forward and backward passes of a step's microbatches on this rank, and the interface of a step's observers."""
 
 from __future__ import annotations
 
@@ -30,66 +30,66 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Interface of a step's hooks, called on every rank; this class does nothing. An observer must change nothing.
+    """Interface of a step's hooks, called on every rank. This class does nothing. An observer must change nothing.
 
-    A step that has to be computed again begins again. Gradients are read off the parameters' `.grad`.
+    If a step is computed again, its hooks are called again, from `begin`. Gradients are in `parameter.grad`.
     """
 
     @property
     def has_hooks(self) -> bool:
-        """Whether its hooks may do anything."""
+        """Whether the hooks may do anything."""
         return type(self) is not Observer
 
     @property
     def looks(self) -> bool:
-        """Whether each step that comes is read before the next one, to be looked at. The same on all ranks."""
+        """Whether each coming step must be read before the next step is queued. Identical on all ranks."""
         return self.has_hooks
 
     @property
     def always_looks(self) -> bool:
-        """Whether it will look at every step that comes, and not at the next few alone."""
+        """Whether the observer looks at every coming step, not only at the next few."""
         return self.looks
 
     def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
-        """A run's parts are built, before its first step. Called by who has built them, not by the engine."""
+        """Receive a run's parts before the first step. The code that builds the engine calls this, not the engine."""
 
     def begin(self, step: int, factor: float) -> None:
-        """A step's computation starts; loss totals are multiplied by `factor` before the backward."""
+        """Handle the start of a step. Loss totals are multiplied by `factor` before the backward."""
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
-        """The forward of a microbatch comes next; `batch` is on the device."""
+        """Handle a microbatch before its forward. `batch` is on the device."""
 
     def forwarded(self) -> None:
-        """The forward of that microbatch is done as far as this rank's stage of the model goes, which has no loss."""
+        """Handle the end of the microbatch's forward on a pipeline stage that computes no loss."""
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
-        """The loss of that microbatch; its backward comes next."""
+        """Handle the loss of the microbatch before its backward."""
 
     def computed(self) -> None:
-        """The backward of that microbatch is done."""
+        """Handle the end of the microbatch's backward."""
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        """Gradients are summed over all ranks; times `scale` they are the mean. `loss` is the mean loss."""
+        """Handle the gradients' sums over all ranks. Times `scale` they are the mean. `loss` is the mean loss."""
 
     def clipped(self, norm: float) -> None:
-        """Gradients are the mean, clipped; `norm` is theirs before."""
+        """Handle the mean gradients after clipping. `norm`: their norm before clipping."""
 
     def updated(self, skipped: str | None) -> None:
-        """Parameters, optimizer and buffers are those after the step, or unchanged where it was skipped."""
+        """Handle the end of a step. `skipped`: why the step changed nothing, None after an update."""
 
     def pulled(self, version: int) -> None:
-        """A worker with parameter servers has the parameters after so many steps."""
+        """Handle the parameters after `version` steps, which a worker pulled from parameter servers."""
 
     def part_begins(self, part: int) -> None:
-        """Such a worker begins to compute a part of a step."""
+        """Handle the start of a part of a step, on a worker with parameter servers."""
 
     def part_computed(self) -> None:
-        """Such a worker has computed its part; in fast mode the parameters' `.grad` are its gradients."""
+        """Handle the end of a worker's part of a step. In fast mode its gradients are in `parameter.grad`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Model, strategy, policy and observers that the microbatches of a step are computed with."""
+    """Model, strategy, policy and observer for the microbatches of a step."""
 
     mesh: Mesh
     precision: Precision
@@ -103,14 +103,14 @@ class StepParts:
 
     @functools.cached_property
     def observer_looks(self) -> bool:
-        """Whether the observer's hooks may do anything."""
+        """Whether the hooks of the observer may do anything."""
         return self.observer.has_hooks
 
 
 def labelled(
     clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """A context that a trace names by the grains of a microbatch."""
+    """Return a context that a trace labels with the grains of a microbatch."""
     if not clock.is_listened_to:
         return contextlib.nullcontext()
     numbers = [grain.index for grain in microbatch.grains]
@@ -128,7 +128,7 @@ def _within(
 
 @dataclass  # made in every step
 class LoadedMicrobatch:
-    """Microbatch that was read; `batch` waits for its transfer to the device."""
+    """Microbatch that was read. `batch` waits for its transfer to the device."""
 
     microbatch: Microbatch
     batch: Callable[[], Any]
@@ -136,18 +136,18 @@ class LoadedMicrobatch:
 
 @dataclass  # made in every step
 class ForwardBackward:
-    """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward.
+    """Forwards and backwards of a step. Loss totals are multiplied by `factor` before the backward.
 
-    `draws` watches over all steps.
+    `draws`: a watch over the random draws of all steps.
     """
 
     parts: StepParts
     factor: float
     draws: DrawWatch | None = None
-    scale: float = 1.0  # of a loss total as the backward begins with it: the factor, where the strategy has not got it
+    scale: float = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
 
     def begin(self, step: int) -> None:
-        """Starts the step, perhaps again: no gradients, no sums."""
+        """Start the step, or start it again, without gradients and sums."""
         parts = self.parts
         parts.strategy.begin(step, self.factor)
         self.scale = 1.0 if parts.strategy.begins_with_factor and parts.pipeline is None else self.factor
@@ -156,9 +156,9 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
-        """A context for the forward and the backward of one microbatch, of which it gives the batch.
+        """Open a context for the forward and backward of one microbatch, and yield its batch.
 
-        Raises: RedoError where it has to be computed more carefully.
+        Raises: RedoError if the microbatch needs a more conservative policy.
         """
         batch = self.enter(loaded)
         with self.scope(loaded.microbatch):
@@ -166,7 +166,7 @@ class ForwardBackward:
         self.leave()
 
     def enter(self, loaded: LoadedMicrobatch) -> Any:
-        """Begins a microbatch, which is to be computed in its `scope`: its batch."""
+        """Begin a microbatch and return its batch. The caller computes it within `scope`."""
         parts = self.parts
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
@@ -176,13 +176,13 @@ class ForwardBackward:
         return batch
 
     def scope(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """The context of the forward and the backward of a microbatch. Raises: RedoError, as `microbatch`."""
+        """Return the context for a microbatch's forward and backward. Raises: RedoError, as `microbatch`."""
         parts = self.parts
         own = parts.computer.scope(microbatch, draws=self.draws)
         return _within(labelled(parts.clock, microbatch), own) if parts.clock.is_listened_to else own
 
     def leave(self) -> None:
-        """Ends a microbatch after its `scope`."""
+        """End a microbatch after its `scope`."""
         parts = self.parts
         if parts.observer_looks:
             parts.observer.computed()
@@ -190,7 +190,7 @@ class ForwardBackward:
             parts.buffers.restore()
 
     def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
-        """Terms of a step's sums from what this microbatch has left in the buffers; `again`: of a later stage here."""
+        """Return the buffers' terms of the step's sums after a microbatch. `again`: for a later stage on this rank."""
         buffers = self.parts.buffers
         if buffers.is_empty:
             return buffers.nothing
@@ -207,10 +207,10 @@ class ForwardBackward:
         return sums
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, *, last: bool) -> None:
-        """Add the gradients of a microbatch, its sums, and what it has left in the buffers. Raises: UserCodeError.
+        """Run a microbatch's backward. Add its gradients, sums and buffers to the step's. Raises: UserCodeError.
 
-        The buffers are read after the backward, which writes them too where the job recomputes modules itself.
-        `last`: of the step's on this rank.
+        Buffers are read after the backward, because it also writes them if the job recomputes modules itself.
+        `last`: this microbatch is the step's last on this rank.
         """
         strategy = self.parts.strategy
         self.parts.clock.mark("backward")
@@ -227,17 +227,17 @@ class ForwardBackward:
             strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
 
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
-        """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
+        """Return the sums over all ranks, and complete every parameter's gradient. Collective: all ranks."""
         return self.parts.strategy.finish(flags, NUM_SUMS + self.parts.buffers.num_values, row)
 
     def queue(self, flags: Flags, row: list[float]) -> QueuedSums:
-        """As `finish`, of a strategy that `queues`."""
+        """Do the same as `finish` without a wait, for a strategy that `queues`. Collective: all ranks."""
         return self.parts.strategy.queue(flags, NUM_SUMS + self.parts.buffers.num_values, row)
 
     def updated(self, sums: StepSums, skipped: str | None) -> str | None:
-        """Ends the step after its update, or after it was `skipped`: sets the buffers that forwards change.
+        """End the step. Set the buffers that forwards change, unless the step was `skipped`.
 
-        Gives a line for people where the guard of compressed sums ends the compression.
+        Return a line for people if the guard of compressed sums ends the compression, otherwise None.
         """
         parts, compression = self.parts, self.parts.strategy.compression
         if skipped is None and not parts.buffers.is_empty:

@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers by its fused kernels, and such as change nothing where a number on the device says so."""
+"""Steps of torch's optimizers with fused kernels, and masked steps, which a flag on the device can suppress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.parallel.model.sharded_model import laid_out, local
 
-# One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
+# One kernel over all parameters replaces several passes over each parameter: a step of SGD with momentum on 5.8 M
 # parameters reads and writes half as much.
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _ON_CUDA = ("SGD", "Adam", "AdamW")
@@ -23,10 +23,10 @@ _PLAIN = (nn.Parameter, Tensor)
 
 @contextlib.contextmanager
 def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
-    """A context in which a step uses torch's fused kernels, where nobody chose others, for tensors of `kinds`.
+    """Use torch's fused kernels for steps within the context, unless the job chose others, on tensors of `kinds`.
 
-    Of DTensors they take this rank's own memory: torch's kernels mask no step of DTensors, and each call of one is a
-    dispatch in Python.
+    DTensors are replaced by this rank's own memory: torch's kernels cannot mask steps of DTensors, and each operation
+    on a DTensor is a dispatch in Python.
     """
     own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
     with contextlib.ExitStack() as stack:
@@ -36,14 +36,14 @@ def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) ->
         try:
             yield
         finally:
-            for group in groups:  # what a checkpoint says of the groups stays what the job said
+            for group in groups:  # checkpoints store the groups as the job made them
                 group["fused"] = None
 
 
 def _fuses(
     group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...], stack: contextlib.ExitStack
 ) -> bool:
-    """Whether torch's kernels take a group, as it is or, to the end of `stack`, with this rank's own memory of it."""
+    """Check whether torch's kernels accept a group. DTensors are replaced by local memory until `stack` closes."""
     if can_fuse(group, optimizer, kinds):
         return True
     if _is_plain(group):
@@ -62,12 +62,12 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which a group has this rank's own memory of DTensors, and the optimizer theirs of its state."""
+    """Replace a group's DTensors and their states by this rank's own memory within the context."""
     whole, state = group["params"], optimizer.state
     if _is_plain(group):
         yield
         return
-    with torch.no_grad():  # else each gets a history first
+    with torch.no_grad():  # otherwise autograd records each conversion
         group["params"] = [local(p) for p in whole]
     pairs = [(p, own) for p, own in zip(whole, group["params"], strict=True) if own is not p]
     for parameter, own in pairs:
@@ -84,7 +84,7 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _keep(found: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
-    """Takes up what a step has left in a parameter's own state; as DTensors, what has its shape."""
+    """Store new state of the local tensor as the parameter's: scalars unchanged, other tensors as DTensors."""
     for key, value in found.items():
         kept = state[parameter].get(key)
         if isinstance(kept, Tensor) and isinstance(value, Tensor) and local(kept).data_ptr() == value.data_ptr() != 0:
@@ -95,7 +95,7 @@ def _keep(found: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> No
 
 @contextlib.contextmanager
 def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
-    """As `fused`; the step changes nothing where not `good`, a bool []. Of an optimizer that is `maskable`."""
+    """Do the same as `fused`, but steps change nothing if `good`, a bool [], is False. Requires `maskable`."""
     scaled: Any = optimizer
     scaled.found_inf = good.logical_not().float()
     try:
@@ -107,9 +107,9 @@ def masked(optimizer: torch.optim.Optimizer, good: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Tensor] | None) -> Iterator[None]:
-    """As `masked`, for a step that is captured in a CUDA graph; the groups' `rates`, float32 [], lie on the device.
+    """Do the same as `masked`, for a capture in a CUDA graph. `rates`: float32 [] on the device, one for each group.
 
-    torch's kernels read such a rate in each replay, and one that is a number is a constant of the graph.
+    torch's kernels read such a rate in each replay. A rate that is a number is a constant of the graph.
     """
     groups = optimizer.param_groups
     own: list[dict[str, Any]] = [
@@ -120,7 +120,7 @@ def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Ten
             for number, group in enumerate(groups):
                 if rates is not None:
                     group["lr"] = rates[number]
-                if "capturable" in group:  # Adam refuses a capture without, and its fused kernels go by nothing of it
+                if "capturable" in group:  # Adam refuses a capture without it, and its fused kernels ignore it
                     group["capturable"] = True
             yield
         finally:
@@ -129,10 +129,10 @@ def captured(optimizer: torch.optim.Optimizer, good: Tensor, rates: Sequence[Ten
 
 
 def maskable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next step, of the parameters that have gradients now, may be `masked`.
+    """Check whether the next step, of the parameters that have gradients now, may be `masked`.
 
-    torch's fused kernels do it for float32 of which they have all the state: what a masked first step of SGD with
-    momentum leaves is not set.
+    torch's fused kernels can mask a step of float32 parameters with complete state. A masked first step of SGD with
+    momentum would leave uninitialised momenta.
     """
     if not is_torchs(optimizer) or is_hooked(optimizer) or type(optimizer).__name__ not in _FUSED:
         return False
@@ -153,14 +153,14 @@ def _is_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> bool:
-    """Whether a step of a group, of the gradients that are there now, may use a fused kernel."""
+    """Check whether a step of a group with its current gradients may use a fused kernel."""
     chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
     if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False
     if isinstance(group["lr"], Tensor):
         return False
     tensors = [tensor for p in group["params"] for tensor in (p, p.grad) if tensor is not None]
-    # In each step, and so with few calls: a generator's every turn is one.
+    # This runs in each step. Comprehensions need fewer calls than generators.
     fits = (
         {*map(type, tensors)}.issubset(kinds)
         and {tensor.dtype for tensor in tensors} <= _FUSED_DTYPES
@@ -176,7 +176,7 @@ def can_fuse(group: dict[str, Any], optimizer: torch.optim.Optimizer, kinds: tup
 
 
 def _count_on_device(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Fused kernels want step counters beside the parameters; a checkpoint has given them to the CPU."""
+    """Move step counters to the parameters' device, as fused kernels require. A checkpoint loads them on the CPU."""
     for p in group["params"]:
         counter = optimizer.state[p].get("step") if p.is_cuda and p in optimizer.state else None
         if isinstance(counter, Tensor) and counter.device != p.device:
@@ -184,7 +184,7 @@ def _count_on_device(group: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether only some of a group have a momentum yet, as after an unfreezing, which torch's fused SGD cannot."""
+    """Check whether only some parameters have a momentum, as after unfreezing. torch's fused SGD cannot handle it."""
     if not group.get("momentum"):
         return False
     begun = [

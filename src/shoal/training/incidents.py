@@ -1,4 +1,4 @@
-"""Incidents that one rank notices alone: all ranks learn of them before the next step, and rank 0 writes them down."""
+"""Incidents that only one rank notices. All ranks learn of them before the next step, and rank 0 records them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.data.loader import Loader
 from shoal.distributed.mesh import Mesh
 from shoal.training.step_records import Surroundings
 
-# Beside the bits of callbacks in what ranks ask for.
+# Bit of the ranks' requests, next to the bits of callbacks.
 NOTICED = 1 << 20
 
 
@@ -21,13 +21,14 @@ class RankIncidents:
 
     @property
     def asked(self) -> int:
-        """The bit that calls for `settle`, where there is something to tell."""
+        """The bit that requests `settle` if there are incidents, otherwise 0."""
         return NOTICED if self._loader.incidents else 0
 
     def settle(self, state: RunState) -> None:
-        """Tells all ranks. Samples that any could not read are left out by all from now on, and are in the state.
+        """Share incidents with all ranks, which then skip samples that any rank could not read. `state` stores these.
 
-        Collective: all ranks, a JSON gather. Raises: DataError, on every rank, where they are more than are allowed.
+        Raises: DataError, on every rank, if there are more bad samples than allowed.
+        Collective: all ranks, a JSON gather.
         """
         own = [vars(incident) for incident in self._loader.incidents]
         self._loader.incidents.clear()
@@ -37,7 +38,7 @@ class RankIncidents:
         self._loader.leave_out(state.bad_samples)
 
     def _take(self, state: RunState, rank: int, host: str, incident: dict[str, Any]) -> None:
-        bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON has made texts of them
+        bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON keys are strings
         kind = "samples" if bad else "workers"
         state.bad_samples |= bad
         self._around.note(f"rank {rank} on {host}: {incident['what']}; {incident['done']}")

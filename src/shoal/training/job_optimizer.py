@@ -1,4 +1,4 @@
-"""Optimizer that a job makes over its trainable parameters, and refusals of such as cannot be stepped once a step."""
+"""Optimizer of a job over its trainable parameters, and refusals of optimizers that do not fit shoal's steps."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shoal.errors import JobError, ShoalError
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.runs.user_frames import place_of, traceback_of
 
-# They compute with a matrix as a whole, and on a part of one something else.
+# Optimizers that need whole matrices. On a part of a matrix they compute something else.
 _ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 
 
 class Parameters(list[nn.Parameter]):
-    """Trainable parameters of a rank, each once, and `named` in that order; none where its stages are frozen."""
+    """Trainable parameters of this rank, each once; empty if all parameters of the rank's stages are frozen."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
@@ -44,7 +44,7 @@ class Parameters(list[nn.Parameter]):
 
 
 def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch.optim.Optimizer:
-    """The job's optimizer. Raises: JobError or UserCodeError where it is none that can be stepped once a step."""
+    """Build the job's optimizer. Raises: JobError or UserCodeError if it cannot be stepped once a step."""
     try:
         with compiler_deferred():
             optimizer = make(parameters) if parameters else _empty(make)
@@ -81,7 +81,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: JobError for an optimizer that evaluates the loss itself, or takes sparse gradients only."""
+    """Refuse an optimizer that evaluates the loss itself or accepts only sparse gradients. Raises: JobError."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     needs = closure is not None and (closure.default is closure.empty or _demands_closure(optimizer))
     if isinstance(optimizer, torch.optim.LBFGS) or needs:
@@ -95,21 +95,21 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _demands_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() says in its source that None will not do: an assertion about it, or an error where it is None."""
+    """Check whether the source of step() rejects a closure of None, by an assertion or an error."""
     try:
         step = ast.parse(textwrap.dedent(inspect.getsource(type(optimizer).step))).body[0]
     except (OSError, TypeError, SyntaxError):
         return False
     tests = [
         (node.test, "closure is None" if isinstance(node, ast.If) else "closure is not None")
-        for node in getattr(step, "body", ())  # not within a condition
+        for node in getattr(step, "body", ())  # top level only
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise))
     ]
     return any(ast.unparse(test) == wanted for test, wanted in tests)
 
 
 def without_closure(optimizer: torch.optim.Optimizer) -> JobError:
-    """The error of an optimizer whose step() needs a closure."""
+    """Return the error for an optimizer with a step() that needs a closure."""
     return JobError(
         given=f"optimizer {type(optimizer).__name__}",
         conflict="its step() needs a closure that evaluates the loss again, and a step's samples are read once",
@@ -118,7 +118,7 @@ def without_closure(optimizer: torch.optim.Optimizer) -> JobError:
 
 
 def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError:
-    """The error of a step of the optimizer that raised."""
+    """Return the error to report for an exception from the optimizer's step."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     if "closure" in str(error) or any("closure(" in (frame.line or "") for frame in last):
         return without_closure(optimizer)
@@ -136,7 +136,7 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
 
 
 def _empty(make: Callable[[Any], Any]) -> Any:
-    """An optimizer of nothing: torch's refuse to be made without a parameter, so that one is given and taken."""
+    """Build an optimizer without parameters. torch's constructors require a parameter, which is removed afterwards."""
     optimizer = make(_Nothing())
     for group in groups(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else ():
         group["params"].clear()
@@ -144,7 +144,7 @@ def _empty(make: Callable[[Any], Any]) -> Any:
 
 
 class _Nothing(list[nn.Parameter]):
-    """A list of one parameter without elements, none of which has a name."""
+    """List of one parameter without elements. `named` is empty."""
 
     def __init__(self) -> None:
         super().__init__([nn.Parameter(torch.empty(0))])
@@ -152,7 +152,7 @@ class _Nothing(list[nn.Parameter]):
 
 
 def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
-    """Raises: JobError for an optimizer that is known to need whole parameters, where some are cut."""
+    """Refuse an optimizer that is known to need whole parameters if some are cut over ranks. Raises: JobError."""
     cut = next((name for name, p in sharded_model.parameters() if not sharded_model.part(name, p).is_whole), None)
     kind = next((name for part in parts(optimizer).values() if (name := type(part).__name__) in _ON_MATRICES), None)
     if cut is not None and kind is not None:
@@ -164,7 +164,7 @@ def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedMode
 
 
 def without_optimizer(optimizers: Iterable[Any], named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """A sentence on the trainable parameters that no group of any of the optimizers has, if there are some."""
+    """Return a note on trainable parameters that are in no group of any optimizer, or an empty list."""
     known = {id(p) for optimizer in optimizers for group in groups(optimizer) for p in group["params"]}
     left = [name for name, p in named if p.requires_grad and id(p) not in known]
     if not left:
@@ -177,7 +177,7 @@ def without_optimizer(optimizers: Iterable[Any], named: Iterable[tuple[str, Tens
 
 
 def refuse_served(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: JobError for an optimizer that servers, each with some of the parameters, cannot keep the state of."""
+    """Refuse an optimizer with state that cannot be divided among parameter servers. Raises: JobError."""
     within = [type(part).__name__ for where, part in parts(optimizer).items() if where]
     if within or with_modes(optimizer):
         what = f"holds {' and '.join(within)}" if within else "has train() and eval()"
@@ -191,7 +191,7 @@ def refuse_served(optimizer: torch.optim.Optimizer) -> None:
 def refuse_divided(
     optimizer: torch.optim.Optimizer, model: ShardedModel, updates: Callable[[nn.Parameter], bool]
 ) -> None:
-    """Raises: JobError for an optimizer with a state that cannot be divided as the model or the update is.
+    """Refuse an optimizer with state that cannot be divided as the model or the update is. Raises: JobError.
 
     `updates`: whether this rank updates a parameter.
     """

@@ -1,4 +1,4 @@
-"""Lazy modules: parameters and buffers that get their shapes from the first batch, before anything else sees them."""
+"""Lazy modules: parameters and buffers that get their shapes from the first batch, before other code uses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.parallel.model.init_tape import NotUnderstoodError
 
 
 def lazy_names(model: object) -> list[str]:
-    """Parameters and buffers that have no shape yet; none of what is no module."""
+    """Return the names of parameters and buffers that have no shape yet; empty if `model` is not a module."""
     if not isinstance(model, nn.Module):
         return []
     named = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -30,11 +30,11 @@ def lazy_names(model: object) -> list[str]:
 
 
 def whole(model: nn.Module, job: Job) -> nn.Module:
-    """The model, after one forward with the first step's batch where it has lazy modules.
+    """Return the model. If it has lazy modules, first run one forward with the first step's batch.
 
-    Initial values are those of plain torch: drawn where the forward reaches a lazy module, from the generators as
-    the constructor left them. Apart from these values the forward changes nothing: buffers, attributes of modules and
-    generators are put back. Raises: UserCodeError, DataError; JobError for a lazy module that the forward does not use.
+    Initial values are identical to plain torch: they are drawn when the forward reaches a lazy module, from the
+    generators as the constructor left them. The forward changes nothing else: buffers, attributes of modules and
+    generators are restored. Raises: UserCodeError, DataError; JobError for a lazy module that the forward does not use.
     """
     names = lazy_names(model)
     if not names:
@@ -48,7 +48,7 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
     attributes = {m: dict(vars(m)) for m in tensors if m not in lazy}
     buffers = {m: _held(m) for m in attributes}
 
-    def keep(module: nn.Module, args: object) -> None:  # after torch's own hook, which has made the module whole
+    def keep(module: nn.Module, args: object) -> None:  # runs after torch's own hook, which initialises the module
         buffers.setdefault(module, _held(module))
 
     handles = [module.register_forward_pre_hook(keep) for module in lazy]
@@ -80,13 +80,13 @@ def whole(model: nn.Module, job: Job) -> nn.Module:
 
 
 def _held(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """The buffers of a module, and their values."""
+    """Return the buffers of a module by name, each with a copy of its value."""
     found = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and not is_lazy(buffer)}
     return {name: (buffer, buffer.detach().clone()) for name, buffer in found.items()}
 
 
 def _first_batch(job: Job) -> object:
-    """The batch of the first step, read as one process reads it; of a stream, from its beginning."""
+    """Return the batch of the first step as one process reads it, or the first samples of a stream."""
     job = opened(job)
     data = job.train_data
     if not isinstance(data.source, MapSource):

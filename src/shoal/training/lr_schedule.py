@@ -18,16 +18,16 @@ from shoal.job import Progress
 
 
 class Schedule:
-    """Learning rates, and momenta where they cycle, as a torch scheduler sets them.
+    """Learning rates, and cyclic momenta, as a torch scheduler sets them.
 
-    `scheduler`: a class of torch.optim.lr_scheduler with its `settings`, or a function of an optimizer, or of an
-    optimizer and `num_steps`, that returns a scheduler. It is stepped once in `every` steps. It never sees the job's
-    optimizer but one with the same groups, and is played again from the first step where a run goes on: it has no
-    state in checkpoints, and is the same on every rank and server.
+    `scheduler`: a class of torch.optim.lr_scheduler, or a function that returns a scheduler. Its arguments are an
+    optimizer, `num_steps` if the function has this parameter, and `settings`. `every`: number of steps between steps of
+    the scheduler. The optimizer has the groups of the job's optimizer, but no parameters. A resumed run replays the
+    scheduler from the first step, so it is not in checkpoints, and it is identical on every rank and server.
     """
 
     def __init__(self, scheduler: Callable[..., Any], *, every: int = 1, **settings: Any) -> None:
-        """Raises: JobError for what makes no scheduler that follows from the step."""
+        """Set the scheduler and its settings. Raises: JobError for a scheduler that is not a function of the step."""
         self.scheduler, self.every, self.settings = scheduler, every, settings
         if isinstance(scheduler, type) and issubclass(scheduler, ReduceLROnPlateau):
             raise JobError(
@@ -47,7 +47,7 @@ class Schedule:
             )
 
     def __call__(self, progress: float) -> float:
-        """Raises: JobError: it sets rates, and has no multiplier of them."""
+        """Raise a JobError: a Schedule sets learning rates, and returns no multiplier of them."""
         raise JobError(
             given="shoal.Schedule where a multiplier of rates is asked for",
             conflict="a torch scheduler sets the rates of an optimizer's groups",
@@ -55,7 +55,7 @@ class Schedule:
         )
 
     def rates(self, optimizer: torch.optim.Optimizer) -> ScheduledRates:
-        """The rates of an optimizer's groups, which have their first values."""
+        """Return the rates for an optimizer. Its groups must have their initial values."""
         return ScheduledRates(self, optimizer)
 
     def __repr__(self) -> str:
@@ -63,17 +63,17 @@ class Schedule:
 
 
 class _Rehearsed(torch.optim.Optimizer):
-    """An optimizer with another's groups and no parameters of its own, for a scheduler to set."""
+    """Optimizer for a scheduler to modify, with the groups of another optimizer and empty parameters."""
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__([{**group, "params": [torch.nn.Parameter(torch.empty(0))]} for group in groups], defaults)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Do nothing."""
 
 
 class ScheduledRates:
-    """Rates of an optimizer's groups at any step, by a torch scheduler."""
+    """Learning rates of an optimizer's groups at any step, from a torch scheduler."""
 
     def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
         self._schedule, self._parts = schedule, tuple(parts(optimizer).values())
@@ -83,11 +83,11 @@ class ScheduledRates:
         self._turn = 0
 
     def set(self, progress: Progress) -> float:
-        """Sets the groups' values at a step; the rate of the first. Raises: UserCodeError; JobError."""
+        """Set the groups' values for a step, and return the first group's rate. Raises: UserCodeError, JobError."""
         wanted = progress.step // self._schedule.every
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of resumed schedulers: this one is played again
+                warnings.simplefilter("ignore", UserWarning)  # about resumed schedulers: this one is replayed
                 groups = self._played(wanted, progress.num_steps)
         except ShoalError:
             raise

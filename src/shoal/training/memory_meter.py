@@ -1,6 +1,6 @@
-"""Memory meter: the peak bytes of this rank by category, measured on the tensors themselves.
+"""Memory meter: this rank's peak bytes by category, measured on the tensors.
 
-Storages are counted, each once, so that a view costs nothing and a parameter cut by fully_shard counts as its shard.
+Each storage counts once, so that a view costs nothing and a parameter cut by fully_shard counts as its shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.plans.accounting.memory import Footprint
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages under these tensors (of a DTensor: of its part here), each storage once."""
+    """Return the bytes of the tensors' storages, each storage once. A DTensor counts with its local part."""
     found: dict[int, int] = {}
     for tensor in tensors:
         storage = _storage(tensor)
@@ -36,10 +36,10 @@ def _storage(tensor: Any) -> torch.UntypedStorage | None:
 
 
 class _Saved:
-    """A tensor that autograd keeps; counted for as long as autograd holds on to this.
+    """Tensor that autograd saves. It counts for as long as autograd references this object.
 
-    Detached: what an operation keeps of its own output would hold the operation, and where no backward lets go of it,
-    as in halves of one, neither would ever be freed. Autograd gives what it unpacks its history again.
+    The tensor is detached: a saved output would reference its own operation. Without a backward that releases it, as in
+    a backward in two halves, both would stay in memory. Autograd restores the history of an unpacked tensor.
     """
 
     __slots__ = ("_count", "key", "tensor", "version")
@@ -53,10 +53,10 @@ class _Saved:
 
 
 class SavedTensors:
-    """Context that counts the bytes that autograd saves for the backward; `peak` is the most at once.
+    """Counter of the bytes that autograd saves for the backward. `peak`: the maximum at one time.
 
-    Each storage once; not those of `excluded` keys, the parameters. Regions that recompute have hooks of
-    their own: of them their inputs are counted here, and what they recompute is not.
+    Each storage counts once. Storages in `excluded`, those of parameters, do not count. Recomputed regions have hooks
+    of their own: their inputs count here, and recomputed tensors do not.
     """
 
     def __init__(self) -> None:
@@ -67,25 +67,25 @@ class SavedTensors:
         self._hooks: YieldingHooks | None = None
 
     def exclude(self, tensors: Iterable[Any]) -> None:
-        """Leaves saved tensors on these storages out of the count."""
+        """Exclude the storages of these tensors from the count."""
         self.excluded |= {s._cdata for t in tensors if (s := _storage(t)) is not None}
 
     def start(self) -> None:
-        """Begins to count."""
+        """Start to count."""
         self.peak = self._now
         if self._hooks is None:
             self._hooks = YieldingHooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def stop(self) -> int:
-        """Ends the count: the peak. Without effect where none is under way."""
+        """End the count, if it runs, and return the peak in bytes."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
         return self.peak
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        with torch._C.DisableTorchFunction():  # of a GrainScope: nothing here is the model's
+        with torch._C.DisableTorchFunction():  # of a GrainScope: these calls are not the model's
             storage = _storage(tensor)
             if storage is None or storage._cdata in self.excluded:
                 return _Saved(self, tensor, None)
@@ -108,7 +108,7 @@ class SavedTensors:
         return saved.tensor
 
     def release(self, key: int) -> None:
-        """Counts one reference less to a storage."""
+        """Remove one reference to a storage from the count."""
         held = self._holders[key]
         held[0] -= 1
         if not held[0]:
@@ -117,7 +117,7 @@ class SavedTensors:
 
 
 class GatheredBytes:
-    """Bytes of parameters that fully_shard has gathered, in all units of a model; `peak` is the most seen by `look`."""
+    """Bytes of parameters that fully_shard has gathered, in all units of a model. `peak`: the maximum in `look`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
@@ -125,19 +125,19 @@ class GatheredBytes:
         self.peak = 0
 
     def parameters(self) -> list[Tensor]:
-        """The tensors that hold gathered parameters; empty where they are not gathered now."""
+        """Return the tensors with gathered parameters; their storages are empty while nothing is gathered."""
         found = [p for group in self.groups for p in group.fsdp_params]
         return [t for p in found for t in getattr(p, "all_gather_outputs", [])]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients of gathered parameters that wait to be scattered, and those of shards."""
+        """Return the gradients of gathered parameters that wait for the scatter, and the gradients of shards."""
         found = [p for group in self.groups for p in group.fsdp_params]
         waiting = [p._unsharded_param.grad for p in found if hasattr(p, "_unsharded_param")]
         scattered = [p.sharded_param.grad for p in found]
         return [g for g in (*waiting, *scattered, *(p.unsharded_accumulated_grad for p in found)) if g is not None]
 
     def look(self, arriving: Iterable[Tensor] = ()) -> None:
-        """Takes note of what is gathered now, and of the buffers in which more arrives."""
+        """Update the peak with the gathered parameters and the buffers that receive more."""
         results = [group._all_gather_result for group in self.groups]
         results += [s.all_gather_result for g in self.groups if (s := g.comm_ctx.all_gather_state) is not None]
         buffers = [r.all_gather_output for r in results if r is not None]
@@ -145,7 +145,7 @@ class GatheredBytes:
 
 
 def _call_after(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` after each call of an object's method; gives what ends that."""
+    """Call `then` after each call of an object's method. Return a function that ends this."""
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,14 +157,14 @@ def _call_after(owner: Any, name: str, then: Callable[[], None]) -> Callable[[],
     return functools.partial(delattr, owner, name)
 
 
-# Axes whose collectives carry activations, and no parameters.
+# Axes with collectives of activations, not of parameters.
 _OF_ACTIVATIONS = ("tensor", "context", "pipeline")
 
 
 class MemoryMeter:
     """Memory meter of one model's step: peak bytes by category between `start` and `stop`.
 
-    Gradients are those that are there when a reduce_scatter begins and at `summed`; state and parameters at `stop`.
+    Gradients are measured when a reduce_scatter starts and at `summed`, state and parameters at `stop`.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class MemoryMeter:
         optimizer: torch.optim.Optimizer | None = None,
         own: Callable[[int], int] = int,
     ) -> None:
-        """`own`: of the bytes of all parameters those that count here, where ranks share one copy of them."""
+        """Create the meter. `own`: this rank's part of all parameter bytes, if ranks share one copy of them."""
         self._model, self._optimizer, self._own = model, optimizer, own
         self._saved = SavedTensors()
         self._gathered = GatheredBytes(model)
@@ -181,22 +181,22 @@ class MemoryMeter:
         self._ends: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Begins a measurement, before the first forward."""
+        """Start a measurement, before the first forward."""
         self.abandon()
         self._gradients, self._gathered.peak = 0, 0
         self._saved.exclude(self._parameters())
         self._saved.exclude(self._gathered.parameters())
-        for group in self._gathered.groups:  # not a hook of the module, which pipeline stages gather within
+        for group in self._gathered.groups:  # no module hook: pipeline stages gather within a module
             self._ends.append(_call_after(group, "wait_for_unshard", self._unsharded))
         self._saved.start()
 
     def _unsharded(self) -> None:
-        """After a unit was gathered: what autograd keeps of it is no activation."""
+        """Record a gathered unit. Its tensors do not count as activations if autograd saves them."""
         self._saved.exclude(self._gathered.parameters())
         self._gathered.look()
 
     def collective(self, kind: str, group: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """A listener of Traffic."""
+        """Record the gathered parameters or gradients of a collective, as a listener of Traffic."""
         if not self._gathered.modules or group in _OF_ACTIVATIONS:
             return
         if kind == "all_gather":
@@ -205,9 +205,9 @@ class MemoryMeter:
             self.summed([*outputs, *inputs, *self._gathered.gradients()])
 
     def summed(self, buffers: Iterable[Any] = (), borrowed: Iterable[Any] = ()) -> None:
-        """Gradients are summed over the ranks, or about to be; `buffers` hold them beside the parameters' own.
+        """Record the gradients before or after their sum over ranks. `buffers`: gradients outside `parameter.grad`.
 
-        `borrowed` memory counts elsewhere.
+        `borrowed`: memory that counts elsewhere.
         """
         elsewhere = {s._cdata for t in borrowed if (s := _storage(t)) is not None}
         found = [p.grad for p in self._parameters() if p.grad is not None]
@@ -215,7 +215,7 @@ class MemoryMeter:
         self._gradients = max(self._gradients, storage_bytes([*own, *buffers]))
 
     def stop(self) -> Footprint:
-        """Ends the measurement, after the update."""
+        """End the measurement after the update, and return the bytes by category."""
         self.abandon()
         held = states(self._optimizer) if self._optimizer is not None else ()
         return Footprint(
@@ -227,11 +227,11 @@ class MemoryMeter:
         )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that are here; what other ranks hold is on the meta device."""
+        """Return this rank's parameters. Those of other ranks are on the meta device."""
         return [p for p in self._model.parameters() if not p.is_meta]
 
     def abandon(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         self._saved.stop()
         while self._ends:
             self._ends.pop()()

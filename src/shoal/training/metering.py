@@ -1,4 +1,4 @@
-"""Measured traffic and memory of a run's first steps, beside the formulas' predictions."""
+"""Measured traffic and memory of a run's first steps, next to the predictions of the formulas."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from shoal.plans.plan import Plan
 from shoal.training.forward_backward import Observer
 from shoal.training.memory_meter import GatheredBytes, MemoryMeter
 
-# Two, of which the later one counts: in the first, caches and lazy states are still being made. All others send the
-# same, and none of them pays for it.
+# The second step counts: the first step still creates caches and lazy states. Later steps send the same, and run without
+# the cost of a measurement.
 MEASURED_STEPS = 2
 
 
 class StepMeter(Observer):
     """Meter of traffic and memory in the first steps that update.
 
-    What is counted lies between a step's agreement and the end of its update: agreements that do not travel with the
-    sums, checkpoints and evaluations are not part of it.
+    A measurement covers a step from its agreement to the end of its update. It excludes agreements that do not travel
+    with the sums, checkpoints and evaluations.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class StepMeter(Observer):
         strategy: Strategy,
         stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        """Attaches the meters before the first step; `stage_groups` carry messages between stages."""
+        """Attach the meters before the first step. `stage_groups`: groups for messages between pipeline stages."""
         self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer, strategy.own_part), strategy
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
         self._left, self.attached = MEASURED_STEPS, True
@@ -83,21 +83,21 @@ class StepMeter(Observer):
                 self._left -= 1
 
     def close(self) -> None:
-        """Ends a measurement that an error cut short."""
+        """End a measurement that an error interrupted."""
         self._left = 0
         if self.attached:
             self._traffic.stop()
             self._memory.abandon()
 
     def to_json(self) -> dict[str, Any] | None:
-        """{"step": from 1, "traffic", "memory"}; None where no step was measured."""
+        """Return {"step": from 1, "traffic", "memory"}, or None if no step was measured."""
         if self.step is None or self.footprint is None:
             return None
         return {"step": self.step + 1, "traffic": self.volumes.to_json(), "memory": self.footprint.to_json()}
 
 
 def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """The blocks `traffic` and `memory` of a result, from what each rank measured and what was predicted for it."""
+    """Return the blocks `traffic` and `memory` of a result, from the measurement and prediction of each rank."""
     found: dict[str, Any] = {}
     for kind in ("traffic", "memory"):
         ranks = [
@@ -110,7 +110,7 @@ def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
-    """{"traffic", "memory"} by the formulas; None where there is none for the layout."""
+    """Return {"traffic", "memory"} from the formulas. A value is None if the layout has no formula."""
     volumes, footprint = traffic(plan, described, rank), memory(plan, described, rank)
     return {
         "traffic": volumes.to_json() if volumes is not None else None,
@@ -120,7 +120,7 @@ def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Grains of the measured step of a job of `num_grains`; numbers of changing buffers that travel with its sums."""
+    """Grains of the measured step, in a job of `num_grains`. `num_buffer_values`: buffer values in the step's sums."""
 
     num_grains: int
     grains: Sequence[Grain]
@@ -128,13 +128,13 @@ class Shares:
     num_buffer_values: int = 0
 
     def held(self, layout: Layout) -> list[list[int]]:
-        """The grains of each rank."""
+        """Return the indices of each rank's grains."""
         places = [layout.coordinate(rank) for rank in range(layout.world_size)]
         parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
         return [[grain.index for grain in part] for part in parts]
 
     def samples(self, layout: Layout, rank: int, syncs_every_microbatch: bool) -> list[int]:
-        """The samples of each microbatch of a rank; where ranks sync in each, also of those that only fill up."""
+        """Return the number of samples of a rank's microbatches, with fillers if ranks sync in every microbatch."""
         parts = [share(list(self.grains), part, layout.divides_grains) for part in range(layout.divides_grains)]
         sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
         place = layout.coordinate(rank)
@@ -146,7 +146,7 @@ class Shares:
 def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
-    """The measured step as the formulas need to know it, on this rank."""
+    """Describe this rank's measured step for the formulas."""
     held = shares.held(plan.degrees)
     gradients = Gradients(
         tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
@@ -175,9 +175,10 @@ def describe(
 
 
 def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
-    """Saved activations on `rank` by the plan's own trace; None for a hand-written plan or another kind of device.
+    """Return the bytes of saved activations on `rank` from the planner's trace.
 
-    None too where recomputation is selective: what it keeps is no autograd's, and is not measured.
+    Return None for a hand-written plan, for another kind of device, and for selective recomputation, which saves
+    tensors that the meter does not see.
     """
     by_rank, kind = plan.prediction.get("kept_bytes"), plan.prediction.get("device_kind")
     if plan.memory.recompute == "selective" or not by_rank or len(by_rank) != plan.layout.pipeline:
@@ -188,7 +189,7 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
 
 
 def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:
-    """The gradients that are summed after the backward, by axis."""
+    """Return the gradients that are summed after the backward, by axis."""
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, axes in sharded_model.division.partial.items():
         parameter = sharded_model.model.get_parameter(name)
@@ -204,7 +205,7 @@ def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:
 
 
 def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, count: int) -> Sharding | None:
-    """How fully_shard cuts a model of which `count` microbatches are computed; None where it does not."""
+    """Describe how fully_shard cuts a model, for `count` microbatches, or return None if it does not."""
     model, staged = sharded_model.model, sharded_model.division.staged
     groups = GatheredBytes(model).groups
     if not groups:
@@ -241,13 +242,13 @@ def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, coun
 
 
 def array(parameter: Tensor) -> Array:
-    """A parameter as the formulas see it."""
+    """Describe a parameter for the formulas."""
     kind = str(parameter.dtype).removeprefix("torch.")
     return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind, parameter.requires_grad)
 
 
 def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:
-    """The state of one of torch.optim's own, alike in all its groups; None for any other."""
+    """Return the state of an optimizer of torch.optim, or None for other optimizers or if its groups differ."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
     name = type(optimizer).__name__
