@@ -45,7 +45,7 @@ class MicrobatchPolicy:
     `fuse`: neighbouring grains may share a forward. `coupled`: why they may not, in words, as far as it is known.
     `buffers`: names of the buffers that the forward changes. `rules`: (name, rule) of each such buffer with a known
     rule, sorted. `by_position`: random numbers are drawn for all grains at once (decision 0029). Checkpoints of older
-    versions lack it, and mean False. `kept_state`: Python state that the job allows to differ by layout.
+    versions lack it, which means False. `kept_state`: Python state that the job allows to differ by layout.
     """
 
     grains_per_microbatch: int

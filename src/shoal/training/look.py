@@ -1,7 +1,7 @@
-"""The look at a job before its first step and at a few later ones.
+"""Looks at a job before its first step and before a few later steps.
 
-A look computes the loss of a few grains, fused and by themselves, and leaves no trace (`numerics/no_trace.py`). It
-finds the microbatch policy, and refuses a job whose result depends on which batches a process has seen before.
+A look computes the loss of a few grains, fused and one by one, and leaves no trace (`numerics/no_trace.py`). It
+determines the microbatch policy. It refuses a job if the result depends on batches that a process computed before.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from shoal.training.computation import BufferLook, GrainLoss, LossComputer, Prob
 from shoal.training.coupling import compare
 from shoal.training.optimizer_trial import OptimizerTrial, refuse_read
 
-# Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
-# the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
+# Fused and separate computations differ by rounding: at most about one unit in the last place per operation before the
+# loss. The sum grows with the square root of the number of operations: 64 units allow some thousand in sequence.
 FUSION_TOLERANCE_UNITS = 64
-# What torch says of a second derivative that parameters without storage, or compiled code, have none of.
+# Messages of torch if parameters without storage, or compiled code, have no second derivative.
 _NO_SECOND_DERIVATIVE = ("setStorage", "storage of size 0", "double backward", "second time", "freed")
-# State that a job begins to keep after its first step is looked for before these steps, counted from 1.
+# Before these steps, counted from 1, a look searches for state that a job creates after its first step.
 LATER_STEPS = (2, 10, 100)
-# Further forwards after which state may matter, and those in which a container may grow until it does.
+# Number of further forwards after which state may matter, and the same for state in a container that grows.
 _REPEATS, _MOST_REPEATS = 6, 16
-# Added to a counter, to see a schedule or a period that begins later: odd and even, and no multiple of one period.
+# Added to a counter, to detect a schedule or period that starts later: odd and even, not multiples of one period.
 _JUMPS = (7, 10, 93, 1_000, 9_991, 100_000, 1_000_003)
 
 Sums = tuple[float, float]
@@ -55,23 +55,23 @@ _Left = tuple[Sums, dict[str, Tensor]]
 
 
 class Look:
-    """A look at one microbatch by a rank's `LossComputer`.
+    """Look at one microbatch by a rank's `LossComputer`.
 
-    `together` combines a yes or no of all ranks that compute the model together: any yes is a yes.
+    `together`: logical or of a bool over all ranks that compute the model together.
     """
 
     def __init__(self, computer: LossComputer, together: Callable[[bool], bool] = bool) -> None:
         self._computer, self._together = computer, together
         self._differentiates = not computer.divided and not computer.compiles
 
-    _seen: tuple[Microbatch, Sums] | None = None  # the first grain's, without what the forwards of others leave
+    _seen: tuple[Microbatch, Sums] | None = None  # of the first grain, unaffected by other forwards
 
     def policy(self, microbatch: Microbatch, grains: Microbatch, buffers: StepBuffers) -> ProbeResult:
-        """Compute the first microbatch fused and grain by grain, and return how it has to be computed.
+        """Compute the first microbatch fused and grain by grain, and return the policy that it needs.
 
-        `grains`: the step's first grains, the same on all ranks where they can be.
-        In float32, whatever the run's precision: bfloat16 is too coarse to tell a sum over grains from another loss.
-        Raises: what the model raises; JobError for state that no layout keeps the same.
+        The look uses float32 in any run: bfloat16 is too coarse to distinguish a sum over grains from another loss.
+        `grains`: the step's first grains, identical on all ranks if possible.
+        Raises: errors of the model; JobError for state that would differ between layouts.
         """
         computer, precision = self._computer, self._computer.precision
         with self._watching() as kept:
@@ -79,7 +79,7 @@ class Look:
             if precision.is_wide:
                 found = self._policy(microbatch, buffers, kept, precision)
             elif not computer.cut:
-                # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
                 with (
                     contextlib.suppress(ShoalError),
                     widened(computer.model, torch.float32),
@@ -87,7 +87,7 @@ class Look:
                 ):
                     seen = self._policy(microbatch, buffers, wide, precision.wide())
                     wide.restore()
-                    self._refuse_unrestored(wide)  # which is told of the run's own precision
+                    self._refuse_unrestored(wide)  # otherwise the look below reports it
                     found = seen
                 kept.restore()
             if found is None:
@@ -99,7 +99,7 @@ class Look:
             return replace(found, computation=computation, seen=self._loss_of_grain())
 
     def _loss_of_grain(self) -> GrainLoss | None:
-        """Return the loss of a grain that other ranks look at, too; None if the model is divided or draws otherwise."""
+        """Return a grain's loss to compare with other ranks; None if the model is divided or draws in other ways."""
         seen, self._seen = self._seen, None
         if seen is None or self._computer.divided:
             return None
@@ -108,15 +108,15 @@ class Look:
         return GrainLoss(part.grains[0].index, bits_checksum(tensors), total, weight)
 
     def state(self, grains: Microbatch) -> None:
-        """Look for state again. Raises: as `policy`."""
+        """Search for state again. Raises: as `policy`."""
         with self._watching() as kept:
             self._state(grains, kept)
 
     def buffers(self, grains: Microbatch, names: Sequence[str], *, widens: bool = True) -> BufferLook:
-        """Return the rules that explain what forwards of these grains leave in buffers, from two different starts.
+        """Return the rules that explain how forwards of these grains change buffers, from several starting values.
 
-        `widens`: in float64, where the whole model is here and computes in it; else in the run's own precision, which
-        some buffers take. Raises: what the model raises.
+        `widens`: compute in float64 or float32 if the model supports it, instead of the run's own precision, which some
+        buffers need. Raises: errors of the model.
         """
         computer, device = self._computer, self._computer.precision.device
         ways = (
@@ -127,7 +127,7 @@ class Look:
         ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
         with self._watching() as kept, self._without_gradients():
             for precision, rounding in ways:
-                # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+                # Suppressed: some models compute only in their own dtype, others raise in any dtype.
                 with (
                     contextlib.suppress(Exception),
                     widened(computer.model, precision.parameters),
@@ -153,19 +153,19 @@ class Look:
 
         start = held.values()
         apart = [left(place, place + 1, start) for place in range(count)]
-        # Of fewer grains another one is the last. Then once more from the buffers that all of them have left; one that
-        # no grain has moved, such as the average of a weight that it begins with, has other values then.
+        # With fewer grains another grain is the last. The next start is the buffers after all grains. Buffers that no
+        # grain has changed get other values there, such as an average that starts as a copy of its weight.
         seen = [(start, left(0, number, start), apart[:number]) for number in range(count, 1, -1)]
         start = {n: _shifted(t) if n in names and torch.equal(t, start[n]) else t for n, t in seen[0][1][1].items()}
         again = [left(place, place + 1, start) for place in range(count)]
         fuse = _is_sum(seen[0][1][0], [sums for sums, _ in apart])
         seen.append((start, left(0, count, start), again))
-        # And where counts are as large as after more steps: one may have a bound, or begin anew.
+        # Further starts have counts as after more steps: a count may have a bound, or start again.
         before, after = seen[0][0], seen[0][1][1]
         counts = {n: after[n] - before[n] for n in names if n in before and _counts(before[n], after[n])}
         for jump in _JUMPS if counts and not self._computer.divided else ():
             start = {n: t + jump * counts[n] if n in counts else t for n, t in after.items()}
-            with contextlib.suppress(Exception):  # of a count that the model was never made for
+            with contextlib.suppress(Exception):  # the model may not support such a count
                 again = [left(place, place + 1, start) for place in range(count)]
                 seen.append((start, left(0, count, start), again))
         sizes = [grain.size for grain in grains.grains]
@@ -196,7 +196,7 @@ class Look:
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """A context whose forwards keep no activations, but where a loss differentiates: several grains have to fit."""
+        """Disable gradients within the context, so that several grains fit in memory. A loss may enable them again."""
         differentiates, self._differentiates = self._differentiates, False
         try:
             yield
@@ -205,12 +205,12 @@ class Look:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[NoTrace]:
-        """A context without trace, warnings and TF32 (CUDA's default in convolutions: too coarse to tell a sum)."""
+        """Open a context without trace, warnings and TF32, CUDA's default in convolutions, which is too coarse here."""
         computer, began = self._computer, time.perf_counter()
         cuda = computer.precision.device.type == "cuda"
         rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
         try:
-            # What the model warns of here it warns of in the step as well.
+            # The step repeats the model's warnings.
             with rounding, self._computer.no_trace() as kept, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield kept
@@ -220,7 +220,7 @@ class Look:
             computer.look_seconds += time.perf_counter() - began
 
     def _refuse_unrestored(self, kept: NoTrace) -> None:
-        """Raises: JobError for a parameter that a forward has replaced, hooked, or written unseen."""
+        """Refuse a forward that replaces a parameter, hooks it, or writes it past torch's operators. Raises: JobError."""
         if kept.replaced:
             raise replaced(min(kept.replaced))
         if kept.hooked:
@@ -261,7 +261,7 @@ class Look:
                 fuse = _is_sum(fused, [pair for pair, _, _ in parts])
                 if fuse is False and not self._computer.divided:
                     fuse, coupled = self._looked_at_again(microbatch, split, kept)
-        # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
+        # All buffers of opaque models: without a scope, torch's batch_norm writes buffers without a detectable change.
         buffers.watch(None if randomness == "opaque" else changed)
         computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
         return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
@@ -269,10 +269,10 @@ class Look:
     def _looked_at_again(
         self, microbatch: Microbatch, split: list[Microbatch], kept: NoTrace
     ) -> tuple[bool | None, str]:
-        """Whether grains may share a forward after all, and where samples are mixed, where not.
+        """Return whether grains may share a forward after all and, if not, where samples are mixed.
 
-        In float64, in which totals that are small differences of large terms show no rounding; where the model
-        computes in its own dtype only, in that.
+        The look uses float64, where small differences of large terms show no rounding. It uses the run's own precision
+        if the model does not compute in float64.
         """
         computer = self._computer
         double = Precision(torch.float64, torch.float64, torch.float64, computer.precision.device)
@@ -294,9 +294,9 @@ class Look:
     def _computed(
         self, microbatch: Microbatch, kept: NoTrace, precision: Precision, *, gradients: bool = False
     ) -> tuple[Any, int, bool]:
-        """(total, weight), how often the model drew by grain, and whether it drew otherwise.
+        """Return (total, weight), the number of draws by grain, and whether the model drew in other ways.
 
-        `gradients`: two numbers of each parameter's gradient follow the weight.
+        `gradients`: append two numbers of each parameter's gradient to (total, weight).
         """
         computer = self._computer.in_precision(precision)
 
@@ -315,7 +315,7 @@ class Look:
             if self._differentiates or computer.evaluate:
                 raise
             kept.restore()
-        self._differentiates = True  # a loss with derivatives within
+        self._differentiates = True  # the loss itself computes derivatives
         try:
             return run(with_backward=computer.cut or computer.compiles)
         except Exception as error:
@@ -336,7 +336,7 @@ class Look:
     def _of_gradients(self, total: Any, trace: NoTrace) -> tuple[float, ...]:
         """Return the sum and the norm of each parameter's gradient.
 
-        Hooks on parameters do not run: a step calls them once. Raises: JobError for a buffer that the backward writes.
+        Hooks on parameters do not run, since a step calls them once. Raises: JobError if the backward writes a buffer.
         """
         parameters = [p for p in self._computer.model.parameters() if p.requires_grad]
         nothing = (0.0, 0.0) * len(parameters)
@@ -344,7 +344,7 @@ class Look:
             return nothing
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
         by_forward = set(trace.changed_buffers())
-        with contextlib.suppress(Exception):  # of a checkpoint that is reentrant, or too little memory
+        with contextlib.suppress(Exception):  # reentrant checkpoints, or too little memory
             gradients = run_engine((total,), (torch.ones_like(total),), parameters, accumulate=False)
         by_backward = set(trace.changed_buffers()) - by_forward
         if by_backward:
@@ -354,7 +354,7 @@ class Look:
                 "has a backward of its own",
                 remedy="write the buffer in the forward, or from the step's gradients in a callback after the step",
             )
-        # A GPU's kernels may add in another order each time: what is only sometimes another number is no state.
+        # A GPU's kernels may add in another order each time, so another gradient there does not indicate state.
         if self._computer.precision.device.type != "cpu" and not self._computer.exact:
             return nothing
         return tuple(number for gradient in gradients for number in _two_numbers(gradient))
@@ -362,9 +362,9 @@ class Look:
     # ------------------------------------------------------------------------------------------------------------ state
 
     def _state(self, grains: Microbatch, kept: NoTrace, *, gradients: bool = False) -> tuple[str, ...]:
-        """Names of the state that Job(allow_state=...) allows, where there is some.
+        """Search for state that changes a result. Return the names of existing state that Job(allow_state=...) allows.
 
-        `gradients`: state also counts where a backward leaves it, or where it changes a gradient alone.
+        `gradients`: include state that a backward leaves, or that changes only a gradient.
         Raises: JobError for state that changes a loss, or for a trainable parameter that the forward writes.
         """
         computer, precision = self._computer, self._computer.precision
@@ -374,7 +374,7 @@ class Look:
         def run(part: Microbatch) -> Any:
             try:
                 return self._computed(part, kept, precision, gradients=gradients)[0]
-            except NotFusibleError:  # without a scope: the generators begin with the same state each time
+            except NotFusibleError:  # no scope: the generators start from the same state each time
                 return self._computed_opaquely(part, precision, kept if gradients else None)
 
         first = run(one)
@@ -383,7 +383,7 @@ class Look:
         found = {*kept.changed_parameters(), *kept.written_parameters()}
         writes, writes_frozen = self._together(bool(found)), self._together(bool(found - trained))
         if writes and computer.gathers and not writes_frozen:
-            # Ranks that gather each other's parts keep what all of them write alike.
+            # Ranks that gather each other's parts keep the values that all of them write identically.
             computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
             found = set()
             kept.restore()
@@ -394,7 +394,7 @@ class Look:
             kept.restore()
             run(other)
             self._refuse_written(written, kept.changed_parameters(), trained)
-            run(one)  # from what that forward has left: another one must change nothing more
+            run(one)  # a second forward from there must change nothing more
             self._refuse_written(written, kept.changed_parameters(), trained)
         if self._together(bool(found and computer.divided)):
             raise JobError(
@@ -403,7 +403,7 @@ class Look:
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy='use the data axis, shard.level = "optimizer"',
             )
-        advanced = any(change.kind == "generator" for change in kept.changes())  # which is told below
+        advanced = any(change.kind == "generator" for change in kept.changes())  # reported below
         if computer.exact and not self._together(advanced):
             kept.restore()
             if self._together(differ(run(one), first)):
@@ -414,7 +414,7 @@ class Look:
                     "large numpy array or a file; in exact mode each number has to be the same in each run",
                     remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
                 )
-        elif writes:  # the forwards above have left other state than that of `one` from the beginning
+        elif writes:  # the forwards above left other state than `one` leaves from the start
             kept.restore()
             run(one)
         leaves_state = self._together(bool(kept.changes()))
@@ -433,7 +433,7 @@ class Look:
         return allowed
 
     def _refuse_evaluated(self, kept: NoTrace, one: Callable[[], Any], other: Callable[[], Any]) -> None:
-        """Raises: JobError for state that a forward leaves and an evaluation reads."""
+        """Refuse state that a forward leaves and an evaluation reads. Raises: JobError."""
         computer = self._computer
         if computer.evaluation is not None:
             kept.restore()
@@ -452,7 +452,7 @@ class Look:
             )
 
     def _refuse_read(self, kept: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
-        """Raises: JobError for an optimizer that reads what a forward leaves."""
+        """Refuse an optimizer that reads state of a forward. Raises: JobError."""
         computer = self._computer
         kept.restore()
         one()
@@ -466,7 +466,7 @@ class Look:
             refuse_read(trial, kept, self._together, names)
 
     def _check_allowed(self, kept: NoTrace) -> None:
-        """Raises: JobError for a pattern of Job(allow_state=...) that names nothing."""
+        """Refuse a pattern of Job(allow_state=...) that matches no name. Raises: JobError."""
         known = kept.names()
         for pattern in self._computer.job.allow_state:
             if not self._together(any(_allows([pattern], name) for name in known)):
@@ -487,13 +487,13 @@ class Look:
         return float(total), float(weight), *numbers
 
     def _agree(self, one: Tensor, other: Tensor) -> bool:
-        """Tell whether two written values are the same: to the bit in exact mode, else but for rounding."""
+        """Check whether two written values are equal: bit for bit in exact mode, otherwise within rounding."""
         if self._computer.exact:
             return same_bits(one, other)
         return torch.allclose(one, other, rtol=1e-5, equal_nan=True)
 
     def _refuse_written(self, first: dict[str, Tensor], second: dict[str, Tensor], trained: set[str]) -> None:
-        """Raises: JobError for trainable parameters to which forwards of other samples give other values."""
+        """Refuse trainable parameters if forwards of other samples write other values there. Raises: JobError."""
         for name in sorted((first.keys() | second.keys()) & trained):
             one, other = first.get(name), second.get(name)
             if one is None or other is None or not self._agree(one, other):
@@ -523,26 +523,26 @@ def find_state(
     divided: bool = False,
     evaluates: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names of the state that is allowed, where a forward leaves some.
+    """Search for state that a forward leaves and that changes a result. Return the names of the allowed state.
 
     Args:
-        kept: The context of the look, after a call of `one` from the state at its beginning.
-        other: Computes other samples, whose state the next call of `one` finds.
-        one: Computes some samples; its result tells whether the state matters.
-        first: Its result from the state at the beginning.
-        allow_state: Patterns of names that are known not to matter.
-        together: Combines a yes or no of the ranks that compute the model together.
-        divided: Whether such ranks do. Their state is not told apart, and no counter is tried.
+        kept: The context of the look, after a call of `one` from the initial state.
+        other: Computes other samples. The next call of `one` starts from the state that this leaves.
+        one: Computes some samples. Its result shows whether the state matters.
+        first: The result of `one` from the initial state.
+        allow_state: Patterns of state names that the user declares harmless.
+        together: Logical or of a bool over the ranks that compute the model together.
+        divided: Whether several ranks compute the model together. State is then tested as a whole, without counters.
         evaluates: Whether `one` is an evaluation after the training of `other`, which leaves no further state.
 
     Raises:
-        JobError: State changes what `one` gives.
+        JobError: State changes the result of `one`.
     """
 
     def matters(found: Any) -> bool:
         if not together(differ(found, first)):
             return False
-        kept.restore()  # kernels that add in another order each time are no state
+        kept.restore()  # excludes the noise of kernels that add in varying order
         again = one()
         return together(differ(found, first, 4 * _distance(again, first)))
 
@@ -568,7 +568,7 @@ def find_state(
     repeats = 0 if evaluates else _MOST_REPEATS if together(grows) else _REPEATS
     for turn in range(1 + repeats):
         found = None
-        with contextlib.suppress(Exception):  # of a forward that the training may never come to
+        with contextlib.suppress(Exception):  # the training may never reach this forward
             found = one()
         if together(found is None):
             break
@@ -595,7 +595,7 @@ def find_state(
     other()
     for number in kept.numbers():
         now = number.read()
-        # Counters may matter later; what follows the samples may matter once it is large or small.
+        # Counters may matter later. Numbers that depend on the samples may matter once they are large or small.
         tried = {f" after {jump} more forwards": _later(values.get(number.path, ()), jump) for jump in _JUMPS}
         if seen.get(number.path, now) != now:
             tried |= {" when it is larger": now + 10 * (abs(now) + 1), " when it is smaller": now - 10 * (abs(now) + 1)}
@@ -608,7 +608,7 @@ def find_state(
                 continue
             kept.keep_state(only=number.name)
             result = first
-            with contextlib.suppress(Exception):  # of a number that the model was never made for
+            with contextlib.suppress(Exception):  # the model may not support such a number
                 number.write(value)
                 result = one()
             if matters(result):
@@ -617,7 +617,7 @@ def find_state(
 
 
 def _later(seen: Sequence[float], jump: int) -> float | None:
-    """Return the value of a counter after more forwards: one that changes by a constant number or factor; else None."""
+    """Return a counter's value after `jump` more forwards, or None without a constant step or constant factor."""
     pairs = list(itertools.pairwise(seen))
     if len({b - a for a, b in pairs}) == 1:
         step = pairs[0][1] - pairs[0][0]
@@ -630,7 +630,7 @@ def _later(seen: Sequence[float], jump: int) -> float | None:
 
 
 def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
-    """Sum and norm of a gradient, 0 of none."""
+    """Return the sum and norm of a gradient, or zeros for None."""
     if gradient is None:
         return 0.0, 0.0
     values = gradient.detach()
@@ -641,7 +641,7 @@ def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
 
 
 def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
-    """Tell whether two results are not the same, NaN being NaN."""
+    """Check whether two results differ by more than `noise`. NaN equals NaN."""
     pairs = zip(found, first, strict=True)
     return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
 
@@ -651,7 +651,7 @@ def _distance(found: Any, first: Any) -> float:
 
 
 def _own_first(names: Collection[str]) -> str:
-    """Return the first of this rank's names. Raises: PeerError where only other ranks have found any."""
+    """Return the first of this rank's names. Raises: PeerError if only other ranks have names."""
     if not names:
         raise PeerError(
             given="this rank's part of the model",
@@ -662,7 +662,7 @@ def _own_first(names: Collection[str]) -> str:
 
 
 def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> JobError:
-    """The error for state that changes a result."""
+    """Return the error for state that changes a result."""
     _own_first(names)
     said = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     if all(kinds.get(name) == "number" for name in names):
@@ -680,7 +680,7 @@ def _state_error(names: Sequence[str], kinds: Mapping[str, str], when: str) -> J
 
 
 def _shifted(buffer: Tensor) -> Tensor:
-    """A buffer of real numbers moved by a tenth, up and down in turn; another one as it is."""
+    """Move the elements of a floating-point buffer by a tenth, up and down in turn. Return other buffers unchanged."""
     if not buffer.is_floating_point():
         return buffer
     signs = torch.arange(buffer.numel(), device=buffer.device).reshape(buffer.shape) % 2 * 2 - 1
@@ -688,14 +688,14 @@ def _shifted(buffer: Tensor) -> Tensor:
 
 
 def _counts(before: Tensor, after: Tensor) -> bool:
-    """Tell whether a buffer holds whole numbers that have grown."""
+    """Check whether a buffer consists of whole numbers that have grown."""
     if before.shape != after.shape or before.is_complex() or after.dtype == torch.bool:
         return False
     return bool((after >= before).all() and (after > before).any() and (after == after.round()).all())
 
 
 def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
-    """A grain, and another one of as many samples; where there is one grain alone, its samples in another order."""
+    """Return the first grain and another grain of equal size, or the first grain with its samples in another order."""
     split = microbatch.split()
     one = split[0]
     other = next((part for part in split[1:] if part.num_samples == one.num_samples), None)
@@ -703,7 +703,7 @@ def _two_grains(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
 
 
 def turned(batch: Any) -> Any:
-    """Return a batch with the rows of its tensors moved by one."""
+    """Return a batch with the rows of its tensors rotated by one."""
 
     def moved(leaf: Any) -> Any:
         is_rows = isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim and len(leaf) > 1
@@ -713,7 +713,7 @@ def turned(batch: Any) -> Any:
 
 
 def _allows(allowed: Sequence[str], name: str) -> bool:
-    """Whether a pattern names the state; `*` stands for one part of a name."""
+    """Check whether any pattern matches the name. `*` matches one part of a dotted name."""
     parts = name.split(".")
     return any(
         len(parts) == len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=True))
@@ -722,7 +722,7 @@ def _allows(allowed: Sequence[str], name: str) -> bool:
 
 
 def _is_sum(fused: Sums, parts: list[Sums]) -> bool | None:
-    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so; None: unknown."""
+    """Check whether the fused total is the parts' sum within rounding, and the weight exactly. None if not finite."""
     totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
     if fused[1] != sum(w for _, w in parts):
         return False
@@ -733,7 +733,7 @@ def _is_sum(fused: Sums, parts: list[Sums]) -> bool | None:
 
 @contextlib.contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which parameters and buffers of fewer bits than the dtype's are copies of themselves in it."""
+    """Convert parameters and buffers of fewer bits than `dtype` to it within the context. Restore them at the end."""
     # A forward may put another tensor in a buffer's place.
     homes = [(m._buffers, key, buffer) for m in model.modules() for key, buffer in m._buffers.items()]
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]

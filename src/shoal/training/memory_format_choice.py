@@ -155,7 +155,7 @@ class ImageOperators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator: over a second
+        return False  # otherwise torch imports its compiler, which takes over a second
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

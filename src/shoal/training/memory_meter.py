@@ -227,7 +227,7 @@ class MemoryMeter:
         )
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters. Those of other ranks are on the meta device."""
+        """Return this rank's parameters. Parameters of other ranks are on the meta device."""
         return [p for p in self._model.parameters() if not p.is_meta]
 
     def abandon(self) -> None:

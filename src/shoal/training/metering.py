@@ -26,16 +26,16 @@ from shoal.plans.plan import Plan
 from shoal.training.forward_backward import Observer
 from shoal.training.memory_meter import GatheredBytes, MemoryMeter
 
-# The second step counts: the first step still creates caches and lazy states. Later steps send the same, and run without
-# the cost of a measurement.
+# The second step counts: the first step still creates caches and lazy states. Later steps send the same, and run
+# without the cost of a measurement.
 MEASURED_STEPS = 2
 
 
 class StepMeter(Observer):
     """Meter of traffic and memory in the first steps that update.
 
-    A measurement covers a step from its agreement to the end of its update. It excludes agreements that do not travel
-    with the sums, checkpoints and evaluations.
+    A measurement covers a step from its agreement to the end of its update. It excludes checkpoints,
+    evaluations, and agreements that do not travel with the sums.
     """
 
     def __init__(self) -> None:
