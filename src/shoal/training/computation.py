@@ -187,7 +187,7 @@ class LossPair:
     what: str = "loss"
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """Return (total, weight) of a batch on the device. Raises: LossError, UserCodeError."""
+        """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""
         if isinstance(batch, NoSamples):
             return torch.zeros((), device=self.precision.device), 0.0
         try:
@@ -342,7 +342,7 @@ class LossComputer:
                 raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """Return (total, weight) of a batch on the device. Raises: LossError, UserCodeError."""
+        """Return (total, weight) of a batch on the device. Raises: JobError, LossError, UserCodeError."""
         return self.pair(self.model, batch)
 
     def why_not_fused(self, agreed: MicrobatchPolicy) -> str:
@@ -371,7 +371,7 @@ def no_gradient(weight: float) -> LossError:
     )
 
 
-_MOST_BITS = 1023  # longest int that fits a float64
+_MOST_BITS = 1023  # maximum bit length of an int that a float64 can represent
 
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
@@ -412,5 +412,5 @@ def _no_pair(what: str, given: str, conflict: str) -> LossError:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """Return the tensor with shape []. A reshape of such a tensor would only add a node to the autograd graph."""
+    """Return the tensor with shape [], without a needless reshape, which would add a node to the autograd graph."""
     return tensor.reshape(()) if tensor.ndim else tensor

@@ -220,7 +220,7 @@ class Look:
             computer.look_seconds += time.perf_counter() - began
 
     def _refuse_unrestored(self, kept: NoTrace) -> None:
-        """Refuse a forward that replaces a parameter, hooks it, or writes it past torch's operators. Raises: JobError."""
+        """Refuse a forward that replaces, hooks, or writes a parameter past torch's operators. Raises: JobError."""
         if kept.replaced:
             raise replaced(min(kept.replaced))
         if kept.hooked:
