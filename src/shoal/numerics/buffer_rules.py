@@ -71,7 +71,7 @@ def defined_rules(model: nn.Module) -> dict[str, str]:
 
 
 def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return rules by buffer name from patterns that a job declares. Raises: JobError if a pattern matches no buffer."""
+    """Return rules by buffer name from patterns that a job gives. Raises: JobError if a pattern matches no buffer."""
     known, found = list(names), dict[str, str]()
     for pattern, rule in given.items():
         matching = [name for name in known if matches(pattern, name)]

@@ -65,7 +65,7 @@ class CapturedScope(GrainScope):
         TorchFunctionMode.__exit__(self, *error)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Return a generator per grain for the next operation. Raises: NotCapturableError on the host or if it is new."""
+        """Return a generator per grain for the next operation. Raises: NotCapturableError for a new or host operation."""
         if device.type != self._device.type:
             raise NotCapturableError("it draws random numbers on the host")
         number, self._next = self._next, self._next + 1
