@@ -4,7 +4,7 @@ Every microbatch starts from the step's buffers. A buffer's rule combines the va
 the new value. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
 
 All contributions of microbatches are added up in one vector. The terms of a mean are values times samples. Increments
-of integers are digits, whose sums are exact in float32 too. A value that comes from one microbatch travels as 16-bit
+of integers are digits: sums of digits are exact in float32 too. A value that comes from one microbatch travels as 16-bit
 words in a slot that only this rank writes. A slot receives the change by each microbatch, and the sum is the value.
 """
 
@@ -50,7 +50,7 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
 
 
 def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Check whether one call for all grains is faster than one call per grain, whose launch outlasts its kernel.
+    """Check whether one call for all grains is faster than one per grain, because a launch outlasts its kernel.
 
     Channels-last inputs return False: one call would convert them to another format and back.
     """
@@ -157,7 +157,7 @@ class StepBuffers:
         self._defined = {name: rule for name, rule in defined_rules(model).items() if name in self._homes}
         self._slots, self._slot, self._last_grain = slots, 0, last_grain
         self._blocks: list[_Block] = []
-        # Keys and values in this rank's slot, for each block whose values come from one microbatch.
+        # Keys and values in this rank's slot, for each block with values of one microbatch.
         self._taken: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()

@@ -25,7 +25,7 @@ class NotCapturableError(Exception):
 
 
 class CapturedScope(GrainScope):
-    """GrainScope whose random operations draw from generators that are seeded anew for each step.
+    """GrainScope with generators that are seeded anew for each step.
 
     The first forward under the scope creates the generators. After `close`, later forwards create no more.
     """
@@ -35,7 +35,7 @@ class CapturedScope(GrainScope):
         self._seed, self._device = seed, device
         self._of_calls: list[list[torch.Generator]] = []
         self._next, self._closed = 0, False
-        self.drawing: torch.Generator | None = None  # whose state the device's global generator has just now
+        self.drawing: torch.Generator | None = None  # the generator in place of the device's global one
 
     @property
     def all_generators(self) -> list[torch.Generator]:
@@ -65,7 +65,10 @@ class CapturedScope(GrainScope):
         TorchFunctionMode.__exit__(self, *error)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Return a generator per grain for the next operation. Raises: NotCapturableError for a new or host operation."""
+        """Return a generator per grain for the next operation.
+
+        Raises: NotCapturableError for a draw on the host, or for an operation beyond the known ones.
+        """
         if device.type != self._device.type:
             raise NotCapturableError("it draws random numbers on the host")
         number, self._next = self._next, self._next + 1

@@ -200,7 +200,7 @@ def at_once(draws: Draws, func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def of_size(draws: Draws, func: Any, size: Any, options: dict[str, Any]) -> Tensor | None:
-    """Return `torch.rand` or `torch.randn` of a size whose first number counts samples; None as in `at_once`."""
+    """Return `torch.rand` or `torch.randn` if the first size counts samples; None as in `at_once`."""
     dtype = options.get("dtype") or torch.get_default_dtype()
     if (
         func not in SIZED

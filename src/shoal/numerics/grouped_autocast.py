@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _KINDS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-_ALIGNED = 16  # bytes: the kernel rejects rows whose size is not a multiple
+_ALIGNED = 16  # bytes: the kernel rejects rows of any size but a multiple
 
 
 @cache

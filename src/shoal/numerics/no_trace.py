@@ -67,7 +67,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
     """Context for a look at a model and at functions of a job. `restore` and the end of the context restore all state.
 
     Args:
-        model: The model, whose modules, buffers and parameters are restored. None if the look has a model of its own.
+        model: The model with the modules, buffers and parameters to restore. None if the look has a model of its own.
         functions: The job's functions by name, such as its loss. Their closures, globals and objects are restored.
         gathers: Whether modules gather their parameters while they compute. Writes to gathered parameters are lost.
     """
@@ -234,7 +234,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._guard is not None and self._guard.sees and self._guard.before(tensor) is not None
 
     def changed_parameters(self) -> dict[str, Tensor]:
-        """Return copies of the parameters whose values changed, by name."""
+        """Return copies of the parameters that have other values than before, by name."""
         found = {}
         for name, parameter in self._parameters.items():
             data, *_, mark = self._was[name]
@@ -249,7 +249,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return found
 
     def unrestored(self) -> list[str]:
-        """Return the names of parameters whose writes were not seen, so that `restore` could not restore them."""
+        """Return the names of parameters with writes that were not seen, so that `restore` could not restore them."""
         return [name for name, parameter in self._parameters.items() if self._was[name][3] != _mark(parameter)]
 
     def changes(self) -> list[StateChange]:
@@ -307,7 +307,7 @@ def _mark(parameter: Tensor) -> int:
 
 
 def _compiles() -> bool:
-    """Check whether this process uses torch.compile, whose functions fail under a dispatch mode, then and later."""
+    """Check whether this process uses torch.compile. Its functions fail under a dispatch mode, then and later."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
     return frames is not None and any(getattr(frames, "cached_backends", {0: True}).values())

@@ -106,7 +106,7 @@ class Precision:
 
 
 def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """Convert a tensor for a run whose parameters have dtype `kind`; float32 leaves every tensor as the job makes it.
+    """Convert a tensor for a run with parameters of dtype `kind`; float32 leaves every tensor as the job makes it.
 
     Any other `kind` applies to floating tensors. Complex tensors become complex128 for float64 and otherwise stay as
     they are, since narrower dtypes have no complex counterpart.

@@ -51,7 +51,7 @@ ATOMS: tuple[type, ...] = (
     torch.Size,
 )
 ATOMS += (types.ModuleType, types.BuiltinFunctionType)
-# Iterators whose position can be read and set.
+# Iterators with a position that can be read and set.
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
 
@@ -93,7 +93,7 @@ class KeptDict:
         return {key for key in self._home if key not in self._skip} | self._kept.keys()
 
     def differences(self) -> Iterator[tuple[str, str]]:
-        """Yield key and kind of each entry that was replaced or whose content has changed."""
+        """Yield key and kind of each entry that was replaced or has other content."""
         for key in self.keys():
             kept = self._kept.get(key)
             if key not in self._home:
@@ -119,7 +119,7 @@ class KeptDict:
                 del self._home[key]
 
     def numbers(self, of: str) -> Iterator[Number]:
-        """Yield the numbers that have changed: entries, tensors of one element and counts, including those within entries."""
+        """Yield the numbers that have changed: entries, tensors of one element and counts, also within entries."""
         begun: set[int] = set()
         for key in list(self._home):
             if key not in self._skip:
@@ -423,7 +423,7 @@ def _kind(value: Any) -> str:
 
 
 class _Slots(MutableMapping[str, Any]):
-    """Attributes of an object whose class has `__slots__`, including the attributes in its `__dict__`."""
+    """Attributes of an object with `__slots__` in its class, including the attributes in its `__dict__`."""
 
     def __init__(self, value: Any, slots: Sequence[str]) -> None:
         self._value, self._slots = value, slots
