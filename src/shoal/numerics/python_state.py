@@ -404,7 +404,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_users(kind: Any) -> bool:
-    """Check whether a class, function or module belongs to the job's own code, not to an installed library."""
+    """Check whether a class, function or module is the job's own code, neither an installed library's nor shoal's."""
     module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
     where = getattr(module, "__file__", None)
     return where is None or (not where.startswith(_LIBRARIES) and not _is_shoals(module))

@@ -116,7 +116,7 @@ class _Comparison:
     def checks(self) -> Iterator[Check]:
         """Yield the checks, one phase after the other; later phases inherit tolerances from earlier ones."""
         yield from self._data()
-        weightless = self._base.skipped == self._p.skipped == "weightless"  # no gradient was divided
+        weightless = self._base.skipped == self._p.skipped == "weightless"  # no gradient was divided by the weight
         if not weightless:
             yield from self._forward()
         yield from self._loss()

@@ -89,7 +89,8 @@ def trace_rank(
 ) -> None:
     """Train `num_steps` steps on this rank and write their traces to `folder`.
 
-    `options`: the engine's options, some of which the trace overrides. Collective: all ranks of the environment.
+    `options`: the engine's options, some of which the trace overrides.
+    Collective: all ranks of the environment.
     """
     notes: list[str] = []
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
