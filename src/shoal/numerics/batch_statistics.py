@@ -1,11 +1,11 @@
-"""Buffers that the forward changes (batch statistics, counters): one update a step, the same on any layout.
+"""Buffers that the forward changes (batch statistics, counters): one update per step, the same on any layout.
 
-Every microbatch starts from the step's buffers; the rule of a buffer makes the new value of what the microbatches leave
-in it. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
+Every microbatch starts from the step's buffers. A buffer's rule combines the values that the microbatches leave into
+the new value. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
 
-All that microbatches contribute is added up in one vector. A mean's terms are values times samples; the increments of
-whole numbers are digits, whose sums are exact in float32 too. A value that is one microbatch's travels as 16-bit words
-in a slot that only this rank writes: what is in the slot is the sum of what each microbatch has changed in it.
+All contributions of microbatches are added up in one vector. The terms of a mean are values times samples. Increments
+of integers are digits: sums of digits are exact in float32 too. A value from one microbatch travels as 16-bit words in
+a slot that only this rank writes. The slot receives the change by each microbatch, and the sum is the value.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RUNNING, _WEIGHTS = ("running_mean", "running_var"), ("weight", "bias")
 
 
 def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Tensor:
-    """Batch normalisation of each grain's rows by themselves, with `given` as arguments of torch's function.
+    """Apply batch normalisation to each grain's rows separately; `given` are the arguments of torch's function.
 
-    Running statistics become the mean of what the grains made of them, weighted by rows.
+    Running statistics become the mean of the statistics that the grains produce, weighted by rows.
     """
     running = {name: given[name] for name in _RUNNING if given.get(name) is not None}
     own = {name: value.expand(len(parts), *value.shape).clone() for name, value in running.items()}
     normalised = _as_channels if _is_launch_bound(given["input"], parts) else _one_by_one
     whole = normalised(parts, given, own)
     rows = len(given["input"])
-    for name, values in own.items():  # which the backward has: nothing is written there
+    for name, values in own.items():  # the backward reads the values, so nothing writes them
         if _are_alike(parts):
             torch.mean(values, 0, out=running[name])
         else:
@@ -50,9 +50,9 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
 
 
 def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether one call for all grains takes less time than a call for each, whose launch takes longer than its kernel.
+    """Check whether one call for all grains is faster than one per grain, because a launch outlasts its kernel.
 
-    Not where channels lie last: there it would bring them into another format, and back.
+    Channels-last inputs return False: one call would convert them to another format and back.
     """
     return len(parts) > 1 and input.is_cuda and input.is_contiguous() and _are_alike(parts)
 
@@ -62,7 +62,7 @@ def _are_alike(parts: Sequence[Tensor]) -> bool:
 
 
 def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
-    """Batch normalisation of a grain after the other; `running` statistics have a row for each."""
+    """Normalise one grain after the other; `running` statistics have a row for each grain."""
     outputs = [
         F.batch_norm(**{**given, "input": part, **{name: values[place] for name, values in running.items()}})
         for place, part in enumerate(parts)
@@ -71,7 +71,7 @@ def _one_by_one(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapp
 
 
 def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any], running: Mapping[str, Tensor]) -> Tensor:
-    """As `_one_by_one`, of grains of one size in one call, where each grain's channels are channels of their own."""
+    """Normalise grains of one size in one call, which treats each grain's channels as separate channels."""
     grains, input = len(parts), given["input"]
     rows, channels, *rest = parts[0].shape
     beside = input.view(grains, rows, channels, *rest).transpose(0, 1).reshape(rows, grains * channels, *rest)
@@ -81,15 +81,15 @@ def _as_channels(parts: Sequence[Tensor], given: Mapping[str, Any], running: Map
     return normal.view(rows, grains, channels, *rest).transpose(0, 1).reshape(input.shape)
 
 
-# Increments of whole numbers as digits of this base, the highest not limited: see parallel.data.replicated.to_limbs.
+# Base of the digits of integers. The highest digit is not limited: see parallel.data.replicated.to_limbs.
 _BASE, _NUM_DIGITS = 4096, 4
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Buffers of one rule and dtype, which lie one after the other in the vector.
+    """Buffers of one rule and dtype, consecutive in the vector.
 
-    `lengths`: elements of each. `index`: int64, of each element the buffer's place among `names`.
+    `lengths`: elements of each buffer. `index`: int64, for each element the buffer's place among `names`.
     """
 
     rule: str
@@ -105,20 +105,20 @@ class _Block:
 
     @property
     def width(self) -> int:
-        """Numbers of an element."""
+        """Number of values per element."""
         if self.rule in TAKEN:
             return max(1, self.dtype.itemsize // 2)
         return _NUM_DIGITS if self.is_whole and self.rule != "mean" else 1 + self.dtype.is_complex
 
     @property
     def size(self) -> int:
-        """Numbers in all: of each slot a key for each buffer, and the values."""
+        """Number of values in all. Each slot has a key for each buffer, then the values."""
         values = sum(self.lengths) * self.width
         return self.slots * (len(self.names) + values) if self.rule in TAKEN else values
 
 
 class StepBuffers:
-    """The changing buffers of a model; ranks agree on `names` and `rules`, so that their vectors match."""
+    """Changing buffers of a model. Ranks agree on `names` and rules, so that their vectors match."""
 
     def __init__(
         self,
@@ -129,10 +129,11 @@ class StepBuffers:
         slots: int = 1,
         last_grain: Callable[[int], int] | None = None,
     ) -> None:
-        """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one.
+        """Collect the model's buffers. Raises: JobError if a declared pattern matches no buffer.
 
-        `declared`: rules of a job, by patterns of names. `slots`: ranks with different grains. `last_grain`: the last
-        one of a step, where that is known before it is read. Raises: JobError where a pattern matches no buffer.
+        `counts`: whether the sum over ranks includes this rank's value of a name; of equal values it includes one.
+        `declared`: a job's rules by patterns of names. `slots`: number of ranks with different grains. `last_grain`:
+        returns a step's last grain, if that is known before the step is read.
         """
         self.names: tuple[str, ...] = ()
         self._counts = counts
@@ -143,30 +144,30 @@ class StepBuffers:
             for key, value in module._parameters.items()
             if value is not None and not value.requires_grad
         }
-        # Where each buffer hangs, since a forward may replace the tensor; walking the modules each time is slow.
+        # The dict of each buffer, since a forward may replace the tensor. Walking the modules each time is slow.
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for prefix, module in model.named_modules():
             for key, value in module._buffers.items():
                 if value is not None:
                     self._homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
-        # A stage of a pipeline may hold no parameter.
+        # A stage of a pipeline may have no parameter.
         held = (p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta)
         self._device = next(held, torch.device("cpu"))
         self.declared = declared_rules(declared or {}, self._homes)
         self._defined = {name: rule for name, rule in defined_rules(model).items() if name in self._homes}
         self._slots, self._slot, self._last_grain = slots, 0, last_grain
         self._blocks: list[_Block] = []
-        # By block of which the value is one microbatch's: keys and values in this rank's slot.
+        # Keys and values in this rank's slot, for each block with values of one microbatch.
         self._taken: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
-        # Buffers that are not known to change: what they go back to where a forward begins to change them after all.
+        # Versions and values of buffers that are not known to change, in case a forward changes them after all.
         self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self._shapes = {name: self._now(name).shape for name in self._homes}  # the same on all ranks
         self._kinds = {name: self._now(name).dtype for name in self._homes}
         self.is_empty = not self._homes  # the model has none
-        self.nothing = torch.zeros(0, dtype=torch.float64, device=self._device)  # values of none
+        self.nothing = torch.zeros(0, dtype=torch.float64, device=self._device)  # the contribution without buffers
 
     def _now(self, name: str) -> Tensor:
         home, key = self._homes[name]
@@ -175,7 +176,7 @@ class StepBuffers:
         return value
 
     def watch(self, names: Iterable[str] | None = None, rules: Mapping[str, str] | None = None) -> None:
-        """Sets the names of the buffers that change, all of them where None, and rules that were found."""
+        """Set the names of the buffers that change (None: all buffers), and the rules that were inferred for them."""
         for name in self._frozen.keys() & set(names or ()) - self._homes.keys():
             self._homes[name] = self._frozen[name]
             self._shapes[name], self._kinds[name] = self._now(name).shape, self._now(name).dtype
@@ -193,20 +194,20 @@ class StepBuffers:
             self._blocks.append(_Block(rule, kind, tuple(own), lengths, 1 if one_slot else self._slots, index))
 
     def settled(self, name: str) -> str | None:
-        """The rule of a buffer where it is declared, or known by what the buffer is."""
+        """Return the rule of a buffer if the job declares it or torch defines it, else None."""
         return self.declared.get(name) or self._defined.get(name)
 
     def move(self, slot: int) -> None:
-        """Sets the slot that this rank writes: its number among the ranks with different grains."""
+        """Set the slot that this rank writes: the rank's number among the ranks with different grains."""
         self._slot = slot
 
     @property
     def num_values(self) -> int:
-        """Numbers that a microbatch contributes."""
+        """Number of values that a microbatch contributes."""
         return sum(block.size for block in self._blocks) if self.names else 0
 
     def begin(self) -> None:
-        """Keeps the step's values."""
+        """Save the values of the buffers at the beginning of a step."""
         if not self._homes:
             return
         now = {name: self._now(name).detach() for name in self.names if not self._now(name).is_meta}
@@ -234,38 +235,38 @@ class StepBuffers:
         return before is not None and not _same(self._now(name), before)
 
     def changed(self) -> set[str]:
-        """The buffers that were written or replaced since `begin`."""
+        """Return the names of the buffers that were written or replaced since `begin`."""
         return self._changed | self.written()
 
     def written(self) -> set[str]:
-        """The buffers that were written or replaced since `begin` or the last `restore`."""
+        """Return the names of the buffers that were written or replaced since `begin` or the last `restore`."""
         return {name for name, mark in self._versions.items() if self._version(name) != mark}
 
     def moved(self, *, every: bool = False) -> set[str]:
-        """Buffers that are not known to change and have another value since `begin`; the device is waited for.
+        """Return buffers that are not known to change but have another value since `begin`; waits for the device.
 
-        `every`: those too that no operation is known to have written, as torch's own batch_norm writes them.
+        `every`: also compare buffers without a recorded write, because torch's own batch_norm records none.
         """
         written = (set(self._homes) if every else self.changed()).difference(self.names)
         return {name for name in written if name in self._still and not _same(self._now(name), self._still[name][1])}
 
     def values(self) -> dict[str, Tensor]:
-        """Copies of all that are on this rank."""
+        """Return copies of all buffers on this rank by name."""
         held = {name: self._now(name).detach() for name in self._homes}
         return {name: value.clone() for name, value in held.items() if not value.is_meta}
 
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Sets values of `values()`. Raises: JobError where a forward has given a buffer another shape."""
+        """Set buffers to a result of `values()`. Raises: JobError if a forward has changed a buffer's shape."""
         for name, value in values.items():
             if self._now(name).shape != value.shape:
                 raise _reshaped(name, self._now(name).shape, value.shape)
         _copy([(self._now(name), value) for name, value in values.items()])
 
     def weighted(self, num_samples: int, *, step: int = 0, grain: int = 0, again: bool = False) -> Tensor:
-        """Contribution of a microbatch, flat float64 [num_values]: of so many samples, the last one of that grain.
+        """Return the contribution of a microbatch of `num_samples`, flat float64 [num_values]. Mutates the slots.
 
-        `again`: of a later stage on this rank, the others' buffers were counted with the first. Mutates the slots.
-        Raises: JobError where a forward has given a buffer another shape.
+        `grain`: the microbatch's last grain. `again`: True for a later stage on this rank; the first stage's
+        contribution already counts the other buffers. Raises: JobError if a forward has changed a buffer's shape.
         """
         if not self.names:
             return self.nothing
@@ -287,13 +288,13 @@ class StepBuffers:
         return torch.cat(parts)
 
     def zeros(self) -> Tensor:
-        """Contribution of a microbatch of weight zero."""
+        """Return the contribution of a microbatch of weight zero."""
         if not self.names:
             return self.nothing
         return torch.zeros(self.num_values, dtype=torch.float64, device=self._device)
 
     def _flat(self, block: _Block, of: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Values of a block in its dtype, zero where another rank holds or counts them."""
+        """Return a block's values in its dtype, with zero for buffers that another rank has or counts."""
         parts = []
         for name, length in zip(block.names, block.lengths, strict=True):
             now = self._now(name) if of is None else of.get(name)
@@ -304,7 +305,7 @@ class StepBuffers:
         return torch.cat(parts)
 
     def _slotted(self, block: _Block, step: int, grain: int, again: bool) -> Tensor:
-        """Changes that a microbatch makes in this rank's slot: keys of the buffers, and their values as words."""
+        """Return a microbatch's changes to this rank's slot: keys of the buffers, and their values as words."""
         count, found = len(block.names), torch.zeros(block.size, dtype=torch.float64, device=self._device)
         held_keys, held = self._taken.get(block, ([0] * count, self._flat(block, {})))
         is_one = block.rule in ("last", "same")
@@ -332,13 +333,13 @@ class StepBuffers:
         return found
 
     def _is_passed(self, step: int, grain: int, key: int) -> bool:
-        """Whether another microbatch is the last: of the step, or else of this rank so far, with `key`."""
+        """Check whether another microbatch gives the last value: of the step, or of this rank so far (`key`)."""
         return grain != self._last_grain(step) if self._last_grain is not None else grain + 1 < key
 
     def restore(self, *, in_graph: bool = False) -> None:
-        """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape.
+        """Restore the step's values. Raises: JobError if a forward has changed a buffer's shape.
 
-        `in_graph`: a backward is still to come that may need what a forward has left, so that other tensors get them.
+        `in_graph`: a later backward may need the values that a forward has left, so new tensors get the step's values.
         """
         if not self._homes:
             return
@@ -349,11 +350,11 @@ class StepBuffers:
             now = self._now(name)
             if now.shape != value.shape:
                 raise _reshaped(name, value.shape, now.shape)
-            # Autograd refuses a tensor that it needs and that counts another write. What counts none may be written.
+            # Autograd refuses a tensor that it needs if its version has changed. A write that counts no version passes.
             is_needed = in_graph and self._version(name) != self._versions.get(name)
             if now.dtype == value.dtype and (isinstance(now, nn.Parameter) or not is_needed):
                 same.append((now, value))
-            else:  # so is one of another dtype, as a forward under autocast puts it there
+            else:  # also for another dtype, which a forward under autocast may leave
                 home, key = self._homes[name]
                 home[key] = value.clone()
         _copy(same)
@@ -362,16 +363,16 @@ class StepBuffers:
     def assign(
         self, contributed: npt.NDArray[np.float64], num_samples: int, since: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Sets the values from the sum over microbatches and ranks, which have the step's values.
+        """Set the buffers, which have the step's values, from the sum of contributions over microbatches and ranks.
 
-        `since`: the values that the step began with, where other steps were applied after that.
+        `since`: the values at the beginning of the step, if other steps were applied since then.
         """
         if not self.names or not num_samples:
             return
         self._assign(torch.from_numpy(contributed), torch.tensor(float(num_samples)), None, since)
 
     def queue_assign(self, contributed: Tensor, num_samples: Tensor, good: Tensor) -> None:
-        """As `assign`, on the device: where not `good`, a bool [], the step's values stay."""
+        """Queue `assign` on the device; the step's values stay if `good`, bool [], is False."""
         if self.names:
             self._assign(contributed, num_samples, good)
 
@@ -406,11 +407,11 @@ class StepBuffers:
                 pieces = new.split(block.lengths)
                 new = torch.cat([piece for piece, own in zip(pieces, here, strict=True) if own])
             _copy(list(zip(buffers, views_of(new, buffers), strict=True)))
-        self._saved = {}  # the step is over: there is nothing to go back to
+        self._saved = {}  # the step is over: nothing is left to restore
 
 
 def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> Tensor:
-    """New values of a block, flat in its dtype, from the sum of what microbatches have contributed."""
+    """Return a block's new values, flat in its dtype, from the sum of the microbatches' contributions."""
     if block.rule == "mean":
         return _of_kind(part / num_samples.to(part.device), old)
     if block.rule not in TAKEN:
@@ -420,7 +421,7 @@ def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> T
         return _of_kind(part + numbers(old).flatten() if block.rule == "sum" else part, old)
     table = part.view(block.slots, -1).round()
     keys, values = table[:, : len(block.names)], _from_words(table[:, len(block.names) :], block.dtype)
-    keys = keys.index_select(1, block.index.to(keys.device))  # of which a captured step knows the shape
+    keys = keys.index_select(1, block.index.to(keys.device))  # has a known shape, as a captured step requires
     if block.rule in ("last", "same"):
         found = values.gather(0, keys.argmax(0, keepdim=True))[0] if block.slots > 1 else values[0]
     else:
@@ -436,7 +437,7 @@ def _extreme(rule: str, one: Tensor, other: Tensor) -> Tensor:
 
 
 def _digits(values: Tensor) -> Tensor:
-    """Whole numbers, int64 [n], as digits, float64 [_NUM_DIGITS * n]."""
+    """Convert integers, int64 [n], to digits, float64 [_NUM_DIGITS * n]."""
     found = []
     for _ in range(_NUM_DIGITS - 1):
         found.append(values.remainder(_BASE))
@@ -445,20 +446,20 @@ def _digits(values: Tensor) -> Tensor:
 
 
 def _from_digits(sums: Tensor) -> Tensor:
-    """Whole numbers from sums of their digits."""
+    """Convert sums of digits to integers."""
     digits = sums.round().long().view(_NUM_DIGITS, -1)
     return torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
 
 
 def _words(values: Tensor) -> Tensor:
-    """The bits of flat values as numbers of 16 bits, or of 8: float64."""
+    """Convert the bits of flat values to numbers of 16 bits, or of 8 bits for 1-byte dtypes, in float64."""
     values = values.resolve_conj().resolve_neg().contiguous()
     values = torch.view_as_real(values).flatten() if values.is_complex() else values
     return values.view(torch.int16 if values.itemsize > 1 else torch.uint8).double()
 
 
 def _from_words(words: Tensor, kind: torch.dtype) -> Tensor:
-    """Values [slots, n] of a dtype from their words [slots, width * n]."""
+    """Convert words [slots, width * n] to values [slots, n] of a dtype."""
     bits = words.reshape(-1).to(torch.int16 if kind.itemsize > 1 else torch.uint8)
     if not kind.is_complex:
         return bits.view(kind).view(len(words), -1)
@@ -467,14 +468,14 @@ def _from_words(words: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and values, NaN included."""
+    """Check whether two tensors have the same shape, dtype and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _by_kind(items: Iterable[tuple[T, Tensor]]) -> list[list[T]]:
-    """Items whose tensors have one dtype and device."""
+    """Group items by the dtype and device of their tensors."""
     found: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for item, tensor in items:
         found.setdefault((tensor.dtype, tensor.device), []).append(item)
@@ -482,7 +483,7 @@ def _by_kind(items: Iterable[tuple[T, Tensor]]) -> list[list[T]]:
 
 
 def _of_kind(values: Tensor, like: Tensor) -> Tensor:
-    """Numbers as a buffer of such a dtype holds them, flat; pairs of a complex one."""
+    """Convert numbers to flat values of a buffer's dtype: integers are rounded, complex values come from pairs."""
     values = values.to(like.device)
     if like.is_complex():
         return torch.view_as_complex(values.view(-1, 2)).to(like.dtype)
@@ -490,7 +491,7 @@ def _of_kind(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies into the first of each pair the second, all of a dtype at once."""
+    """Copy the second tensor of each pair into the first, all tensors of a dtype at once."""
     with torch.no_grad():
         for alike in _by_kind((pair, pair[0]) for pair in pairs):
             if any(map(_is_lazy, chain.from_iterable(alike))):
@@ -501,7 +502,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Whether it is a conjugate or negative view, which no copy of several tensors takes."""
+    """Check whether a tensor is a conjugate or negative view, which foreach copies do not accept."""
     return tensor.is_conj() or tensor.is_neg()
 
 

@@ -1,6 +1,6 @@
-"""Rules of buffers: the value that a step gives a buffer which several microbatches have changed.
+"""Rules of buffers: the value that a step gives to a buffer which several microbatches have changed.
 
-A rule gives the value that one forward of the whole batch leaves. `explaining` finds it from forwards of some grains.
+A rule yields the value that one forward of the whole batch leaves. `explaining` infers it from forwards of some grains.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from shoal.errors import JobError
 from shoal.job import BUFFER_RULES, matches
 
-# Rules whose value is that of one microbatch, which travels bit by bit.
+# Rules that select the value of one microbatch, which ranks exchange bit by bit.
 TAKEN = ("last", "same", "min", "max")
-# So many grains are looked at: enough to tell the last of several values from the largest.
+# Number of grains to observe: enough to tell the last of several values from the largest.
 LOOKED_GRAINS = 4
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One buffer `before` some grains, after a forward of them `together`, and after each by itself (`apart`).
+    """Values of one buffer `before` some grains, after a forward of them `together`, and after each alone (`apart`).
 
     `sizes`: samples of each grain. All forwards start from the same buffers.
     """
@@ -37,29 +37,29 @@ class Observed:
 
     @property
     def moves(self) -> bool:
-        """Whether any of the forwards has left another value, or the same one in another dtype."""
+        """Whether any of the forwards left another value, or the same value in another dtype."""
         after = (self.together, *self.apart)
         return not all(self.before.dtype == value.dtype and _equal(self.before, value) for value in after)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """Largest difference by rounding of two forwards: a share of a value's size, and one of what it has moved."""
+    """Largest difference by rounding between two forwards, relative to a value's size and to its change."""
 
     of_value: float
     of_move: float
 
 
-# Rounding of a look in float64, some parts of which may compute in float32; and of one in float32.
+# Rounding of observations in float64, some parts of which may compute in float32; and of observations in float32.
 FINE, COARSE = Rounding(64 * torch.finfo(torch.float32).eps, 1e-5), Rounding(1e-4, 1e-3)
 
 
 def defined_rules(model: nn.Module) -> dict[str, str]:
-    """Rules by name of buffers whose meaning torch defines: running statistics and power iterations."""
+    """Return the rules, by name, of buffers that torch defines: running statistics and power iterations."""
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
         own: dict[str, str] = {}
-        if isinstance(module, _NormBase):  # over a grain: see normalised_by_grain
+        if isinstance(module, _NormBase):  # statistics of a grain: see normalised_by_grain
             own = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "same"}
         elif isinstance(module, _SpectralNorm):
             own = {"_u": "same", "_v": "same"}
@@ -71,7 +71,7 @@ def defined_rules(model: nn.Module) -> dict[str, str]:
 
 
 def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Rules by name of the buffers that a job's `buffers` name. Raises: JobError for a name that matches none."""
+    """Return rules by buffer name from patterns that a job gives. Raises: JobError if a pattern matches no buffer."""
     known, found = list(names), dict[str, str]()
     for pattern, rule in given.items():
         matching = [name for name in known if matches(pattern, name)]
@@ -87,13 +87,14 @@ def declared_rules(given: Mapping[str, str], names: Iterable[str]) -> dict[str, 
 
 
 def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 0.0) -> tuple[str, ...]:
-    """Rules that explain all that was observed of a buffer, the best first.
+    """Return the rules that explain all observations of a buffer, the best first.
 
-    `scale`: the size of the largest value of its module. Moves of less than the rounding of that have no other meaning.
+    `scale`: size of the largest value in the buffer's module. Changes below the rounding error of that value mean
+    nothing.
 
-    Of several the first is right for most of what else may be true. What no grain has changed in this way or that is
-    the smallest and the largest of equal values, too: `max` before `same`. A maximum that the same batch moves again is
-    none: a counter is `same`.
+    If several rules fit, the first is right for most other data that the buffer may see. Unchanged values, and the
+    extremes of equal values, fit both `max` and `same`: `max` comes first. A value that the same batch moves again is
+    no maximum: a counter is `same`.
     """
     is_bool, is_complex = observed[0].before.dtype == torch.bool, observed[0].before.is_complex()
     is_float = observed[0].before.is_floating_point()
@@ -113,7 +114,7 @@ def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 
         return True
 
     def is_bound(name: str, rule: Callable[[Observed], Tensor], sign: int) -> bool:
-        """Whether no value passes the one before, and a batch that was seen moves nothing."""
+        """Check whether no grain moves the value against the bound's direction, and a repeated batch moves nothing."""
         seen = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
         beyond = (_beyond(value, one, sign, rounding) for one in observed for value in one.apart)
         return holds(name, rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
@@ -132,12 +133,12 @@ def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 
     if not is_complex:
         found += [name for name, rule in (("max", _max), ("min", _min)) if name not in found and holds(name, rule)]
     if is_float or is_complex:
-        # Means of values that cancel, as of what a norm gives, are rounding.
+        # Means of values that cancel, such as the outputs of a norm, are only rounding.
         moves = (float((value - one.before).abs().max()) for one in observed for value in (one.together, *one.apart))
         is_rounding = not found and max(moves) < torch.finfo(torch.float32).eps * scale
         found += ["mean"] if holds("mean", _mean) or is_rounding else []
-    # Where grains differ by little more than rounding, the rules that come nearest are first. If none is exact, a mean
-    # is the likeliest of these: a moving one with a small momentum.
+    # If grains differ by little more than rounding, the closest rules come first. If none is exact, `mean` is the
+    # likeliest of them: a moving mean with a small momentum.
     nearest = min((distances[name] for name in found if name in distances), default=0.0)
     far = {name for name in found if distances.get(name, 0.0) > 10 * nearest + 1e-3}
     return tuple(sorted(found, key=lambda name: (name in far, nearest > 0 and name != "mean")))
@@ -150,7 +151,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def is_in_order(one: Observed) -> bool:
-    """Whether all grains together leave the new values of each, one after the other: a queue of samples."""
+    """Check whether all grains together leave the new values that each leaves alone, as a queue of samples does."""
     new = [value[value != one.before] for value in one.apart]
     together = one.together[one.together != one.before]
     apart = torch.cat(new)
@@ -185,12 +186,12 @@ def _mean(one: Observed) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values, NaN included."""
+    """Check whether two tensors have the same values; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _limit(one: Observed, rounding: Rounding) -> float:
-    """What rounding may leave of a difference from `one.together`."""
+    """Return the largest difference from `one.together` that rounding may explain."""
     values = torch.stack([value.abs().double() for value in (one.together, *one.apart)])
     moves = torch.stack([(value - one.before).abs().double() for value in (one.together, *one.apart)])
     sizes = [float(each[each.isfinite()].max()) if each.isfinite().any() else 0.0 for each in (values, moves)]
@@ -207,20 +208,20 @@ def _close(value: Tensor, one: Observed, rounding: Rounding) -> bool:
 
 
 def _distance(value: Tensor, one: Observed, rounding: Rounding) -> float:
-    """The largest finite difference from `one.together`, as a share of what rounding may leave."""
+    """Return the largest finite difference from `one.together`, relative to what rounding may explain."""
     off = (value - one.together).abs()
     off = off[off.isfinite()]
     return float(off.max()) / max(_limit(one, rounding), 1e-300) if off.numel() else 0.0
 
 
 def _beyond(value: Tensor, one: Observed, sign: int, rounding: Rounding) -> bool:
-    """Whether a value has passed the one before against the bound's direction."""
+    """Check whether a value moved from `one.before` against the bound's direction."""
     limit = _limit(one, rounding) if value.is_floating_point() else 0.0
     return bool((sign * (one.before - value) > limit).any())
 
 
 def in_words(rules: Mapping[str, str]) -> str:
-    """Rules with the names that have them, numbers as *."""
+    """Render rules with the names of their buffers for a message; numbers in names become *."""
     by_rule: dict[str, dict[str, None]] = {}
     for name, rule in sorted(rules.items()):
         by_rule.setdefault(rule, {})[".".join("*" if part.isdigit() else part for part in name.split("."))] = None
@@ -228,7 +229,7 @@ def in_words(rules: Mapping[str, str]) -> str:
 
 
 def without_rule(name: str) -> JobError:
-    """The error for a buffer of a Session whose rule is not known."""
+    """Build the error for a buffer of a Session that has no known rule."""
     return JobError(
         given=f"buffer {name}, which a forward changes, in a Session without a rule for it",
         conflict="a step is computed in microbatches, and what they leave in a buffer becomes one value by a rule",
@@ -238,10 +239,10 @@ def without_rule(name: str) -> JobError:
 
 
 def no_rule(kinds: Mapping[str, str], *, ordered: bool = False, seen: bool = True, rarely: bool = False) -> JobError:
-    """The error for buffers that no rule explains; `kinds`: of their modules, by the buffers' names.
+    """Build the error for buffers that no rule explains. `kinds`: types of their modules by buffer name.
 
-    `ordered`: one keeps samples in their order. `seen`: some rank had several grains to look at. `rarely`: these have
-    moved none, other grains of the step have.
+    `ordered`: a buffer stores samples in their order. `seen`: some rank had several grains to observe. `rarely`: the
+    observed grains moved none of these buffers, but other grains of the step did.
     """
     it = "it" if len(kinds) == 1 else "one of them"
     if ordered:

@@ -1,9 +1,9 @@
-"""Random numbers of a step that is captured in a CUDA graph: the bits of a step that is not.
+"""Random numbers of a step that a CUDA graph replays: the same bits as in a step without a graph.
 
-The operations that GrainScope seeds draw from generators of the device that are there before the capture, one for each
-operation and grain. A replay runs nothing of Python: the generators get the step's seeds before it. A generator of a
-CUDA device is a counter-based one (Philox), and torch keeps the key and the counter of one that is registered with a
-graph in tensors of the device, which each replay fills.
+The operations that GrainScope seeds draw from device generators that exist before the capture, one for each operation
+and grain. A replay runs no Python, so the generators receive the step's seeds before it. A CUDA generator is
+counter-based (Philox). If it is registered with a graph, torch keeps its key and counter in device tensors, which each
+replay fills.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shoal.plans.grains import Grain, random_key
 
 
 class NotCapturableError(Exception):
-    """A step that no graph can replay, with the reason."""
+    """Error for a step that no graph can replay; the message gives the reason."""
 
 
 class CapturedScope(GrainScope):
-    """GrainScope whose random operations draw from generators that are seeded anew for each step.
+    """GrainScope with generators that are seeded anew for each step.
 
-    The first forward under it makes the generators; from the next on there are no further ones.
+    The first forward under the scope creates the generators. After `close`, later forwards create no more.
     """
 
     def __init__(self, seed: int, grains: Sequence[Grain], device: torch.device) -> None:
@@ -35,15 +35,15 @@ class CapturedScope(GrainScope):
         self._seed, self._device = seed, device
         self._of_calls: list[list[torch.Generator]] = []
         self._next, self._closed = 0, False
-        self.drawing: torch.Generator | None = None  # in whose place the device's global generator stands just now
+        self.drawing: torch.Generator | None = None  # the generator in place of the device's global one
 
     @property
     def all_generators(self) -> list[torch.Generator]:
-        """The generators, of each operation in turn one for each grain."""
+        """All generators, in the order of the operations and, within an operation, of the grains."""
         return [generator for own in self._of_calls for generator in own]
 
     def seed(self, step: int) -> None:
-        """Seeds the generators for a step, and the global ones as a GrainScope leaves them after its forward."""
+        """Seed the generators for a step, and the global ones to the state in which a GrainScope leaves them."""
         self._key = random_key(self._seed, "model", step)
         with _unseen():
             seed_torch(self._key)
@@ -53,7 +53,7 @@ class CapturedScope(GrainScope):
                 generator.manual_seed(random_key(base, index))
 
     def close(self) -> None:
-        """Says that all the operations are known."""
+        """Forbid new generators, because all random operations are known."""
         self._closed = True
 
     def __enter__(self) -> CapturedScope:
@@ -65,7 +65,10 @@ class CapturedScope(GrainScope):
         TorchFunctionMode.__exit__(self, *error)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """As of a GrainScope. Raises: NotCapturableError for a draw on the host, or one more than before."""
+        """Return a generator per grain for the next operation.
+
+        Raises: NotCapturableError for a draw on the host, or for an operation beyond the known ones.
+        """
         if device.type != self._device.type:
             raise NotCapturableError("it draws random numbers on the host")
         number, self._next = self._next, self._next + 1
@@ -84,7 +87,7 @@ class CapturedScope(GrainScope):
         try:
             if generator.device.type == "cpu":
                 return super().under(generator, call)
-            # States by value are copies, which a capture forbids: here the global generator refers to the other's.
+            # A capture forbids copies of states, so the global generator refers to the other generator's state.
             device = torch.cuda.default_generators[generator.device.index or 0]
             before = device.graphsafe_get_state()
             device.graphsafe_set_state(generator)
@@ -96,12 +99,12 @@ class CapturedScope(GrainScope):
             self.drawing = None
 
     def words(self, rows: int, elements: int) -> torch.Tensor:
-        """Raises: NotCapturableError: what is drawn by position is drawn on the host."""
+        """Raise NotCapturableError, because numbers by position are drawn on the host."""
         raise NotCapturableError("it draws random numbers on the host")
 
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """A context in which no mode looks at operations."""
+    """Disable all torch modes within the context."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

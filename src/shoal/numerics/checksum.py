@@ -1,4 +1,4 @@
-"""Checksum of tensors' bits, at the speed of memory: finds flipped bits, not forgeries."""
+"""Checksum of tensors' bits, at the speed of memory. It detects flipped bits, not forgeries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def bits_checksum(tensors: Iterable[Tensor]) -> int:
-    """A number below 2^64 over the bits of tensors, in their order: another one if a single bit is another.
+    """Return a number below 2^64 over the bits of tensors, in their order. Any single flipped bit changes the number.
 
-    Each tensor's words are summed modulo 2^64, of eight bytes each where its size allows that; waits for its device.
+    Each tensor's words are summed modulo 2^64, 8 bytes each if size and offset allow it. Waits for each tensor's
+    device.
     """
     total = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Reads of numbers off a device: each waits until the device has done all that was queued before it."""
+"""Reads of numbers from a device. A read waits until the device has finished all work that was queued before."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 
 
 def waits(device: torch.device) -> bool:
-    """Whether Python waits for queued work where it reads a number of this device; a CPU has done it by then."""
+    """Check whether reading a number from this device waits for queued work; a CPU queues no work."""
     return device.type != "cpu"
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Numbers on a device: the host's from pinned memory, since any other copy waits for what is queued there."""
+    """Return host numbers on `device`. CUDA copies use pinned memory, since any other copy waits for queued work."""
     if not values.is_cpu:
         return values
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def send(values: Tensor, into: Tensor) -> None:
-    """Copies the host's numbers into a tensor of a device, as `sent` does."""
+    """Copy host numbers into a device tensor without waiting for queued work, as `sent` does."""
     into.copy_(values.pin_memory() if into.is_cuda and values.is_cpu else values, non_blocking=True)
 
 
 class LateNumbers:
-    """Numbers of a device on their way to the host, in pinned memory, behind all that was queued before them."""
+    """Numbers on their way from a device to pinned host memory, behind all work that was queued before."""
 
     def __init__(self, values: Tensor) -> None:
-        """`values` may change from here on."""
+        """Queue the copy; `values` may change from here on."""
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
         self._host.copy_(values.detach(), non_blocking=True)
         self._arrived = torch.cuda.Event() if values.is_cuda else None
@@ -38,7 +38,7 @@ class LateNumbers:
             self._arrived.record()
 
     def numbers(self) -> npt.NDArray[Any]:
-        """The numbers, once they are here; nothing that was queued after them is waited for."""
+        """Return the numbers once they have arrived, without waiting for work that was queued later."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.numpy()

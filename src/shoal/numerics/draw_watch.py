@@ -1,4 +1,4 @@
-"""Detection of draws from the global random generators, with one look for each of many stretches of code."""
+"""Detection of draws from the global random generators, with one reading of their states for each stretch of code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from shoal.numerics.grain_randomness import all_generators
 
 
 class DrawWatch:
-    """Watch over all global generators during stretches of code that follow each other: whether one has drawn.
+    """Watch over all global generators during consecutive stretches of code; it reports whether any code has drawn.
 
-    What a stretch leaves is what the next one finds, as long as nobody draws between them: one look serves both, of the
-    two that each would take. `forget` says that somebody may have. Once it `is_unclear` who has drawn, each stretch
-    needs looks of its own.
+    The states after one stretch also serve as the states before the next, if no other code draws in between. So a
+    stretch takes one reading instead of two. `forget` reports that other code may have drawn. If `is_unclear`, a draw
+    may have happened before the stretch, and each stretch needs readings of its own.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,13 @@ class DrawWatch:
         self.is_unclear = False
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin a stretch of code."""
         self._is_fresh = self._left is None
         if self._is_fresh:
             self._left = all_generators()
 
     def end(self) -> bool:
-        """Whether anybody has drawn: the stretch, or, where it `is_unclear` from then on, somebody before it."""
+        """End the stretch. Return whether any code has drawn, earlier code included if the result `is_unclear`."""
         now, before = all_generators(), self._left
         if now == before:
             self.is_unclear = False
@@ -35,5 +35,5 @@ class DrawWatch:
         return True
 
     def forget(self) -> None:
-        """Looks at the beginning of the next stretch too."""
+        """Read the states again at the beginning of the next stretch."""
         self._left = None

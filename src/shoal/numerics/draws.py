@@ -1,10 +1,10 @@
-"""Random numbers for the rows of several grains: by a generator a grain, or by position in one stream for all of them.
+"""Random numbers for the rows of several grains, from one generator per grain or by position in one shared stream.
 
-By position they take a few operators for all grains of a forward, which is for jobs of many: a random operation draws
-from one stream of 64-bit words, keyed by (seed, step, operation); a sample's words are at its
+Drawing by position takes a few operators for all grains of a forward, so jobs with many grains use it. Each random
+operation draws from one stream of 64-bit words, keyed by (seed, step, operation). A sample's words are at the sample's
 position in the global batch, whichever grains share the forward. The stream is PCG64DXSM (O'Neill, PCG, 2014; numpy's
-next default), which jumps to any position in constant time, and of which numpy keeps the bits from version to version.
-On CPUs alone: decision 0029.
+next default). It jumps to any position in constant time, and numpy keeps its bits from version to version. Only CPU
+tensors are drawn by position: decision 0029.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Bits of a number in [0, 1) that the dtype holds exactly, so that none is rounded up to 1.
+# Bits of a number in [0, 1) that the dtype represents exactly, so that no number is rounded up to 1.
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 class Draws(Protocol):
-    """Source of the words of one random operation after the other."""
+    """Source of random words for successive random operations."""
 
     def words(self, rows: int, elements: int) -> Tensor:
-        """32 random bits for each element of each row, int32 [rows, elements], of the next operation."""
+        """Return 32 random bits for each element of each row, int32 [rows, elements], for the next operation."""
 
 
 def words_at(key: int, start: int, rows: int, elements: int) -> Tensor:
-    """32 random bits for each element of the samples from `start` on, int32 [rows, elements]."""
-    per_row = (elements + 1) // 2  # two to a word; half of a row's last one may be left over
+    """Return 32 random bits for each element of `rows` samples from position `start` on, int32 [rows, elements]."""
+    per_row = (elements + 1) // 2  # two elements per word; half of a row's last word may stay unused
     source = np.random.PCG64DXSM(key)
     source.advance(start * per_row)
     drawn = torch.from_numpy(source.random_raw(rows * per_row).view(np.int32))
@@ -40,10 +40,11 @@ def words_at(key: int, start: int, rows: int, elements: int) -> Tensor:
 
 
 def fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[torch.Generator]) -> None:
-    """Fills with ones, at random in the share `keep`, and zeros: each of its `parts` by a generator of its own.
+    """Fill `noise` at random with ones, with probability `keep`, and zeros.
 
-    On the CPU from 32 random bits an element, two to a word: bernoulli_ there makes a double of 64 for each and takes
-    more than twice as long, 5 % of a GPT's step. What need not be done for each part is done once for all.
+    `parts` are views of the rows of `noise`; each part draws from its own generator. On the CPU an element takes 32
+    random bits, two elements per word. `bernoulli_` makes a 64-bit double for each element there and takes more than
+    twice as long, 5 % of a GPT's step. All other work runs once for all parts.
     """
     if not noise.is_cpu:
         for rows, generator in zip(parts, generators, strict=True):
@@ -55,13 +56,13 @@ def fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[
     for own, generator in zip(drawn, generators, strict=True):
         own.random_(-(2**63), None, generator=generator)
     bits = words.view(torch.int32)
-    if bits.numel() != noise.numel():  # half of a part's last word is left over
+    if bits.numel() != noise.numel():  # half of a part's last word stays unused
         bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
     noise.copy_(kept(bits, keep).view_as(noise))
 
 
 def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
-    """Calls with the device's global generator in the state of `generator`, and puts it back."""
+    """Run `call` with the device's global generator in the state of `generator`, then restore the global generator."""
     device = generator.device
     own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
     before = own.get_state()
@@ -73,18 +74,18 @@ def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
 
 
 def kept(words: Tensor, keep: float) -> Tensor:
-    """Booleans, true in the share `keep`."""
+    """Convert random words to booleans, True with probability `keep`."""
     return words < min(round(keep * 2**32) - 2**31, 2**31 - 1)
 
 
 def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in [0, 1), as many as the dtype holds evenly spaced, of 32 bits at most."""
+    """Convert random words to evenly spaced numbers in [0, 1), with the dtype's precision but at most 32 bits."""
     digits = _DIGITS[dtype]
     return ((words.long() + 2**31) >> (32 - digits)).to(dtype) * 2.0**-digits
 
 
 def normal(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normal numbers by pairs (Box and Muller, 1958), from an even number of words a row; computed in float64."""
+    """Convert an even number of random words a row to normal numbers (Box and Muller, 1958), computed in float64."""
     numbers = words.double() + (2**31 + 0.5)
     pairs = (numbers * 2.0**-32).unflatten(1, (-1, 2))
     radius, angle = (-2.0 * pairs[..., :1].log()).sqrt(), 2.0 * math.pi * pairs[..., 1:]
@@ -92,7 +93,7 @@ def normal(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _filled(draws: Draws, like: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:
-    """New numbers in the shape of a tensor; None where they are not drawn by position."""
+    """Draw new numbers in the shape of `like`; return None if they cannot be drawn by position."""
     if like.dtype not in _DIGITS or like.ndim == 0 or like.numel() == 0:
         return None
     elements = like[0].numel()
@@ -136,7 +137,7 @@ def _randn_like(draws: Draws, input: Tensor) -> Tensor | None:
 
 
 def _channels(ndim: int) -> Callable[..., Tensor | None]:
-    """Dropout of whole channels, of [N, C, ...] with so many dims."""
+    """Return a handler for dropout of whole channels of [N, C, ...] inputs with `ndim` dims."""
 
     def dropout(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if input.ndim != ndim or not 0.0 < p < 1.0 or inplace or not input.is_floating_point():
@@ -148,7 +149,7 @@ def _channels(ndim: int) -> Callable[..., Tensor | None]:
 
 
 def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Scaled dot-product attention written out, as torch computes it on CPUs where weights are dropped."""
+    """Compute scaled dot-product attention step by step, as torch does on CPUs with dropout."""
     given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
     if given.keys() - {*_ATTENTION, "scale", "enable_gqa"}:
         return None
@@ -163,14 +164,14 @@ def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1)
-    if mask is not None:  # a query that sees no key: torch gives zeros
+    if mask is not None:  # torch returns zeros for a query that sees no key
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     noise = kept(draws.words(len(weights), weights[0].numel()), keep).view(weights.shape).to(weights.dtype)
     found: Tensor = (weights * noise.div_(keep)) @ value
     return found
 
 
-# Called with the operation's own arguments; None: nothing was drawn, and each grain is computed by itself.
+# Handlers take the operation's own arguments. None: nothing was drawn, and each grain is computed by itself.
 AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {
     Tensor.uniform_: _uniform_,
     Tensor.normal_: _normal_,
@@ -188,18 +189,18 @@ SIZED: dict[Any, Callable[[Tensor, torch.dtype], Tensor]] = {torch.rand: uniform
 
 
 def at_once(draws: Draws, func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The result of a random operation for all rows; None where each grain has to be computed by itself."""
+    """Return the result of a random operation for all rows, or None if each grain has to be computed by itself."""
     drawn = AT_ONCE.get(func)
     if drawn is None or any(isinstance(a, Tensor) and not a.is_cpu for a in (*args, *kwargs.values())):
         return None
     try:
         return drawn(draws, *args, **kwargs)
-    except TypeError:  # arguments that are not known here, such as out= and dtype=
+    except TypeError:  # arguments that the handler does not know, such as out= and dtype=
         return None
 
 
 def of_size(draws: Draws, func: Any, size: Any, options: dict[str, Any]) -> Tensor | None:
-    """`torch.rand` or `torch.randn` of a size whose first number counts the samples; None as `at_once`."""
+    """Return `torch.rand` or `torch.randn` if the first size counts samples; None as in `at_once`."""
     dtype = options.get("dtype") or torch.get_default_dtype()
     if (
         func not in SIZED

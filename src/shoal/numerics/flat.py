@@ -1,4 +1,4 @@
-"""Flattened tensors: views of one vector, bytes, and the rows of tensors of any layout."""
+"""Flattened tensors: views of one vector, raw bytes, and rows of tensors of any layout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces of a vector, one after the other, in the shapes of these tensors, which fill it.
+    """Split a vector into consecutive views with the shapes of the tensors in `like`, which together fill the vector.
 
-    Of a complex tensor a real vector has both parts of each element: its piece has the shape of `as_real`.
+    A real vector stores both parts of each complex element. A complex tensor's view then has the shape of `as_real`.
     """
     if flat.is_complex() or not any(map(Tensor.is_complex, like)):
         pieces = flat.split([tensor.numel() for tensor in like])
@@ -23,38 +23,38 @@ def views_of(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def real_numel(tensor: Tensor) -> int:
-    """How many real numbers a tensor has: two for each complex element."""
+    """Return the number of real numbers in a tensor: two for each complex element."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A tensor as real numbers: of a complex one both parts, in one more dim; any other as it is."""
+    """Return a complex tensor as real numbers with one more dim of size 2; return any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def in_dtype(real: Tensor, like: Tensor) -> Tensor:
-    """Real numbers, as `as_real` gives them, in the dtype of a tensor; themselves where that is theirs."""
-    if like.is_complex():  # not a view: where it lies need not be aligned for pairs
+    """Convert real numbers from `as_real` to the dtype of `like`; return `real` itself if the dtypes match."""
+    if like.is_complex():  # not a view: the memory may not be aligned for pairs
         return torch.view_as_complex(real.clone()).to(like.dtype)
     return real if real.dtype == like.dtype else real.to(like.dtype)
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, uint8 [nbytes]: its own memory where that is in one piece."""
+    """Return a tensor's bytes, uint8 [nbytes]: a view if the tensor is contiguous, else a copy."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is one block of numbers: not sparse, nested or quantized."""
+    """Check whether a tensor is one block of numbers: not sparse, nested or quantized."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that a tensor consists of: itself, or indices and values of a sparse one, and the like."""
+    """Return the strided tensors that make up a tensor: itself, or such as indices and values of a sparse one."""
     if is_strided(tensor):
         return [tensor]
     if tensor.is_quantized:
-        return [tensor.int_repr(), tensor.dequantize()]  # the second for its scales and zero points
+        return [tensor.int_repr(), tensor.dequantize()]  # the dequantized values show scales and zero points
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.layout == torch.sparse_coo:
@@ -65,7 +65,10 @@ def strided_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def row_runs(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """The numbers in runs of `counts` rows of a tensor of any layout; of a sparse one with their places in the run."""
+    """Return the numbers in consecutive runs of `counts` rows of a tensor of any layout, one flat tensor for each run.
+
+    For a sparse tensor, each run also contains the indices of its values, relative to the run's first row.
+    """
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
@@ -81,7 +84,7 @@ def row_runs(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
     cuts = torch.searchsorted(places[0].contiguous(), ends).tolist()
     runs = []
     for first, (begin, end) in zip(ends.tolist(), itertools.pairwise(cuts), strict=False):
-        within = places[:, begin:end] + 1  # a place of zero would not count
+        within = places[:, begin:end] + 1  # plus one, so that index zero counts too
         within[0] -= first
         runs.append(torch.cat([values[begin:end].reshape(-1), within.reshape(-1).to(values.dtype)]))
     return runs

@@ -1,8 +1,8 @@
-"""Euclidean norm of all gradients, right to 1e-6 and the same wherever parameters are whole.
+"""Euclidean norm of all gradients, accurate to 1e-6 and identical on every layout that keeps parameters whole.
 
-torch's own float32 norm adds one square after the other and falls behind: by 3e-5 at 2.4 M elements, 3e-3 at 39 M. To
-add in float64 takes four times as long. Here a gradient becomes the norms of short rows, in float32, and only these
-are added in float64, which takes what torch's norm takes: benchmarks/gradient_norm.py.
+torch's own float32 norm adds one square after the other and loses accuracy: 3e-5 at 2.4 M elements, 3e-3 at 39 M.
+Adding in float64 takes four times as long. Here a gradient is reduced to the norms of short rows in float32, and only
+these norms are added in float64. That takes as long as torch's norm: benchmarks/gradient_norm.py.
 """
 
 from __future__ import annotations
@@ -15,42 +15,45 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# A sum of so many squares in float32, in eight lanes, is off by about 36 u at most, and a norm by 18 u, which is 1e-6.
-# The worst seen, of constants, all of whose roundings go one way, was 2.1e-7; of random numbers it is below 1e-8.
+# A float32 sum of 256 squares in eight lanes is off by about 36 u at most, and a norm by 18 u, which is 1e-6.
+# The worst measured error is 2.1e-7, for constants, which all round the same way. Random numbers stay below 1e-8.
 _ROW = 256
-# Up to here a copy to float64 is quicker than another kernel.
+# Up to this size, a copy to float64 is faster than another kernel.
 _SMALL = 4096
-# Squares of numbers near the ends of float32's range are not in it. Elements below 1e-19 lose bits; 10^9 of them add
-# less than 1e-9 to the square of a norm above this one.
+# Squares of numbers near the ends of float32's range leave the range. Elements below 1e-19 lose bits; 10^9 of them add
+# less than 1e-9 to the square of a norm above this bound.
 _LEAST = 1e-10
 _device, _layout = operator.attrgetter("device"), operator.attrgetter("layout")
-# Of a norm from float64 sums in different orders the same bits are left, but where one lies 1e-15 from a tie.
+# Float64 sums in different orders agree in these bits of the norm, unless it lies within 1e-15 of a tie.
 _BITS, _WIDE_BITS = 24, 40
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
-    """The Euclidean norm over all the gradients together: dense or sparse, real or complex, of any floating dtypes."""
+    """Return the Euclidean norm over all gradients: dense or sparse, real or complex, of any floating dtypes."""
     found = _norm(gradients)
     return found if _LEAST < found < math.inf else _scaled(gradients, found)
 
 
 def settled(gradients: Sequence[Tensor], found: float) -> float:
-    """The norm over all the gradients, of which `found` is the number in `norm_tensor`."""
+    """Return the norm over all gradients from the value of `norm_tensor`; recompute it if squares left the range."""
     return found if _LEAST < found < math.inf else _scaled(gradients, found)
 
 
 def is_settled(found: Tensor) -> Tensor:
-    """Whether `settled` and `rounded` leave `rounded_tensor` of it: bool [], where the norm is."""
+    """Check on the device, bool [], whether `settled` and `rounded` would return `rounded_tensor(found)`."""
     return (found > _LEAST) & torch.isfinite(rounded_tensor(found))
 
 
 def rounded_tensor(norm: Tensor) -> Tensor:
-    """As `rounded` of models without float64, float64 []: the 24 bits that it leaves are float32's, in its range."""
+    """Round a norm, float64 [], to float32's 24 bits, as `rounded` does for models without float64.
+
+    The result is infinite beyond float32's range.
+    """
     return norm.float().double()
 
 
 def rounded(norm: float, dtypes: Iterable[torch.dtype]) -> float:
-    """`norm` with the bits that do not depend on the order of float64 sums; `dtypes` are the model's parameters'."""
+    """Round `norm` to the bits that no order of float64 sums changes; `dtypes` are those of the model's parameters."""
     if not math.isfinite(norm):
         return norm
     bits = _WIDE_BITS if {torch.float64, torch.complex128} & set(dtypes) else _BITS
@@ -64,19 +67,19 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 
 def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
-    """The norm, float64 [], where the gradients are, as far as squares stay in range; None where there are none."""
+    """Return the norm, float64 [] on the gradients' device, as far as squares stay in range; None without gradients."""
     if not gradients:
         return None
     if set(map(_layout, gradients)) != {torch.strided}:
         gradients = [gradient if gradient.layout is torch.strided else _dense(gradient) for gradient in gradients]
     large, small = _by_size(tuple(map(Tensor.numel, gradients)))
-    pieces: list[Tensor] = []  # with the same norm as the gradients and few elements
+    pieces: list[Tensor] = []  # few elements, with the same norm as the gradients
     for place in large:
         pieces += _rows(gradients[place])
     pieces += [gradients[place] for place in small]
     if len(set(map(_device, pieces))) > 1:
         pieces = [piece.cpu() for piece in pieces]
-    # In one call what a view of each would take four times as long for.
+    # One call: a view of each piece would take four times as long.
     flat = torch._C._nn.flatten_dense_tensors(pieces)
     norm: Tensor = torch.linalg.vector_norm(_real(flat) if flat.is_complex() else flat, dtype=torch.float64)
     return norm
@@ -84,13 +87,13 @@ def norm_tensor(gradients: Sequence[Tensor]) -> Tensor | None:
 
 @functools.lru_cache(maxsize=64)
 def _by_size(sizes: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The places of those with many elements, and of those with few."""
+    """Return the places of the large gradients, and the places of the small ones."""
     large = [place for place, size in enumerate(sizes) if size > _SMALL]
     return large, [place for place, size in enumerate(sizes) if size <= _SMALL]
 
 
 def _rows(gradient: Tensor) -> list[Tensor]:
-    """The norms of its short rows, as it lies in memory, and a rest: a copy only where it is not in one piece."""
+    """Return the norms of a gradient's short rows, and the remaining elements; only memory with gaps is copied."""
     if gradient.is_complex():
         gradient = _real(gradient)
     if not gradient.is_contiguous():
@@ -106,7 +109,7 @@ def _rows(gradient: Tensor) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _width(size: int) -> int:
-    """The length of the rows of a tensor of so many elements: without a rest, if there is such a one."""
+    """Return the length of rows for `size` elements: a divisor of `size` if there is one in range, else `_ROW`."""
     return next((width for width in range(_ROW, _ROW // 4, -1) if size % width == 0), _ROW)
 
 
@@ -119,7 +122,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _scaled(gradients: Sequence[Tensor], found: float) -> float:
-    """The norm where squares may have left the range: of each gradient over the largest value of all."""
+    """Return the norm if squares may have left the range, from gradients divided by their largest absolute value."""
     dense = [_dense(g) if g.layout is not torch.strided else g for g in gradients]
     largest = max((float(g.abs().max()) for g in dense if g.numel()), default=0.0)
     if math.isnan(found) or not math.isfinite(largest) or not largest:
@@ -129,7 +132,7 @@ def _scaled(gradients: Sequence[Tensor], found: float) -> float:
 
 
 def clip_values(gradients: Sequence[Tensor], limit: float | None) -> None:
-    """Clips each element of the gradients to [-limit, limit], in place; None leaves them as they are."""
+    """Clip each element of the gradients to [-limit, limit] in place; None clips nothing."""
     if limit is not None and gradients:
         torch._foreach_clamp_min_(list(gradients), -limit)
         torch._foreach_clamp_max_(list(gradients), limit)

@@ -1,11 +1,10 @@
-"""Random numbers and batch statistics by grain, also where several grains share one forward.
+"""Random numbers and batch statistics by grain, also if several grains share one forward.
 
 Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
-random operation of the model draws one number from that generator, and each grain's rows come from a generator keyed by
-(that number, grain), or, in a job of many grains, from their positions in a stream keyed by that number. So a grain's
-dropout mask does not depend on which grains it is computed with, and recomputation in the backward
-(torch.utils.checkpoint restores the global generator) draws the same masks again. Batch normalisation is computed grain
-by grain in the same way.
+random operation of the model draws one number from that generator. Each grain's rows come from a generator keyed by
+(that number, grain). In a job of many grains the rows come from their positions in a stream keyed by that number. So a
+grain's dropout mask does not depend on the other grains of the forward. Recomputation in the backward draws the same
+masks again, because torch.utils.checkpoint restores the global generator. Batch normalisation also runs grain by grain.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _MT19937_BYTES = 625 * 4
 
 
 class NotFusibleError(Exception):
-    """The model computes something of a batch that cannot be divided by grain."""
+    """Error for a model that computes something on a batch which cannot be divided by grain."""
 
 
 class GrainScope(TorchFunctionMode):
     """Context of a microbatch's forward and backward that seeds random operations and normalises by grain."""
 
     def __init__(self, seed: int, step: int, grains: Sequence[Grain], *, by_position: bool = False) -> None:
-        """`by_position`: what can be drawn for all grains at once is (`draws`)."""
+        """Create the scope. `by_position`: draw by position for all grains at once if possible (see `draws`)."""
         super().__init__()
         self.by_position, self._starts = by_position, [grain.start for grain in grains]
         self._key = random_key(seed, "model", step)
@@ -49,12 +48,12 @@ class GrainScope(TorchFunctionMode):
         self._rows = sum(self._sizes)
         self.calls = 0
         self._leaked = False
-        self._outside: tuple[Any, ...] | None = None  # the other generators, while it is entered
+        self._outside: tuple[Any, ...] | None = None  # states of the other generators while the scope is active
         self._left: Tensor | None = None
         self._passed: set[bytes] = set()
 
     def __enter__(self) -> GrainScope:
-        """Entered again, it goes on where it was left: a pipeline comes back for the backward."""
+        """Seed the generators. A later entry, such as a pipeline's for the backward, continues from the last exit."""
         seed_torch(self._key)
         if self._left is not None:
             torch.default_generator.set_state(self._left)
@@ -78,7 +77,7 @@ class GrainScope(TorchFunctionMode):
         return handler(self, func, args, kwargs)
 
     def _differentiated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A derivative within the loss. Regions that it recomputes draw under this scope, which is off in this call."""
+        """Run a derivative within the loss with this scope active, so that recomputed regions draw under it."""
 
         def run_backward(*given: Any, **options: Any) -> Any:
             torch.overrides._push_mode(self)
@@ -94,36 +93,36 @@ class GrainScope(TorchFunctionMode):
             _AUTOGRAD._engine_run_backward = _RUN_BACKWARD
 
     def leaked(self) -> bool:
-        """Whether something drew from a global generator past this scope while it was entered."""
+        """Check whether any code drew from a global generator past this scope while the scope was active."""
         if self._leaked or self._outside is None:
             return self._leaked
         with torch._C.DisableTorchFunction():
             return _state() != self._expected or (python_generators(), device_generators()) != self._outside
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """A generator a grain for one random operation."""
+        """Return one generator per grain for one random operation."""
         base = self._key_of_call()
         return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
 
     def under(self, generator: torch.Generator, call: Callable[[], Any]) -> Any:
-        """Calls with the device's global generator in the state of `generator`, and puts it back."""
+        """Run `call` with the device's global generator in the state of `generator`, then restore that generator."""
         return under(generator, call)
 
     def words(self, rows: int, elements: int) -> Tensor:
-        """32 random bits for each element of one random operation, int32 [rows, elements], by position.
+        """Return 32 random bits for each element of one random operation, int32 [rows, elements], by position.
 
-        Raises: NotFusibleError where the rows are not the samples.
+        Raises: NotFusibleError if the rows are not the samples.
         """
         if rows != self._rows:
             raise NotFusibleError(f"a random operation on {rows} rows")
         base, starts = self._key_of_call(), self._starts
         with torch._C.DisableTorchFunction():
-            if starts[-1] + self._sizes[-1] - starts[0] == rows:  # neighbours, as nearly always
+            if starts[-1] + self._sizes[-1] - starts[0] == rows:  # consecutive grains, the common case
                 return words_at(base, starts[0], rows, elements)
             return torch.cat([words_at(base, *one, elements) for one in zip(starts, self._sizes, strict=True)])
 
     def _key_of_call(self) -> int:
-        """The key of one random operation."""
+        """Draw the key of one random operation from the global generator."""
         self.calls += 1
         with torch._C.DisableTorchFunction():
             before = _state()
@@ -131,12 +130,12 @@ class GrainScope(TorchFunctionMode):
             if before == self._expected:
                 self._expected = _state()
                 self._passed.add(self._expected)
-            elif before not in self._passed:  # one passed before is recomputation, which restores the generator
+            elif before not in self._passed:  # a known state: recomputation has restored the generator
                 self._leaked = True
         return base
 
     def skip(self, count: int) -> None:
-        """Draws what `count` random operations would have drawn, which another rank computes."""
+        """Draw the keys of `count` random operations that another rank computes."""
         self.calls += count
         with torch._C.DisableTorchFunction():
             for _ in range(count):
@@ -145,21 +144,21 @@ class GrainScope(TorchFunctionMode):
             self._passed.add(self._expected)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor's rows a grain. Raises: NotFusibleError where its first dim does not hold the samples."""
+        """Split a tensor's rows by grain. Raises: NotFusibleError if the first dim does not count the samples."""
         if tensor.ndim == 0 or tensor.shape[0] != self._rows:
-            # Also where there is one grain only: how a model is computed must not depend on how many grains a rank has.
+            # Also for a single grain: the way to compute a model must not depend on a rank's number of grains.
             raise NotFusibleError(f"a random or batch-wide operation on shape {tuple(tensor.shape)}")
         return list(tensor.split(self._sizes))
 
 
 def active_scope() -> GrainScope | None:
-    """The scope that the code runs under."""
+    """Return the innermost scope under which the code runs, or None."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, GrainScope)), None)
 
 
 class _DrawnError(Exception):
-    """Leaves a handler where it would draw."""
+    """Error that leaves a handler at the point where it would draw."""
 
 
 class DrawCounter(TorchFunctionMode):
@@ -177,7 +176,7 @@ class DrawCounter(TorchFunctionMode):
         handler: Any = _HANDLERS.get(func)
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            if handler is _sized:  # it does not know how many rows there are
+            if handler is _sized:  # this counter does not know the number of rows
                 self.count += kwargs.get("generator") is None
             elif handler is not None and handler is not _batch_norm:
                 with contextlib.suppress(_DrawnError, NotFusibleError):
@@ -185,55 +184,55 @@ class DrawCounter(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
-        """Counts one operation."""
+        """Count one operation and leave the handler."""
         self.count += 1
         raise _DrawnError
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor as a whole."""
+        """Return the tensor as one part."""
         return [tensor]
 
 
 def seed_torch(key: int) -> None:
-    """Seeds torch's global generators, of the CPU and of the devices in use."""
+    """Seed torch's global generators, of the CPU and of the CUDA devices in use."""
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(key)
 
 
 def seed_everything(key: int) -> None:
-    """Seeds the global generators of torch, Python and numpy."""
+    """Seed the global generators of torch, Python and numpy."""
     seed_torch(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
 
 
 def _state() -> bytes:
-    """The state of torch's CPU generator."""
+    """Return the state of torch's CPU generator."""
     return torch.default_generator.get_state().numpy().tobytes()
 
 
 def device_generators() -> tuple[bytes, ...]:
-    """The states of the generators of the CUDA devices in use, comparable; none where CUDA was not used."""
+    """Return the states of the CUDA devices' generators in comparable form; empty if CUDA was not used."""
     if not torch.cuda.is_initialized():
         return ()
     return tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
 
 
 def all_generators() -> tuple[Any, ...]:
-    """The states of all global generators, comparable: of torch, its devices, Python and numpy."""
+    """Return the states of all global generators in comparable form: torch, its devices, Python and numpy."""
     return _state(), device_generators(), python_generators()
 
 
 def python_generators() -> tuple[Any, ...]:
-    """The states of Python's and numpy's global generators, comparable."""
+    """Return the states of Python's and numpy's global generators in comparable form."""
     _, words, next_gauss = random.getstate()
-    # All 624 are made anew together, and the last number says how many were used. To compare all took 30 us a step.
+    # All 624 words are renewed together, and the last counts the used words. Comparing all words takes 30 us a step.
     return words[-1], words[1:9], next_gauss, _numpy_state()
 
 
 def _numpy_state() -> Any:
-    """The memory at the address that numpy gives for it: its get_state takes 32 us, this 1, twice in every step."""
+    """Return the state of numpy's generator from its memory in 1 us; get_state takes 32 us, twice in every step."""
     source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(source, np.random.MT19937):
         return source.state
@@ -275,7 +274,7 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
-    """Any random function of tensors: called once a grain on that grain's rows, each under the grain's generator."""
+    """Call a random function once per grain on the grain's rows, each time under the grain's generator."""
     whole = at_once(scope, func, args, kwargs) if scope.by_position else None
     if whole is not None:
         return whole
@@ -284,7 +283,7 @@ def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     tensors = {id(a): a for a in values if isinstance(a, Tensor) and a.ndim > 0}
     if not tensors:
         raise NotFusibleError(f"{getattr(func, '__name__', func)} without a tensor of samples")
-    # In place on copies of the rows: autograd forbids it on several views of one tensor.
+    # Functions in place get copies of the rows: autograd forbids writes to several views of one tensor.
     split = {key: [r.clone() for r in scope.split(t)] if in_place else scope.split(t) for key, t in tensors.items()}
     overwrite = kwargs.get("inplace", False)
     options = {**kwargs, "inplace": False} if overwrite else kwargs
@@ -298,7 +297,7 @@ def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
-    """rand, randn and their like: the first size is the number of samples."""
+    """Draw `rand`, `randn` and their like by grain; the first size must be the number of samples."""
     size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
     if func is torch.randint or not size or kwargs.get("generator") is not None or kwargs.get("out") is not None:
         raise NotFusibleError(f"{getattr(func, '__name__', func)} of a size that does not follow the samples")
@@ -331,13 +330,13 @@ def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
         rest["is_causal"] = args[5]
     if mask is not None and mask.ndim == given["query"].ndim and mask.shape[0] > 1:
         return _split_call(scope, func, (given["query"], given["key"], given["value"], mask), rest)
-    # A mask for all samples alike is not divided, whatever its first dim happens to be.
+    # A mask that all samples share is not divided, whatever its first dim is.
     masked = functools.partial(func, attn_mask=mask)
     return _split_call(scope, masked, (given["query"], given["key"], given["value"]), rest)
 
 
 def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:
-    """A handler for a function that draws only where its argument `name` (at `place`) is true."""
+    """Return a handler for a function that draws only if its argument `name` (at `place`) is true."""
 
     def handle(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
         active = kwargs.get(name, args[place] if len(args) > place else default)
@@ -347,14 +346,14 @@ def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:
 
 
 def _generator_given(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
-    """A draw from a generator of the user's own cannot be divided; one from the global generator is."""
+    """Divide a draw from the global generator by grain; refuse a draw from a generator of the user's own."""
     if kwargs.get("generator") is not None:
         raise NotFusibleError(f"{getattr(func, '__name__', func)} with a generator of its own")
     return _split_call(scope, func, args, kwargs)
 
 
 def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
+    """Check whether a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
     handler = _HANDLERS.get(func) if callable(func) else None
     if handler is _dropout:
         _, p, training = _dropout_arguments(*args, **kwargs)
@@ -404,5 +403,5 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
 
 
 def draws(function: Any) -> bool:
-    """Whether a function of torch draws at random, or computes statistics over a batch, in some cases at least."""
+    """Check whether a function of torch draws random numbers or computes batch statistics, at least in some cases."""
     return function in _HANDLERS

@@ -1,7 +1,7 @@
-"""Autocast of grouped matrix products, which torch leaves out of its list (2.13): a mixture's experts multiply by them.
+"""Autocast for grouped matrix products, which mixture-of-experts models use. torch 2.13 does not autocast them.
 
-Without it the experts of a float32 model multiply in float32 whatever `precision.compute` says, and they are most of
-such a model's FLOPs.
+Without it, the experts of a float32 model multiply in float32 whatever `precision.compute` says. The experts take most
+of such a model's FLOPs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 _KINDS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-_ALIGNED = 16  # bytes: the kernel refuses rows of other sizes
+_ALIGNED = 16  # bytes: the kernel rejects rows of any size but a multiple
 
 
 @cache
 def cast_grouped_products() -> tuple[torch.library.Library, ...]:
-    """Adds the product to what autocast casts, in this process; the registrations, which last as long as they live."""
+    """Register the grouped product with autocast in this process, as long as the returned registrations live."""
     return tuple(_registered(device, key) for device, key in _KINDS.items())
 
 
@@ -39,7 +39,7 @@ def _registered(device: str, key: str) -> torch.library.Library:
 
 
 def _is_cast(left: Tensor, right: Tensor, device: str, narrow: torch.dtype) -> bool:
-    """Whether autocast would cast these as factors of another product, and the kernel takes them then."""
+    """Check whether autocast would cast these factors in another product and the kernel accepts their row sizes."""
     kinds = {factor.dtype for factor in (left, right) if factor.device.type == device}
     aligned = all(size * narrow.itemsize % _ALIGNED == 0 for size in (left.shape[-1], right.shape[-1]))
     return aligned and bool(kinds) and kinds <= {torch.float32, torch.float16, torch.bfloat16}

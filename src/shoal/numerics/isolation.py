@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 class ReentrantContext(AbstractContextManager[None]):
-    """A context that can be entered any number of times: each time a new one of those that `make` gives."""
+    """Context that can be entered any number of times, each time with a new context from `make`."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -27,9 +27,9 @@ class ReentrantContext(AbstractContextManager[None]):
 
 
 class YieldingHooks(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks on saved tensors that step aside within transforms of torch.func, which run under none.
+    """Hooks on saved tensors that are inactive within transforms of torch.func, which do not support such hooks.
 
-    Tensors that such a transform saves do not pass through the hooks.
+    Tensors that a transform saves do not pass through the hooks.
     """
 
     def __enter__(self) -> None:
@@ -43,9 +43,9 @@ class YieldingHooks(torch.autograd.graph.saved_tensors_hooks):
 
     @contextmanager
     def _aside(self, message: str) -> Iterator[None]:
-        """What `disable_saved_tensors_hooks` does, outside of these hooks where they are the innermost ones."""
+        """Run `disable_saved_tensors_hooks` with these hooks removed, if they are the innermost ones."""
         innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if innermost is None or innermost[0] is not self.pack_hook:  # else it raises, as without these hooks
+        if innermost is None or innermost[0] is not self.pack_hook:  # raises if other hooks are active
             with self._disabled(message):
                 yield
             return
@@ -59,7 +59,7 @@ class YieldingHooks(torch.autograd.graph.saved_tensors_hooks):
 
 @contextmanager
 def python_generators_kept() -> Iterator[None]:
-    """Leaves Python's and numpy's global generators as they were."""
+    """Restore Python's and numpy's global generators at the end."""
     states = random.getstate(), np.random.get_state()
     try:
         yield
@@ -70,7 +70,7 @@ def python_generators_kept() -> Iterator[None]:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leaves the global generators as they were; torch's, that of the CPU."""
+    """Restore the global generators of Python, numpy and torch's CPU at the end."""
     state = torch.default_generator.get_state()
     with python_generators_kept():
         try:
@@ -81,9 +81,9 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """A context outside of every mode that watches or changes what torch computes, for a trial run of a model.
+    """Suspend every mode that watches or changes what torch computes, for a trial run of a model.
 
-    Python's and numpy's generators are put back, which libraries behind a trial draw from.
+    Python's and numpy's generators are restored, because libraries that a trial uses may draw from them.
     """
     found = []
     while torch.overrides._get_current_function_mode() is not None:
@@ -98,7 +98,7 @@ def without_modes() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Operations run on what they are given, whatever modes the caller is in, and leave no trace."""
+    """Run operations without the caller's modes, gradients and CPU autocast, and restore the generators."""
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),

@@ -14,10 +14,15 @@ from shoal.errors import LossError
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over valid targets, and how many were valid.
+    """Return the cross-entropy summed over valid targets, and the number of valid targets.
 
-    logits [N, C] or [N, C, ...], any floating dtype (computed in float32 at least); targets int64 [N] or [N, ...].
-    Targets equal to `ignore_index` count for nothing. Raises: LossError for what are no such logits and targets.
+    Args:
+        logits: [N, C] or [N, C, ...], any floating dtype. bfloat16 and float16 are computed in float32.
+        targets: Class numbers, int64 [N] or [N, ...].
+        ignore_index: Value of targets that do not count, by default -100.
+
+    Raises:
+        LossError: If the arguments are no such logits and targets.
     """
     _refuse_logits(logits, targets)
     if logits.dtype in (torch.bfloat16, torch.float16):
@@ -27,7 +32,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
 
 
 def refuse_weight(weight: float) -> float:
-    """The weight. Raises: LossError where no sum can have it: it is negative or infinite."""
+    """Return the weight of a loss. Raises: LossError if the weight is negative or infinite."""
     if weight < 0.0 or weight == math.inf:
         raise LossError(
             given=f"a loss whose weight is {weight}",
@@ -38,7 +43,10 @@ def refuse_weight(weight: float) -> float:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared error summed over all elements, and how many elements; shapes equal. Raises: LossError."""
+    """Return the squared error summed over all elements, and the number of elements.
+
+    Raises: LossError if an argument is no tensor or the shapes differ.
+    """
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         raise _no_tensors("shoal.mse", outputs, targets)
     if outputs.shape != targets.shape:
@@ -51,9 +59,10 @@ def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Correct predictions and all predictions; batch is (inputs, int64 targets [N]), the model gives logits [N, C].
+    """Return the number of correct predictions and the number of all predictions.
 
-    Logits [N, C, ...] with targets [N, ...] too. Raises: LossError for other batches and outputs.
+    `batch` is (inputs, targets) with int64 targets [N] or [N, ...]. `model(inputs)` returns logits [N, C] or [N, C,
+    ...]. Raises: LossError for other batches and outputs.
     """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _no_pair(f"a batch that is {_kind(batch)}")
@@ -68,7 +77,7 @@ def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def _count(number: int, device: torch.device) -> Tensor:
-    """A count on a device: filled there, since a copy from the host would wait for what is queued."""
+    """Return a count on a device. It is filled there, because a copy from the host would wait for queued work."""
     return torch.full((), number, device=device)
 
 
@@ -118,7 +127,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for a message: a tensor with its shape, a mapping with its names."""
+    """Describe a value for a message: a tensor with its shape, a mapping with its keys."""
     if isinstance(value, Tensor):
         return f"a tensor {_shape(value)}"
     names = f" of {', '.join(map(str, value))}"[:200] if isinstance(value, Mapping) else ""

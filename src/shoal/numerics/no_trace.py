@@ -1,9 +1,8 @@
-"""Looks that leave no trace: a context that puts a model, its code and the generators back as they were, bit for bit.
+"""Looks that leave no trace: a context that restores a model, its code and the generators bit for bit.
 
 A look is a computation that is not part of the training: the probe before the first step, the rehearsal of an
-evaluation, the trial of a memory format. `NoTrace` keeps by value what is small or may change: generators, buffers, and
-the Python state that modules and functions can reach. Parameters are copied only when an operator is about to write
-them.
+evaluation, the trial of a memory format. `NoTrace` copies what is small or may change: generators, buffers, and the
+Python state that modules and functions can reach. Parameters are copied only when an operator is about to write them.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from torch.utils._pytree import tree_map
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.python_state import ATOMS, OF_TORCH, KeptDict, Number, ValueKeeper, is_plain, reachable, same_bits
 
-# Parameters of a model that uses torch.compile are copied up to this size, and not put back beyond it.
+# Parameters of a model that uses torch.compile are copied up to this size, and not restored beyond it.
 _MOST_COPIED_BYTES = 256 << 20
-# Words of a large parameter that its checksum reads, evenly spread.
+# Number of words that the checksum of a large parameter reads, evenly spread.
 _SAMPLED_WORDS = 1 << 16
 _HOOKS = {key for key in vars(nn.Module()) if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
 
 
 @dataclass(frozen=True)
 class StateChange:
-    """A change of Python state: its dotted name, as Job(allow_state=...) takes it, and its kind.
+    """Change of Python state: its dotted name, as Job(allow_state=...) takes it, and its kind.
 
-    `kind`: number, tensor, container or generator. What a generator has yielded cannot be put back.
+    `kind`: number, tensor, container or generator. The values that a generator has yielded cannot be restored.
     """
 
     name: str
@@ -57,7 +56,7 @@ def copy_of(batch: Any) -> Any:
                     memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
                 else:
                     memo[id(leaf)] = copy.deepcopy(leaf)
-            except Exception:  # of a user's class: it has to be read again instead
+            except Exception:  # a user's class: the batch has to be read again instead
                 memo[id(leaf)] = leaf
         return memo[id(leaf)]
 
@@ -65,12 +64,12 @@ def copy_of(batch: Any) -> Any:
 
 
 class NoTrace(AbstractContextManager["NoTrace"]):
-    """Context for a look at a model and at functions of a job; `restore` puts all back, and so does its end.
+    """Context for a look at a model and at functions of a job. `restore` and the end of the context restore all state.
 
     Args:
-        model: The model, whose modules, buffers and parameters are kept. None if the look has a model of its own.
-        functions: The job's functions by name, such as its loss. Their closures, globals and objects are kept.
-        gathers: Whether modules gather their parameters while they compute. What is written there is lost.
+        model: The model with the modules, buffers and parameters to restore. None if the look has a model of its own.
+        functions: The job's functions by name, such as its loss. Their closures, globals and objects are restored.
+        gathers: Whether modules gather their parameters while they compute. Writes to gathered parameters are lost.
     """
 
     def __init__(self, model: nn.Module | None, functions: Mapping[str, Any], *, gathers: bool = False) -> None:
@@ -78,7 +77,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._gathering = model if gathers else None
         modules = {} if model is None else dict(model.named_modules())
         self._places = [(name, vars(module), OF_TORCH) for name, module in modules.items()]
-        # Some models register hooks in their first forward, and an attribute tells them that they have.
+        # Some models register hooks in their first forward and record that in an attribute.
         self._hooks = [[home for key, home in vars(module).items() if key in _HOOKS] for module in modules.values()]
         own = {
             f"{name}.{key}".lstrip("."): value
@@ -92,7 +91,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self._places += (
             [] if model is None else [(n, vars(p), frozenset()) for n, p in model.named_parameters() if is_plain(p)]
         )
-        # Modules that gather their parameters put others in their places by themselves.
+        # Modules that gather their parameters replace these by other tensors themselves.
         gathers = gathers or (model is not None and any(hasattr(p, "to_local") for p in model.parameters()))
         self._places_of = {
             f"{prefix}.{key}".lstrip("."): (module._parameters, key, parameter)
@@ -100,7 +99,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
             for key, parameter in module._parameters.items()
         }
         self._modules = list(modules.values())
-        self.replaced: set[str] = set()  # parameters in whose place `restore` has found something else
+        self.replaced: set[str] = set()  # parameters that `restore` has put back after a replacement
         self._named = {} if model is None else dict(model.named_parameters())
         self.hooked: set[str] = set()  # parameters from which `restore` has removed a hook
         self._buffers = {
@@ -139,7 +138,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         self.restore()
 
     def restore(self) -> None:
-        """Put everything back as it was at the beginning."""
+        """Restore the state at the beginning of the context."""
         self._restore_values()
         self._restore_hooks()
         for _, _, kept in self._kept:
@@ -150,9 +149,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                 self._computed[place] = 0
 
     def keep_state(self, *, but: Collection[str] = (), only: str | None = None) -> None:
-        """Put all back but the Python state, which the next forward finds as the last one has left it.
+        """Restore everything but the Python state, which the next forward sees as the last forward has left it.
 
-        `but`: names of changes that are put back too. `only`: the one change that stays.
+        `but`: names of changes that are restored too. `only`: the one change that stays.
         """
         self._restore_values()
         if only is not None:
@@ -163,10 +162,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
 
     def _restore_values(self) -> None:
         if self._gathering is not None:
-            from torch.distributed.fsdp import FSDPModule  # half a second of torch, which other models do not need
+            from torch.distributed.fsdp import FSDPModule  # takes half a second, and other models do not need it
 
             for unit in (module for module in self._gathering.modules() if isinstance(module, FSDPModule)):
-                unit.reshard()  # what a forward without a backward has gathered, and perhaps written, would stay
+                unit.reshard()  # else what a forward without a backward has gathered, and perhaps written, stays
         for name, (held, key, parameter) in self._places_of.items():
             if held.get(key) is not parameter:
                 held[key] = parameter
@@ -193,9 +192,9 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         _set_generators(self._generators)
 
     def _restore_hooks(self) -> None:
-        """Remove new hooks on modules and parameters, and put back the modules' that were removed.
+        """Remove new hooks on modules and parameters, and put back hooks that were removed from modules.
 
-        Hooks of shoal's on modules stay as they are.
+        shoal's own hooks on modules stay as they are.
         """
         for name, parameter in self._named.items():
             for home in _hooks_on(parameter):
@@ -218,7 +217,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                 home.update(kept)
 
     def changed_buffers(self) -> list[str]:
-        """Names of the buffers that were written, also through `.data` or by the value that they had."""
+        """Return the names of buffers that were written, including writes through `.data` and of equal values."""
         found = []
         for name, (home, key) in self._buffers.items():
             now, (tensor, value) = home.get(key), self._was_buffer[name]
@@ -227,7 +226,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return found
 
     def written_parameters(self) -> list[str]:
-        """Names of the parameters that an operator has written, perhaps by the values that they had."""
+        """Return the names of parameters that an operator wrote, even if the values stayed equal."""
         gathered = self._guard.gathered if self._guard is not None else ()
         return [*gathered, *(name for name, (data, *_) in self._was.items() if self._is_written(data))]
 
@@ -235,7 +234,7 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return self._guard is not None and self._guard.sees and self._guard.before(tensor) is not None
 
     def changed_parameters(self) -> dict[str, Tensor]:
-        """Copies of the parameters whose values differ from what they were, by name."""
+        """Return copies of the parameters that have other values than before, by name."""
         found = {}
         for name, parameter in self._parameters.items():
             data, *_, mark = self._was[name]
@@ -250,11 +249,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         return found
 
     def unrestored(self) -> list[str]:
-        """Names of the parameters that were written unseen, and that `restore` cannot put back."""
+        """Return the names of parameters with writes that were not seen, so that `restore` could not restore them."""
         return [name for name, parameter in self._parameters.items() if self._was[name][3] != _mark(parameter)]
 
     def changes(self) -> list[StateChange]:
-        """The attributes, variables and containers that differ from what they were."""
+        """Return the attributes, variables and containers that changed."""
         return [
             StateChange(f"{name}.{key}".lstrip("."), kind)
             for name, _, kept in self._kept
@@ -262,11 +261,11 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         ]
 
     def names(self) -> set[str]:
-        """Names of all attributes and variables that are kept, and of those that came since."""
+        """Return the names of all attributes and variables, of the beginning and of now."""
         return {f"{name}.{key}".lstrip(".") for name, _, kept in self._kept for key in kept.keys()}  # noqa: SIM118
 
     def places(self) -> list[tuple[str, MutableMapping[str, Any], str]]:
-        """Name, home and key of each attribute and variable that has changed and is there."""
+        """Return name, home and key of each attribute and variable that has changed and still exists."""
         return [
             (f"{name}.{key}".lstrip("."), home, key)
             for name, home, kept in self._kept
@@ -275,30 +274,30 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         ]
 
     def numbers(self) -> list[Number]:
-        """Return the numbers that have changed, also those within containers and objects."""
+        """Return the numbers that have changed, including numbers within containers and objects."""
         return [number for name, _, kept in self._kept for number in kept.numbers(name)]
 
 
 def refresh_recurrent(modules: Iterable[nn.Module]) -> None:
-    """Let recurrent layers, which keep a list of their weights besides, list those that they have now."""
+    """Update the separate list of weights in recurrent layers to the weights that the layers have now."""
     for module in modules:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _hooks_on(parameter: Tensor) -> list[Any]:
-    """A parameter's hooks by number: on its gradient, and after that is accumulated."""
+    """Return a parameter's hooks by number: on its gradient, and after the gradient's accumulation."""
     return [home for home in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks) if home]
 
 
 def _own(parameter: Tensor) -> Tensor:
-    """This rank's memory of a parameter that is cut over ranks as a DTensor; any other parameter itself."""
+    """Return this rank's shard of a parameter that is a DTensor; return any other parameter itself."""
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local().detach()
 
 
 def _mark(parameter: Tensor) -> int:
-    """A checksum of a parameter's values, of a large one of some; of one that is cut over ranks its version."""
+    """Return a checksum of a parameter's values, sampled if it is large; return the version of a sharded one."""
     if not is_plain(parameter) or nn.parameter.is_lazy(parameter):
         return parameter._version
     flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach()
@@ -308,7 +307,7 @@ def _mark(parameter: Tensor) -> int:
 
 
 def _compiles() -> bool:
-    """Whether torch.compile is in use in this process: under a dispatch mode its functions fail, then and later."""
+    """Check whether this process uses torch.compile. Its functions fail under a dispatch mode, then and later."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
     return frames is not None and any(getattr(frames, "cached_backends", {0: True}).values())
@@ -321,7 +320,7 @@ class _WriteGuard(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler for the first operator: over a second
+        return False  # else torch imports its compiler for the first operator, for over a second
 
     def __init__(self, tensors: Iterable[Tensor], gathering: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -331,7 +330,7 @@ class _WriteGuard(TorchDispatchMode):
         for tensor in filter(is_plain, tensors):
             self._homes[tensor.untyped_storage()._cdata].append(tensor)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sees = True  # whether it is in force, and has copied what was written alone
+        self.sees = True  # whether the mode is active, so that only written tensors are copied
         self._writing: dict[Any, tuple[tuple[int, str], ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -360,16 +359,14 @@ class _WriteGuard(TorchDispatchMode):
                 self._copies[id(tensor)] = tensor, tensor.detach().clone()
 
     def before(self, tensor: Tensor) -> Tensor | None:
-        """The value before the first write; None where nothing wrote."""
+        """Return the value before the first write, or None if nothing wrote the tensor."""
         found = self._copies.get(id(tensor))
         return None if found is None else found[1]
 
     def put_back(self) -> None:
-        """Write the copies back; what is written from here on is seen anew."""
+        """Write the copies back; later writes are copied anew."""
         for tensor, value in self._copies.values():
-            if (
-                tensor.shape != value.shape and not tensor.requires_grad
-            ):  # a buffer that its first forward gives a shape
+            if tensor.shape != value.shape and not tensor.requires_grad:  # the first forward has set the buffer's shape
                 tensor.resize_(value.shape)
             tensor.copy_(value)
         if self.sees:

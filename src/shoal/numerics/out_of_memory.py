@@ -1,4 +1,4 @@
-"""Exceptions by which torch and Python say that memory ran out."""
+"""Detection of exceptions from torch and Python that report exhausted memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 from shoal.errors import ShoalError, text_of
 
-# Of the host's allocator, and of CUDA and its libraries, which do not ask torch's allocator for all that they need.
+# Messages of the host's allocator, and of CUDA and its libraries, which also allocate without torch's allocator.
 _WORDS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a device or the host."""
+    """Check whether an exception reports that a device or the host ran out of memory, except shoal's own errors."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return not isinstance(error, ShoalError)
     text = text_of(error)

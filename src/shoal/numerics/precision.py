@@ -31,42 +31,43 @@ class Precision:
     compute: torch.dtype
     reduce: torch.dtype
     device: torch.device
-    widens: bool = False  # inputs of fewer bits too
-    widened: bool = False  # parameters have been made float32, and so are all inputs
-    channels_last: bool = False  # inputs of four dims and more than one pixel
+    widens: bool = False  # inputs of fewer bits become float32
+    widened: bool = False  # parameters were converted to float32, and so are all floating inputs
+    channels_last: bool = False  # memory format of images: see `inputs`
 
     @classmethod
     def of(cls, section: PrecisionSection, device: torch.device, channels_last: bool = False) -> Precision:
-        """The policy that a plan's section names."""
+        """Return the policy that a plan's section names."""
         parameters, compute, reduce = (_DTYPES[name] for name in (section.parameters, section.compute, section.reduce))
         return cls(parameters, compute, reduce, device, channels_last=channels_last)
 
     @property
     def is_wide(self) -> bool:
-        """Whether everything is float32."""
+        """Whether both parameters and compute are float32."""
         return self.parameters == self.compute == torch.float32
 
     def wide(self) -> Precision:
-        """Copy of this policy in float32."""
+        """Return a copy of this policy in float32."""
         kind = torch.float32
         return Precision(kind, kind, kind, self.device, widens=True, widened=self.parameters.itemsize < 4)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward: autocast where compute differs from the parameters."""
+        """Return the context of a forward: autocast if the dtypes of compute and parameters differ."""
         if self.compute == self.parameters:
             return contextlib.nullcontext()
         cast_grouped_products()
         return torch.autocast(self.device.type, dtype=self.compute)
 
     def products(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of forward and backward: float32 products where the processor is no good at narrower ones."""
+        """Return the context of forward and backward: products in float32 if the processor is slow at narrower ones."""
         slow = self.device.type == "cpu" and any(map(is_slow, {self.parameters, self.compute}))
         return ProductsInFloat32() if slow else contextlib.nullcontext()
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """The model with its parameters and buffers `converted`, in place.
+        """Convert the model's parameters and buffers in place with `converted`, and return the model.
 
-        Raises: JobError where autocast would leave all of a float64 model as it is.
+        Raises: JobError for a float64 model with narrower compute, because autocast would leave all of the model as it
+        is.
         """
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if self.compute != self.parameters and self.parameters == torch.float32 and kinds == {torch.float64}:
@@ -81,13 +82,13 @@ class Precision:
         return model
 
     def inputs(self, batch: Any) -> Any:
-        """The batch on the device, `converted` to the parameters' dtype.
+        """Return the batch on the device, with tensors `converted` to the parameters' dtype.
 
-        With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
-        hand that on from layer to layer; weights stay as they are.
+        With `channels_last`, images, float [N, C, H, W], are stored as [N, H, W, C]. Convolutions, pools and norms pass
+        that format on from layer to layer. Weights keep their format.
         """
         if self._leaves_tensors and type(batch) in (list, tuple) and _TENSORS.issuperset(map(type, batch)):
-            return type(batch)(batch)  # a loss may change it, and is given it again
+            return type(batch)(batch)  # a copy: a loss may change it, and a later call passes the batch again
         moved = tree_map(self._input, batch)
         return tree_map(channels_last, moved) if self.channels_last else moved
 
@@ -105,10 +106,10 @@ class Precision:
 
 
 def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    """A tensor in a run whose parameters are of a kind: float32 leaves everything as the job makes it.
+    """Convert a tensor for a run with parameters of dtype `kind`; float32 leaves every tensor as the job makes it.
 
-    Else what is floating is of that kind. What is complex stays so: in float64 it is complex128, and fewer bits have no
-    counterpart.
+    Any other `kind` applies to floating tensors. Complex tensors become complex128 for float64 and otherwise stay as
+    they are, since narrower dtypes have no complex counterpart.
     """
     if kind == torch.float64 and tensor.is_complex():
         return tensor.to(torch.complex128)
@@ -116,31 +117,31 @@ def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def widest(kind: torch.dtype, tensors: Iterable[Tensor]) -> torch.dtype:
-    """The dtype in which gradients of these are summed, where a plan says `kind`: float64 where one of them is."""
+    """Return the dtype in which gradients are summed: float64 if a tensor is float64 or complex128, else `kind`."""
     return torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in tensors) else kind
 
 
 def channels_last(value: Any) -> Any:
-    """Images, float [N, C, H, W], that lie in memory as [N, H, W, C]; anything else as it is."""
+    """Return images, float [N, C, H, W], stored as [N, H, W, C]; return any other value unchanged."""
     if not isinstance(value, Tensor) or value.ndim != 4 or not is_strided(value) or not value.is_floating_point():
         return value
     _, channels, height, width = value.shape
     strides = (channels * height * width, 1, width * channels, channels)
-    # Images of one channel count as lying either way, and layers go by the strides.
+    # Images of one channel match both formats, but layers decide by the strides.
     return value.contiguous(memory_format=torch.channels_last).as_strided(value.shape, strides)
 
 
 # As torch.amp.GradScaler: start at 2^16, double after 2000 good steps, halve at an overflow.
 _START, _GROWTH_STEPS = 2.0**16, 2000
-# Below this scale an overflow is not the scale's doing.
+# Below this bound the scale is not the cause of an overflow.
 _SMALLEST = 2.0**-10
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """Loss scaling: the factor of the mean loss before the backward, and its state; a value, the same on all ranks.
+    """Loss scale: the factor of the mean loss before the backward, and its state. The value is the same on all ranks.
 
-    torch's GradScaler is not used: it judges each rank's own gradients, while here one norm of the reduced gradient
+    torch's GradScaler is not used, because it judges each rank's own gradients. Here one norm of the reduced gradient
     serves clipping, the non-finite policy and the scale.
     """
 
@@ -150,31 +151,31 @@ class LossScale:
 
     @classmethod
     def of(cls, setting: str | float, compute: torch.dtype) -> LossScale:
-        """The scale that a plan asks for; only float16 compute needs one."""
+        """Return the scale that a plan requests; only float16 compute needs one."""
         if compute != torch.float16 or setting == "none":
             return cls()
         return cls(_START, dynamic=True) if setting == "dynamic" else cls(float(setting))
 
     def factor(self, global_batch: int) -> float:
-        """The factor of a loss *total*: the scale over the global batch, rounded to a power of two.
+        """Return the factor of a loss *total*: the scale divided by the global batch, rounded to a power of two.
 
-        A power of two changes no bit of a gradient that neither overflows nor underflows. Of samples that weigh one in
-        a batch of 2^n the summed gradient is the mean then, and no pass over it is needed to make it so.
+        A power of two changes no bit of a gradient that neither overflows nor underflows. If each sample of a batch of
+        2^n weighs one, the summed gradient is already the mean, and no further pass over it is needed.
         """
         return self.scale / _power_of_two(global_batch)
 
     @property
     def active(self) -> bool:
-        """Whether losses are scaled; a dynamic scale is also where it has come down to 1."""
+        """Whether losses are scaled; always True for a dynamic scale, even at 1."""
         return self.dynamic or self.scale != 1.0
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may be the scale's doing, which a smaller one would mend."""
+        """Whether a smaller scale may prevent an overflow."""
         return self.dynamic and self.scale > _SMALLEST
 
     def after(self, overflow: bool) -> LossScale:
-        """The scale for the next step."""
+        """Return the scale for the next step."""
         if not self.dynamic:
             return self
         if overflow:
@@ -190,11 +191,11 @@ def _power_of_two(count: int) -> float:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor's values in float64, or in complex128."""
+    """Return a tensor's values in float64, or in complex128."""
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def numbers(tensor: Tensor) -> Tensor:
-    """The tensor's values in float64; of complex ones both parts, in one more dim."""
+    """Return a tensor's values in float64; a complex tensor gets one more dim for both parts."""
     found = wide(tensor)
     return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found

@@ -1,7 +1,7 @@
 """Python state: the content of attributes, variables and containers that a program's code can reach.
 
-`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` keeps their content by value, as far
-as it is small; a `KeptDict` tells what differs since, and puts it back.
+`reachable` finds the namespaces that a job's functions can write. A `ValueKeeper` copies their content, as far as it is
+small. A `KeptDict` reports what has changed since, and restores it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Containers of more items are compared by length, arrays of more bytes not at all: they are data. Tensors of more bytes
-# are copied only when an operator is about to write them. One limit of items holds for all that an attribute refers to.
+# Containers of more items are compared by length. Arrays of more bytes are data and are not compared. Tensors of more
+# bytes are copied only when an operator is about to write them. All references of an attribute share one item limit.
 _MOST_ITEMS, _MOST_BYTES = 10_000, 1 << 20
-# Bytes of small tensors and arrays that a look copies in all, and references that it follows from an attribute.
+# Total bytes of small tensors and arrays that a look copies, and depth of references that it follows.
 _MOST_BYTES_IN_ALL, _MOST_DEPTH = 64 << 20, 32
-# What a module keeps for torch itself; recurrent layers have their parameters in lists besides.
+# Attributes of a module that belong to torch; recurrent layers also list their parameters.
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_flat_weights", "_flat_weight_refs"}
 _LIBRARIES = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")})
 ATOMS: tuple[type, ...] = (
@@ -51,18 +51,18 @@ ATOMS: tuple[type, ...] = (
     torch.Size,
 )
 ATOMS += (types.ModuleType, types.BuiltinFunctionType)
-# Iterators that know where they are.
+# Iterators with a position that can be read and set.
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own on this rank, in one block."""
+    """Check whether a tensor has memory of its own on this rank, in one block."""
     is_block = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_block and not tensor.is_meta and not tensor.is_nested
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and values, NaN being NaN."""
+    """Check whether two tensors have the same shape, dtype and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
     with torch._C.DisableTorchFunction():
@@ -75,12 +75,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class KeptDict:
-    """Content of a namespace or dict at one time, with what its values refer to."""
+    """Content of a namespace or dict at one time, including the content of its values."""
 
     def __init__(
         self, home: MutableMapping[Any, Any], skip: Iterable[Any], keeper: ValueKeeper, *, each: bool = False
     ) -> None:
-        """`each`: the keeper's limit of items holds for each entry."""
+        """Copy the content of `home`. `each`: the keeper's limit of items applies to each entry separately."""
         self._home, self._skip = home, frozenset(skip)
         self._kept: dict[Any, _Kept] = {}
         for key, value in home.items():
@@ -89,11 +89,11 @@ class KeptDict:
                 self._kept[key] = keeper.keep(value)
 
     def keys(self) -> set[Any]:
-        """Keys of then and of now."""
+        """Return the original keys and the current keys."""
         return {key for key in self._home if key not in self._skip} | self._kept.keys()
 
     def differences(self) -> Iterator[tuple[str, str]]:
-        """Key and kind of each entry that is another one now, or whose content is."""
+        """Yield key and kind of each entry that was replaced or has other content."""
         for key in self.keys():
             kept = self._kept.get(key)
             if key not in self._home:
@@ -102,12 +102,12 @@ class KeptDict:
                 yield str(key), _kind(self._home[key])
 
     def same(self, begun: set[int]) -> bool:
-        """Whether keys and values are those of then; the objects in `begun` are not compared again."""
+        """Check whether keys and values equal the original ones; objects in `begun` are not compared again."""
         now = {key for key in self._home if key not in self._skip}
         return now == self._kept.keys() and all(k.same(self._home[key], begun) for key, k in self._kept.items())
 
     def restore(self, begun: set[int] | None = None, stays: Collection[Any] = ()) -> None:
-        """Put the entries back, but those that stay."""
+        """Restore the entries, except for the keys in `stays`."""
         begun = set() if begun is None else begun
         for key, kept in self._kept.items():
             if key not in stays:
@@ -129,7 +129,7 @@ class KeptDict:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that changes: the `name` of the attribute that refers to it, its `path` from there, and its access."""
+    """Number that changes: the `name` of the attribute that refers to it, its `path` from there, and its access."""
 
     name: str
     path: str
@@ -139,7 +139,7 @@ class Number:
 
 @dataclass(slots=True)
 class _Kept:
-    """A value as it was: `content` depends on its kind, see `ValueKeeper.keep`."""
+    """Value as it was at one time. `content` depends on the kind of the value: see `ValueKeeper.keep`."""
 
     value: Any
     content: Any = None
@@ -173,7 +173,7 @@ class _Kept:
         return not isinstance(self.content, int) or len(value) == self.content
 
     def numbers(self, home: Any, key: Any, name: str, begun: set[int], path: str = "") -> Iterator[Number]:
-        """Yield the numbers that have changed in `home[key]`, which was this value; none of an object in `begun`."""
+        """Yield the numbers that have changed in `home[key]`, which had this value; skip objects in `begun`."""
         now, path = home[key], path or name
         kind: Any = type(now)
         if isinstance(now, int | float) and not isinstance(now, bool):
@@ -220,7 +220,7 @@ class _Kept:
         return now is self.value and _version(now) == self.content
 
     def restore(self, begun: set[int]) -> Any:
-        """Give the value, with the content that it had."""
+        """Restore the value's content and return the value."""
         value = self.value
         if isinstance(value, ATOMS) or id(value) in begun:
             return value
@@ -255,17 +255,17 @@ class _Kept:
 
 
 class ValueKeeper:
-    """Keeps values with what they refer to, each object once, but objects whose attributes are kept `elsewhere`."""
+    """Copier of values and what they refer to, each object once; skips namespaces that are copied `elsewhere`."""
 
     def __init__(self, elsewhere: Collection[int]) -> None:
         self._elsewhere = elsewhere  # ids of the namespaces
-        self.large: list[Tensor] = []  # tensors that are not copied: whoever watches over writes copies them then
+        self.large: list[Tensor] = []  # tensors that are not copied here: a guard copies them before a write
         self.items_left = _MOST_ITEMS
         self._bytes_left, self._depth = _MOST_BYTES_IN_ALL, 0
         self._seen: dict[int, _Kept] = {}
 
     def keep(self, value: Any) -> _Kept:
-        """Keep a value. Beyond the limits of items and depth its content is None, and only the object is compared."""
+        """Copy a value. Beyond the limits of items and depth the content is None, and only the object is compared."""
         self.items_left -= 1
         if isinstance(value, ATOMS):
             return _Kept(value)
@@ -283,7 +283,7 @@ class ValueKeeper:
         if isinstance(value, Tensor):
             if is_plain(value) and self._is_small(value.nbytes):
                 return value.detach().clone()
-            if not value.is_inference():  # nobody writes one outside of inference mode
+            if not value.is_inference():  # outside of inference mode no code writes such a tensor
                 self.large.append(value)
             return _version(value)
         if isinstance(value, np.ndarray):
@@ -307,12 +307,12 @@ class ValueKeeper:
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of writes to a tensor; of one that was made in inference mode, which counts none, 0."""
+    """Return the number of writes to a tensor; 0 for a tensor from inference mode, which counts no writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How the state of a random generator, or of what has a place in a sequence, is read and set."""
+    """Return functions that read and set the state of a generator, buffer or iterator; None for other values."""
     if isinstance(value, torch.Generator):
         return (lambda: value.get_state().numpy().tobytes()), lambda s: value.set_state(
             torch.frombuffer(bytearray(s), dtype=torch.uint8)
@@ -328,7 +328,7 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
         return value.getstate, value.setstate
     if isinstance(value, bytearray | array.array) and len(value) * getattr(value, "itemsize", 1) <= _MOST_BYTES:
         return (lambda: value[:]), lambda state: operator.setitem(value, slice(None), state)
-    if isinstance(value, itertools.count):  # which cannot be set: see _Kept.restore
+    if isinstance(value, itertools.count):  # cannot be set: see _Kept.restore
         return (lambda: copy_of_count(value)), lambda state: None
     if isinstance(value, _ITERATORS):
         return (lambda: value.__reduce__()[2:]), lambda state: value.__setstate__(*state) if state else None
@@ -338,19 +338,22 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _is_one_way(value: Any) -> bool:
-    """Tell whether a value is an iterator of Python's own that cannot be set back: a generator, a cycle, a zip."""
+    """Check whether a value is a built-in iterator that cannot be set back: a generator, a cycle, a zip."""
     is_iterator = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return is_iterator and not isinstance(value, (itertools.count, *_ITERATORS))
 
 
 def _place_of(value: Any) -> Any:
-    """Return where an iterator and those that it reads are; of another value its identity, of a list its length too."""
+    """Return the positions of an iterator and of the iterators that it reads.
+
+    For any other value return its identity and, for a list, its length.
+    """
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         own = {} if frame is None else {k: v for k, v in frame.f_locals.items() if isinstance(v, ATOMS)}
         return frame is None or frame.f_lasti, own
     if isinstance(value, Iterator | tuple):
-        with warnings.catch_warnings(), contextlib.suppress(TypeError):  # of an iterator without __reduce__
+        with warnings.catch_warnings(), contextlib.suppress(TypeError):  # an iterator without __reduce__
             warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on
             return [_place_of(part) for part in (value if isinstance(value, tuple) else value.__reduce__())]
     if isinstance(value, ATOMS):
@@ -359,14 +362,14 @@ def _place_of(value: Any) -> Any:
 
 
 def copy_of_count(counter: itertools.count[Any]) -> itertools.count[Any]:
-    """Return a count that goes on where another one is, which its repr tells: `count(3)` or `count(3, 2)`."""
+    """Return a count that continues from the current position of `counter`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on
         return copy.copy(counter)
 
 
 def _same_array(one: Any, other: Any) -> bool:
-    if one.dtype.kind == "O":  # whose elements may be arrays, without a truth value
+    if one.dtype.kind == "O":  # elements may be arrays, which have no truth value
         return one.shape == other.shape and all(map(operator.is_, one.flat, other.flat))
     return bool(np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
 
@@ -374,7 +377,8 @@ def _same_array(one: Any, other: Any) -> bool:
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of a module or another object, also of a library's class; None for classes and functions.
 
-    Also None for what divides a model: a forward may write that, and it has memory that cannot be put back.
+    Also None for objects of shoal and torch.distributed, which divide a model. A forward may write such an object, and
+    its memory cannot be restored.
     """
     kind: Any = type(value)
     if isinstance(value, nn.Module):
@@ -387,20 +391,20 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
         return _Slots(value, slots)
     try:
         attributes = getattr(value, "__dict__", None)
-    except Exception:  # of a proxy without an object
+    except Exception:  # a proxy without an object
         return None
     return attributes if isinstance(attributes, dict) else None
 
 
 @functools.lru_cache(maxsize=256)
 def _slots(kind: type) -> tuple[str, ...]:
-    """Names in `__slots__` of a class and of its bases."""
+    """Return the names in `__slots__` of a class and of its bases."""
     every = {k: v for base in kind.__mro__ if "__slots__" in vars(base) for k, v in vars(base).items()}
     return tuple(k for k, v in every.items() if isinstance(v, types.MemberDescriptorType))
 
 
 def _is_users(kind: Any) -> bool:
-    """Whether a class, function or module is of the job's own code, not of an installed library."""
+    """Check whether a class, function or module is the job's own code, neither an installed library's nor shoal's."""
     module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
     where = getattr(module, "__file__", None)
     return where is None or (not where.startswith(_LIBRARIES) and not _is_shoals(module))
@@ -419,7 +423,7 @@ def _kind(value: Any) -> str:
 
 
 class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object whose class has `__slots__`, those of its `__dict__` included."""
+    """Attributes of an object with `__slots__` in its class, including the attributes in its `__dict__`."""
 
     def __init__(self, value: Any, slots: Sequence[str]) -> None:
         self._value, self._slots = value, slots
@@ -441,7 +445,7 @@ class _Slots(MutableMapping[str, Any]):
 
 
 class _Cells(MutableMapping[str, Any]):
-    """The variables of a function's closure by name."""
+    """Variables of a function's closure by name."""
 
     def __init__(self, function: types.FunctionType) -> None:
         names = function.__code__.co_freevars
@@ -450,7 +454,7 @@ class _Cells(MutableMapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         try:
             return self._cells[key].cell_contents
-        except ValueError:  # of a variable that is set later
+        except ValueError:  # the variable is set later
             return None
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -467,9 +471,9 @@ class _Cells(MutableMapping[str, Any]):
 
 
 class _Named(MutableMapping[str, Any]):
-    """Some names of a namespace: of a module's globals those that a function reads, of a class its own data.
+    """Selected names of a namespace: the globals that a function reads, or a class's own data.
 
-    `names` None: those of whatever is data at the time.
+    `names` None: all names that are data at the time of access.
     """
 
     def __init__(self, home: MutableMapping[str, Any] | type, names: Iterable[str] | None) -> None:
@@ -500,12 +504,12 @@ class _Named(MutableMapping[str, Any]):
         return len(list(iter(self)))
 
 
-# What abc and dataclasses keep in a class, which is not the job's.
+# Attributes that abc and dataclasses add to a class, which are not the job's.
 _OF_CLASSES = frozenset({"_abc_impl", "_is_protocol", "_parameters", "_fields"})
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value in a namespace is no function, class, module or descriptor."""
+    """Check whether a value in a namespace is no function, class, module or descriptor."""
     return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
 
 
@@ -520,9 +524,9 @@ def clear_caches(functions: Mapping[str, Any]) -> None:
 def reachable(  # noqa: C901 - a case for each kind of value
     modules: Collection[nn.Module], functions: Mapping[str, Any], caches: list[Any]
 ) -> list[tuple[str, MutableMapping[str, Any], frozenset[str]]]:
-    """Namespaces that the job's functions and the classes of its modules can write, with a name for people.
+    """Return the namespaces that the job's functions and the classes of its modules can write.
 
-    Appends to `caches` the functions that keep results by functools.
+    Each has a name for people and the keys to skip. Appends the functions with a functools cache to `caches`.
     """
     found: list[tuple[str, MutableMapping[str, Any], frozenset[str]]] = []
     seen: set[int] = {id(module) for module in modules}
@@ -597,7 +601,10 @@ def reachable(  # noqa: C901 - a case for each kind of value
 
 
 def _names_in(code: types.CodeType, *kinds: str) -> set[str]:
-    """Names that a function's code, or a function within it, reads or sets: GLOBAL, or ATTR and METHOD of an object."""
+    """Return the names that a function's code, or a function within it, reads or sets.
+
+    `kinds`: endings of the operations' names, GLOBAL, or ATTR and METHOD for attributes of an object.
+    """
     own = {str(one.argval) for one in dis.get_instructions(code) if one.opname.endswith(kinds)}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return own.union(*(_names_in(one, *kinds) for one in inner))

@@ -1,8 +1,8 @@
-"""Matrix products of 16-bit floats in float32, rounded once, on processors without instructions for them.
+"""Products of 16-bit floats, computed in float32 and rounded once, for processors without 16-bit instructions.
 
-There torch takes loops of its own that are 10 to 90 times as slow as float32 (a GPT's backward in bfloat16 on AVX2: 272
-ms for a product that takes 2.9 ms in float32). Products of narrow numbers are exact in float32 and are summed in it by
-processors that have the instructions, so that what comes out is what they give, up to the order of the sum.
+On such processors torch's own loops are 10 to 90 times as slow as float32. A product in a GPT's backward in bfloat16 on
+AVX2 takes 272 ms; in float32 it takes 2.9 ms. Products of narrow numbers are exact in float32, and processors with the
+instructions also sum in float32. So the results are the same up to the order of the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
-# What sums many products; everything else is as fast in a narrow dtype.
+# Operators that sum many products. All others are as fast in a narrow dtype.
 _PRODUCTS = frozenset(
     {
         _aten.mm.default,
@@ -32,14 +32,14 @@ _PRODUCTS = frozenset(
 
 
 class ProductsInFloat32(TorchDispatchMode):
-    """Context in which products of CPU tensors in bfloat16 or float16 are computed in float32 and rounded."""
+    """Context in which products of CPU tensors in bfloat16 or float16 are computed in float32 and rounded back."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler, for more than a second, to tell it not to look into what follows."""
+        """Return False: otherwise torch imports its compiler, for over a second, to exclude this mode from it."""
         return False
 
     def __torch_dispatch__(
@@ -50,14 +50,14 @@ class ProductsInFloat32(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         args, kwargs = tree_map(lambda value: _cast(value, kind, torch.float32), (args, kwargs or {}))
         found = func(*args, **kwargs)
-        # The logarithms of attention's sums stay in float32, as in torch's own narrow kernel.
+        # The logarithms of the sums in attention stay in float32, as in torch's own narrow kernel.
         if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             return _cast(found[0], torch.float32, kind), *found[1:]
         return tree_map(lambda value: _cast(value, torch.float32, kind), found)
 
 
 def _kind(args: tuple[Any, ...]) -> torch.dtype | None:
-    """The narrow dtype of a product's first operand, where that is on the CPU and the second's is the same."""
+    """Return the dtype of a product's first two operands if it is narrow and the first is on the CPU, else None."""
     first, second = [value for value in tree_leaves(args) if isinstance(value, Tensor)][:2]
     same = first.dtype == second.dtype and first.device.type == "cpu"
     return first.dtype if same and first.dtype in _SUPPORTED else None
@@ -74,5 +74,5 @@ _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 
 
 def is_slow(kind: torch.dtype) -> bool:
-    """Whether this processor has no instructions for a dtype that is narrower than float32."""
+    """Check whether this processor has no instructions for `kind`, a dtype narrower than float32."""
     return kind in _SUPPORTED and torch.backends.mkldnn.is_available() and not _SUPPORTED[kind]()

@@ -36,9 +36,16 @@ __all__ = ["Verdict", "certificate", "verify", "verify_session"]
 
 
 def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
-    """Runs `steps` steps as planned, in forked processes on this host, and on one process, and compares every tensor.
+    """Run `steps` steps as planned and on one process, and compare every tensor.
 
-    Raises: what the job or the plan raises; NotDeterministicError where one process alone does not repeat itself.
+    Args:
+        job: The job to verify.
+        plan: The plan to verify. Forked processes on this host run its ranks.
+        steps: Number of steps, by default 3.
+
+    Raises:
+        NotDeterministicError: If one process alone does not repeat its results.
+        ShoalError: Any error of the job or the plan.
     """
     if not isinstance(job, Job):
         raise JobError(
@@ -60,7 +67,7 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
 
 
 def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_seconds: float) -> dict[str, Any]:
-    """The certificate as a JSON value. Ratios are error over tolerance; a failed demand for equality has null."""
+    """Return the certificate as a JSON value. Ratios are error over tolerance, null for a failed equality check."""
     first = verdict.failed[0] if verdict.failed else None
     return {
         "schema": SCHEMA,
@@ -88,10 +95,19 @@ def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_second
 
 
 def verify_session(train: Callable[[], object], devices: int, steps: int = 3) -> Verdict:
-    """Calls `train`, which makes a Session and loops over its steps, on `devices` forked ranks and on one process.
+    """Run a user's own loop on forked ranks and on one process, and compare every tensor of every step.
 
-    Each step on one process starts from the state that the ranks had reached. Loops end after `steps` steps.
-    Raises: what `train` raises; NotDeterministicError; JobError where it makes no steps.
+    Each step on one process starts from the state that the ranks had reached.
+
+    Args:
+        train: A function that makes a Session and iterates its steps.
+        devices: Number of ranks.
+        steps: Number of steps after which the loops end, by default 3.
+
+    Raises:
+        NotDeterministicError: If one process alone does not repeat its results.
+        JobError: If `train` makes no steps.
+        ShoalError: Any error of `train`.
     """
     at_least_one("devices", devices)
     at_least_one("steps", steps)
@@ -131,7 +147,7 @@ def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None
 def _judge(folder: Path, ways: list[str], world_size: int) -> Verdict:
     verdict = Verdict()
     before = _read(folder / "parallel", -1, world_size)
-    for step in itertools.count():  # of several updates a step each is compared by itself
+    for step in itertools.count():  # each update is compared separately if a step has several
         if step and not (folder / "parallel" / f"step-{step}-0.json").exists():
             break
         parallel = _read(folder / "parallel", step, world_size)

@@ -1,12 +1,12 @@
 """Numerical comparison of a parallel step with reference steps on one process.
 
-For each tensor x that the parallel run computed, with r_i the same tensor from the ways that mean the same in the
-plan's precision and t from float64, the demand is
+For each tensor x of the parallel run, let r_i be the same tensor of the reference variants in the plan's precision, and
+t the tensor from float64. The requirement is
 
     min_i |x - r_i|  <=  MULTIPLE * max_i |r_i - r_0|  +  PRECISION_SHARE * max_i |r_i - t|  +  UNITS * u * scale
 
-in Euclidean norms: see docs/verify.md for where the terms and numbers come from. What is whole numbers (sample ids,
-weights, which parameters have a gradient) has to be equal.
+in Euclidean norms: docs/verify.md derives the terms and numbers. Integers (sample ids, weights, which parameters have a
+gradient) have to be equal.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from shoal.numerics.precision import numbers
 from shoal.training.trace.traces import PHASES, MicrobatchTrace, StepTrace, identical
 from shoal.verification.reference import Computed
 
-# The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
-# number (four normal draws all below a MULTIPLE-th), and vanishes for a tensor.
+# The spread comes from four variants. The chance that a fifth is this many times as far is below 10^-4 for one number
+# (four normal draws all below a MULTIPLE-th), and vanishes for a tensor.
 MULTIPLE = 8.0
-# Two computations that round independently are sqrt(2) apart where each is one away from the truth.
+# Two computations that round independently are sqrt(2) apart if each is one away from the true value.
 PRECISION_SHARE = 2.0
-# Steps after the first are computed in one way, and take over what each tensor moved by, relative to its size, in the
-# first, so many times: rounding relative to size hardly changes from one step to the next.
+# Steps after the first are computed in one variant. They inherit the relative rounding of each tensor in the first
+# step, times this factor: rounding relative to size hardly changes from one step to the next.
 CARRIED = 2.0
-# Units in the last place of float32 relative to the sum of sizes, where the ways happen to agree to the last bit.
+# Units in the last place of float32, relative to the sum of sizes, in case the variants agree to the last bit.
 UNITS = 16.0
 UNIT = 2.0**-24
-# What is said of a tensor that is not the same on two ranks.
+# Message about a tensor that differs between two ranks.
 STRAY = "is not what the first rank that holds it has"
 
-Of = Callable[[Computed], Tensor | None]  # a tensor of a reference, where it has that
+Of = Callable[[Computed], Tensor | None]  # returns a tensor of a reference, or None
 
 
 @dataclass(frozen=True)
 class Check:
-    """Error and tolerance of one tensor of one step. `rank` where one rank alone is meant."""
+    """Error and tolerance of one tensor in one step. `rank`: the rank that the check is about, if there is one."""
 
     step: int
     phase: str
@@ -49,11 +49,11 @@ class Check:
     rank: int | None
     error: float
     tolerance: float
-    said: str | None = None  # instead of numbers, where something is not a matter of size
+    said: str | None = None  # a message instead of numbers, if the divergence has no size
 
     @property
     def ratio(self) -> float:
-        """Error over tolerance; above one it diverges."""
+        """Error over tolerance; a ratio above one is a divergence."""
         if self.said is not None:
             return math.inf
         if self.error == 0.0:
@@ -68,11 +68,11 @@ class Check:
 
 @dataclass(frozen=True)
 class References:
-    """Reference steps on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
+    """Reference steps on one process: `ways` in the plan's precision, `exact` in float64 if that was computed.
 
-    `complete`: whether these are all the ways there are. `layers`: how far single layers are from float64, relative to
-    their size, where the whole was not computed in it. `updated`: the optimizer's step alone, from the parallel run's
-    own clipped gradients; these were judged before, so that no order of sums is left in it.
+    `complete`: whether `ways` has all variants. `layers`: relative distance of single layers from float64, if the whole
+    model was not computed in it. `updated`: the optimizer step alone, from the parallel run's own clipped gradients.
+    Earlier checks cover these gradients, so no order of sums remains in `updated`.
     """
 
     ways: list[Computed]
@@ -82,7 +82,7 @@ class References:
     updated: References | None = None
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
-        """One tensor of every reference, as float64."""
+        """Return one tensor of every reference, in float64: of all variants, and of the float64 reference."""
         found = [numbers(t) for way in self.ways if (t := of(way)) is not None]
         true = of(self.exact) if self.exact is not None else None
         return found, None if true is None else numbers(true)
@@ -91,9 +91,9 @@ class References:
 def compare(
     parallel: StepTrace, before: StepTrace, references: References, order: list[str], measured: dict[str, float]
 ) -> list[Check]:
-    """Every check of a step, in the order of its dataflow; `order` names the parameters in the order of the model.
+    """Return every check of a step, in dataflow order; `order` names the parameters in model order.
 
-    `measured` takes what each tensor moves by, relative to its size, and gives it to later steps of fewer ways.
+    `measured` stores how far rounding moves each tensor, relative to its size, for later steps with fewer variants.
     """
     comparison = _Comparison(parallel, before, references, order, measured)
     return sorted(comparison.checks(), key=lambda check: PHASES.index(check.phase))
@@ -106,7 +106,7 @@ class _Comparison:
     _r: References
     _order: list[str]
     _measured: dict[str, float]
-    _relative: dict[str, float] = field(default_factory=dict)  # by how much of its size each gradient may be off
+    _relative: dict[str, float] = field(default_factory=dict)  # tolerance of each gradient relative to its size
     _norm_tolerance: float = 0.0
 
     @property
@@ -114,9 +114,9 @@ class _Comparison:
         return self._r.ways[0].trace
 
     def checks(self) -> Iterator[Check]:
-        """The checks, a phase after the other: later ones take over what earlier ones allow."""
+        """Yield the checks, one phase after the other; later phases inherit tolerances from earlier ones."""
         yield from self._data()
-        weightless = self._base.skipped == self._p.skipped == "weightless"  # nothing was divided by it
+        weightless = self._base.skipped == self._p.skipped == "weightless"  # no gradient was divided by the weight
         if not weightless:
             yield from self._forward()
         yield from self._loss()
@@ -146,13 +146,13 @@ class _Comparison:
         *,
         references: References | None = None,
     ) -> tuple[float, float]:
-        """(error, tolerance) of one tensor; what a step moves by is taken relative to `size`, which is else `scale`."""
+        """Return (error, tolerance) of one tensor. Its rounding is stored relative to `size`, by default `scale`."""
         runs, true = (references or self._r).tensors(of)
         value = numbers(value)
         if any(r.shape != value.shape for r in runs) or not runs:
             return math.inf, 0.0
         if true is not None and bool((runs[0].isfinite() & ~true.isfinite()).any()):
-            true = None  # float64 does not compute it
+            true = None  # float64 is not finite here
         error = min(distance(numbers(value), r) for r in runs)
         spread = max(distance(r, runs[0]) for r in runs)
         away = [distance(r, true) if true is not None else self._r.layers * float(r.norm()) for r in runs]
@@ -162,7 +162,7 @@ class _Comparison:
         return error, self._moves(where, moves, scale if size is None else size) + UNITS * UNIT * scale
 
     def _moves(self, where: str, moves: float, size: float) -> float:
-        """What a tensor moves by; in a step without all the ways as in the first, relative to its size."""
+        """Return how far rounding moves a tensor; without all variants, at least as far as in the first step."""
         if self._r.complete:
             self._measured[where] = max(self._measured.get(where, 0.0), moves / size if size else 0.0)
             return moves
@@ -173,7 +173,7 @@ class _Comparison:
         return max(moves, CARRIED * known * size)
 
     def _data(self) -> Iterator[Check]:
-        """Every grain once, with its samples."""
+        """Check that every grain is computed once, with its samples."""
         expected = {g: ids for part in self._base.parts for g, ids in zip(part.grains, part.ids, strict=True)}
         seen: dict[int, int] = {}
         for part in self._p.parts:
@@ -194,7 +194,7 @@ class _Comparison:
         for call, grains in self._p.forward.items():
             own = self._base.forward.get(call)
             if own is None:
-                continue  # a call that one way of computing has and another has not
+                continue  # only some variants make this call
             held = sorted(grains.keys() & own.keys())
             phase = "data" if call.startswith("(batch)") else "forward"
             worst: Check | None = None
@@ -266,7 +266,7 @@ class _Comparison:
 
     def _backward(self) -> Iterator[Check]:
         if not self._r.ways[0].contributions or self._p.divided:
-            return  # a Session's loop on one process, or a part of the model, does not tell whose gradient is whose
+            return  # gradients have no known rank in a Session's loop on one process or in a divided model
         for rank, found in sorted(self._p.gradients.items()):
             wanted = set(self._r.ways[0].contributions.get(rank, {}))
             yield from self._gradients("backward", rank, found, wanted)
@@ -308,7 +308,7 @@ class _Comparison:
         yield from self._replicas("clipping")
 
     def _update(self) -> Iterator[Check]:
-        """Parameters by their change in this step, which their size would hide; the optimizer's state as it is."""
+        """Check parameters by their change in this step, which their size would hide, and the optimizer's state."""
         found = self._p.phase("update")
         for name in self._order:
             if name in found:
@@ -323,7 +323,7 @@ class _Comparison:
         yield from self._replicas("update")
 
     def _equal(self, phase: str, name: str, value: Tensor) -> Check:
-        """What is whole numbers has the same bits as in one of the ways."""
+        """Check that integers have the same bits as in one of the variants."""
         ways = (way.trace.tensors.get(f"{phase}/{name}", torch.empty(0)) for way in self._r.ways)
         same = any(identical(value, own) for own in ways)
         return self._check(phase, name, 0.0, 0.0) if same else self._say(phase, name, "has another value")
@@ -351,7 +351,10 @@ class _Comparison:
         return self._updated(name, change, of, (float(old.norm()) * unit + size, size), inherited)
 
     def _updated(self, name: str, value: Tensor, of: Of, sizes: tuple[float, float], inherited: float) -> Check:
-        """`sizes` are `_judge`'s. What gradients may be off by is inherited where the update had to use others."""
+        """Check one updated tensor; `sizes` are scale and size for `_judge`.
+
+        The tolerance `inherited` from the gradients is added if the reference update used other gradients.
+        """
         references = self._r.updated or self._r
         error, tolerance = self._judge(f"update/{name}", value, of, *sizes, references=references)
         return self._check("update", name, error, tolerance + (0.0 if self._r.updated else inherited))
@@ -366,7 +369,7 @@ class _Comparison:
         yield from self._replicas("buffers")
 
     def _replicas(self, phase: str) -> Iterator[Check]:
-        """What several ranks hold has to be the same, to the bit."""
+        """Check that a tensor on several ranks has the same bits on each."""
         for rank, key in self._p.strays():
             where, _, name = key.partition("/")
             if where == phase:
@@ -374,7 +377,7 @@ class _Comparison:
 
 
 def parts_within(way: Computed, grains: tuple[int, ...]) -> list[MicrobatchTrace]:
-    """The parts that make up these grains; none where the way computed some of them together with others."""
+    """Return the parts that make up these grains; empty if the variant computed some of them with other grains."""
     own = [part for part in way.trace.parts if set(part.grains) <= set(grains)]
     return own if sum(len(part.grains) for part in own) == len(grains) else []
 
@@ -384,15 +387,15 @@ def _tensor(key: str) -> Of:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The Euclidean distance; infinite where not the same places are finite."""
+    """Return the Euclidean distance; infinite if the tensors are finite at different places."""
     difference = float((a - b).norm())
-    if math.isnan(difference):  # the same places not finite on both sides are no difference
+    if math.isnan(difference):  # places that are not finite on both sides are no difference
         finite = torch.isfinite(a)
         return float((a - b)[finite].norm()) if torch.equal(finite, torch.isfinite(b)) else math.inf
     return difference
 
 
 def some(values: tuple[int, ...]) -> str:
-    """The first few of them, for people."""
+    """Render the first few values for people."""
     shown = ", ".join(map(str, values[:6]))
     return f"{shown} ... ({len(values)})" if len(values) > 6 else shown

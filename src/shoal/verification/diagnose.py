@@ -14,21 +14,21 @@ from shoal.training.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
 
-# A fit explains a divergence where it leaves less than this of it.
+# A fit explains a divergence if its relative residual is less than this.
 _LEFT = 0.02
-# Said of a model that is the same module each time model() is called.
+# Description of a model that is the same module at each call of model().
 MADE_BEFORE = "a module that was made before model() was called"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The first divergence, its place, and its likely causes, the likeliest first."""
+    """First divergence, its place, and its likely causes, the likeliest first."""
 
     first: Check
     causes: list[str]
 
     def render(self, others: int) -> str:
-        """For people."""
+        """Render the diagnosis for people. `others`: number of later checks that failed too."""
         check = self.first
         where = f"step {check.step + 1}, {check.phase}: {check.name}"
         lines = [f"first divergence   {where}" + (f", rank {check.rank}" if check.rank is not None else "")]
@@ -46,7 +46,7 @@ class Diagnosis:
 def diagnose(
     failed: list[Check], parallel: StepTrace, before: StepTrace, references: References | None, world_size: int
 ) -> Diagnosis:
-    """The diagnosis of the first failed check."""
+    """Return the diagnosis of the first failed check."""
     first = failed[0]
     rules = {
         "data": _data,
@@ -83,7 +83,7 @@ class _Case:
         return self.references.ways[0]
 
     def largest(self, phase: str) -> str:
-        """The name of the largest tensor of a phase that is off: a few numbers fit any explanation."""
+        """Return the name of the largest diverging tensor of a phase, since a few numbers fit any explanation."""
         names = [c.name for c in self.named(phase) if f"{phase}/{c.name}" in self.parallel.tensors and c.said is None]
         return max(names, key=lambda name: self.parallel.tensors[f"{phase}/{name}"].numel())
 
@@ -92,7 +92,7 @@ class _Case:
 
 
 def _fit(value: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """(c, what is left) of value = c * wanted, relative to value's size."""
+    """Fit value = c * wanted; return c, and the norm of the residual relative to the norm of `value`."""
     value, wanted = value.double().flatten(), wanted.double().flatten()
     size = float(wanted.dot(wanted))
     factor = float(value.dot(wanted)) / size if size else math.nan
@@ -223,7 +223,7 @@ def _reduction(case: _Case) -> Iterator[str]:
 
 
 def _missing(case: _Case, name: str, mine: Tensor, wanted: Tensor) -> Iterator[str]:
-    """One rank's share, or one microbatch's, is missing or counted twice."""
+    """Yield the explanations in which a rank's or a microbatch's share is missing or counted twice."""
     difference = wanted.double() - mine.double()
     for rank, share in case.base.contributions.items():
         if name in share:
@@ -244,7 +244,7 @@ def _lacks(difference: Tensor, part: Tensor, what: str, limit: float) -> Iterato
 
 
 def _factor(factor: float, case: _Case, what: str) -> str:
-    """A constant factor, in the words of what is known to be that size."""
+    """Explain a constant factor by the known quantity of that size."""
     world, scale = case.world_size, case.parallel.factor
     counts = len([p for p in case.parallel.parts if p.rank == 0])
     weight = case.base.trace.weight

@@ -1,4 +1,4 @@
-"""Forked ranks: a run's ranks as children of this process, so that a job made of lambdas needs no file."""
+"""Forked ranks: the ranks of a run as children of this process, so that a job made of lambdas needs no file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shoal.training.engine import Options
 from shoal.verification.traced_run import AS_PLANNED, runs, trace_rank
 
 _POLL_SECONDS = 0.005
-# After one rank has failed the others learn of it in their next collective, or are ended.
+# After one rank has failed, the others fail in their next collective, or are killed after this time.
 _GRACE_SECONDS = 5.0
 
 
@@ -42,9 +42,9 @@ def trace_forked(
     *,
     options: Options = AS_PLANNED,
 ) -> None:
-    """Traces the plan's `runs` of `make()` on this host, to folders of their names. Raises: a rank's; RankLostError.
+    """Trace the plan's `runs` of `make()` on this host, each into the folder of its name. `options`: the engine's.
 
-    `options`: those of its choices.
+    Raises: the error of a rank; RankLostError.
     """
 
     def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
@@ -59,7 +59,7 @@ def trace_forked(
             work = functools.partial(trace, ranks, folder / kind)
             group = forked(ranks.num_processes, work, folder / kind, aloud=kind == "parallel")
             waits.append(groups.enter_context(group))
-            if GPU_FOLDER.exists():  # one after the other: two models may be too much for a GPU
+            if GPU_FOLDER.exists():  # one after the other: two models may not fit on a GPU
                 waits.pop()()
         for wait in waits:
             wait()
@@ -69,10 +69,10 @@ def trace_forked(
 def forked(
     world_size: int, work: Callable[[Environment], None], folder: Path, aloud: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """A context in which so many ranks, children of this process, do `work`; gives the function that waits for them.
+    """Run `work` on `world_size` ranks, children of this process; the context yields a function that waits for them.
 
-    `folder` is new and for what they leave; rank 0 prints where it is `aloud`.
-    Raises: what a rank raised; RankLostError.
+    `folder`: a new folder for logs and errors. `aloud`: rank 0 prints instead of writing a log. Raises: the error of a
+    rank; RankLostError; LaunchError under a launcher or after CUDA was used.
     """
     launched = joined(os.environ)
     if launched is not None:
@@ -105,7 +105,7 @@ def forked(
 def _work(
     work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None, parent: int
 ) -> None:
-    """Does `work` as a rank, a child of `parent`; leaves its error in the folder, and raises it."""
+    """Run `work` as a rank, a child of `parent`; write an error to the folder, and raise it."""
     try:
         os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
@@ -117,7 +117,7 @@ def _work(
             output = os.open(log, os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
-        torch.set_num_threads(1)  # whatever threads the parent had are not here
+        torch.set_num_threads(1)  # the parent's threads do not exist in a fork
         _refuse_lost_threads()
         work(environment)
     except BaseException as error:
@@ -127,9 +127,9 @@ def _work(
 
 
 def _wait(children: dict[int, int], folder: Path) -> None:
-    """Waits until all have ended, or one has failed and the others do not end; removes those that have.
+    """Wait until all ranks have ended, or until the grace period after a failure; remove ended ranks from `children`.
 
-    Raises: a rank's own error before its peers' complaints, and a silent death before those.
+    Raises: a rank's own error; if there is none, RankLostError for a silent death; else a PeerError.
     """
     lost: RankLostError | None = None
     deadline: float | None = None
@@ -161,10 +161,10 @@ def _cuda_in_use() -> LaunchError:
 
 
 def _refuse_lost_threads() -> None:
-    """Raises: LaunchError in a process whose parent had autograd's own threads: no backward is possible in it.
+    """Check that a backward works in this fork. Raises: LaunchError if the parent had autograd's own threads.
 
-    The parent has them after a backward where there is an accelerator, or within 60 others, each called by the one
-    before. Torch does not tell of them but by failing.
+    The parent has these threads after a backward with an accelerator, or after backwards nested 60 deep. torch reports
+    them only by failing.
     """
     try:
         torch.ones((), requires_grad=True).square().backward()

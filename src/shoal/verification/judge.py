@@ -36,7 +36,7 @@ from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers
 from shoal.verification.traced_run import Traced, read_outcome
 
-# Before a gradient is called wrong, the step is computed in two more ways, of which each rounds the gradient of every
+# Before a gradient is reported as wrong, the step is computed in two more variants. Each rounds the gradient of every
 # function by a unit in the last place: twice the largest rounding of one operation, in every element.
 ROUNDED_WAYS = 2
 ROUNDED_PHASES = ("backward", "reduction", "clipping")
@@ -44,7 +44,7 @@ ROUNDED_PHASES = ("backward", "reduction", "clipping")
 
 @dataclass
 class Verdict:
-    """Result of a verification; `checks` in the order of the dataflow, `seconds` of the references and comparisons."""
+    """Result of a verification; `checks` in dataflow order, `seconds` of the references and comparisons."""
 
     checks: list[Check] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
@@ -63,7 +63,7 @@ class Verdict:
         return [check for check in self.checks if not check.passed]
 
     def add_exact(self, checks: list[Check]) -> None:
-        """Takes up the bitwise checks of exact mode; one of them that fails is the first divergence where none was."""
+        """Add the bitwise checks of exact mode. A failed one becomes the first divergence if there is none yet."""
         self.checks += checks
         equal = sum(check.passed for check in checks)
         self.notes.append(f"exact: {equal} of {len(checks)} tensors are bit for bit those of the engine on one process")
@@ -72,7 +72,7 @@ class Verdict:
             self.diagnosis = Diagnosis(self.failed[0], causes)
 
     def table(self) -> list[str]:
-        """A line a phase: checks, how many failed, and the worst."""
+        """Return a line per phase: number of checks, number of failures, and the worst check."""
         rows = []
         for phase in PHASES:
             checks = [check for check in self.checks if check.phase == phase]
@@ -83,7 +83,7 @@ class Verdict:
         return rows
 
     def render(self) -> str:
-        """The table, and where something diverged what it looks like; for people."""
+        """Render the table, the diagnosis of a divergence and the verdict for people."""
         lines = [f"{'phase':<12} {'checks':>7} {'failed':>7}  worst error / tolerance, and of what", *self.table()]
         if self.diagnosis is not None:
             lines.append(self.diagnosis.render(len(self.failed) - 1))
@@ -91,7 +91,7 @@ class Verdict:
         return "\n".join(lines)
 
     def worst(self) -> dict[str, float]:
-        """The worst ratio of error to tolerance of each tensor over all steps, by PHASE/NAME."""
+        """Return the worst ratio of error to tolerance of each tensor over all steps, by PHASE/NAME."""
         found: dict[str, float] = {}
         for check in self.checks:
             key = f"{check.phase}/{check.name}"
@@ -100,7 +100,7 @@ class Verdict:
 
 
 def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
-    """The verdict on the traces under `folder`: `parallel`, and in exact mode `alone`. Raises: as `judge`."""
+    """Return the verdict on the traces in `folder`: `parallel` and, in exact mode, `alone`. Raises: as `judge`."""
     job = with_grains(job)
     traced = read_outcome(folder / "parallel")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,10 +114,10 @@ def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
 
 
 def judge(job: Job, plan: Plan, traced: Traced, steps: Iterator[StepTrace], device: torch.device) -> Verdict:
-    """Computes each step on one process and compares; stops after the first step that diverges.
+    """Compute each step on one process and compare it; stop after the first step that diverges.
 
-    `steps` starts with the state before the first. Raises: NotDeterministicError where one process alone does not
-    repeat itself; JobError for what cannot be verified.
+    `steps` starts with the state before the first step. Raises: NotDeterministicError if one process alone does not
+    repeat its results; JobError for a job that cannot be verified.
     """
     began = time.monotonic()
     verdict = Verdict(num_steps=traced.num_steps)
@@ -169,9 +169,9 @@ class _Judges:
             try:
                 models.append(seeded_model(job))
                 self._is_one_module = _share(*models)
-                if self._is_one_module:  # made at import, say: the job's stays as it is
+                if self._is_one_module:  # such as one made at import: the job's own module stays as it is
                     models = [copy.deepcopy(model) for model in models]
-            except Exception as error:  # of a second call of model(), or of a copy
+            except Exception as error:  # from a second call of model(), or from a copy
                 self._no_double(error)
                 del models[1:]
         data: dict[str, Any] = {"source": source, "order": self._order, "num_ranks": ranks}
@@ -184,7 +184,7 @@ class _Judges:
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
     def initial_values(self, initial: StepTrace) -> Iterator[Check]:
-        """Whether the parallel run began with the job's own values."""
+        """Yield a failed check for each initial value of the parallel run that is not the job's own."""
         model = self._plain.model
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
@@ -199,9 +199,9 @@ class _Judges:
             yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
 
     def sum_over_grains(self) -> list[Check]:
-        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not.
+        """Check that the loss of several grains is the sum of their losses, unless the job says that it is not.
 
-        Where a module mixes samples, the run computes by grain and so do the references: a note says so.
+        If a module mixes samples, both the run and the references compute by grain, and a note reports it.
         """
         computation = self._computation
         if not self._job.fuse:
@@ -213,9 +213,9 @@ class _Judges:
             return []
         try:
             sums = self._double.loss_of_grains() if self._double is not None else None
-        except ShoalError:  # not in float64
+        except ShoalError:  # the loss does not compute in float64
             sums = None
-        if sums is not None and not all(map(math.isfinite, sums[:2])):  # nor does float64 have to be finite
+        if sums is not None and not all(map(math.isfinite, sums[:2])):  # float64 may not be finite
             sums = None
         if sums is None and self._precision.is_wide:
             sums = self._plain.loss_of_grains()
@@ -234,18 +234,18 @@ class _Judges:
         return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:
-        """The checks of one step: in the first all ways, which show how far a step moves; later as planned alone.
+        """Check one step: the first in all variants, which show how far rounding moves a step; later steps as planned.
 
-        Rounding may weigh more in a later step: before it is called wrong it is computed in all ways, too.
+        Rounding may weigh more in a later step. So a failing later step is also computed in all variants.
         """
-        # A step that was left out has shown of little how far it moves.
+        # A skipped step has measured the rounding of few tensors.
         first = not any(key.startswith("update/") for key in self._measured)
         checks, references = self._compared(before, parallel, complete=first)
         if not first and not all(check.passed for check in checks):
             checks, references = self._compared(before, parallel, complete=True)
         failed = next((check for check in checks if not check.passed), None)
         if failed is not None and failed.said is None and failed.phase in ROUNDED_PHASES:
-            with contextlib.suppress(Exception):  # where a model does not bear hooks, the verdict stays
+            with contextlib.suppress(Exception):  # if the model does not support hooks, the verdict stays
                 checks, references = self._compared(before, parallel, complete=True, rounded=ROUNDED_WAYS)
         return checks, references
 
@@ -268,7 +268,7 @@ class _Judges:
         return compare(parallel, before, references, order, self._measured), references
 
     def _ways(self, first: bool) -> list[ReferenceVariant]:
-        """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
+        """Return the variants. The first two compute the same microbatches, so only the order of sums may differ."""
         threads = cores()
         ways = [
             ReferenceVariant("as planned", fused=True, threads=threads),
@@ -278,8 +278,8 @@ class _Judges:
         ]
         fuses = self._computation.effective_grains > 1
         if not fuses:
-            del ways[2]  # as planned
-        # oneDNN's bfloat16 products with AMX divide their sums by both the threads and the batch's shape.
+            del ways[2]  # the same as the first
+        # The order of sums in oneDNN's bfloat16 products with AMX depends on both the threads and the batch's shape.
         ranks = self._traced.num_threads
         if self._device.type == "cpu" and all((way.fused and fuses, way.threads) != (fuses, ranks) for way in ways):
             ways.append(ReferenceVariant("as planned, on the ranks' threads", fused=True, threads=ranks))
@@ -290,13 +290,13 @@ class _Judges:
         return ways if first else ways[:1]
 
     def _exact(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> Computed | None:
-        """The step in float64, where that says something."""
+        """Compute the step in float64; return None if float64 is not available or shows nothing."""
         if self._double is None or plain.trace.skipped == "nonfinite":
             return None
         try:
             way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
             found = self._double.step(parallel.step, before, facts, self._computation, way)
-        except Exception as error:  # the plain reference has computed it: what fails is float64, and not the job
+        except Exception as error:  # the plain reference has computed it, so float64 fails and not the job
             self._no_double(error)
             return None
         if found.trace.skipped == "nonfinite":
@@ -314,13 +314,13 @@ class _Judges:
         return found
 
     def _no_double(self, error: Exception) -> None:
-        """Does without float64, in which what has failed is shoal's own question and no mistake of the job's."""
+        """Drop the float64 reference with a note: shoal chose float64, so the failure is no mistake of the job."""
         said = error.conflict if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"
         self._notes.append(f"no float64 reference: the model does not compute in it ({said[:120]})")
         self._double = None
 
     def _updated(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> References | None:
-        """The update by the parallel run's own gradients; None where either left it out, or gradients are missing."""
+        """Compute the update from the parallel run's gradients; None if a side skipped it or a gradient is missing."""
         left_out = parallel.skipped or plain.trace.skipped
         if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
             return None
@@ -333,7 +333,7 @@ class _Judges:
         return References([Computed(self._plain.update(before, parallel, self._computation))], exact, complete=True)
 
     def _layers(self) -> float:
-        """How far some layers are from float64, where the whole model does not fit in it."""
+        """Return how far sampled layers are from float64, if the whole model does not fit in it; else zero."""
         if self._sampled is None:
             return 0.0
         rounding = self._sampled.rounding(self._precision)
@@ -346,7 +346,7 @@ class _Judges:
         return max(rounding.values(), default=0.0)
 
     def metrics(self, last: StepTrace) -> Iterator[Check]:
-        """Evaluation on one process with the parallel run's final values."""
+        """Yield the checks of an evaluation on one process with the parallel run's final values."""
         if not self._traced.eval_samples or not self._job.evaluation_sets:
             return
         functions = {"loss": self._job.loss, **self._job.metrics}
@@ -378,14 +378,14 @@ class _Judges:
             yield Check(step, "metrics", name, None, error, tolerance)
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         self._plain.close()
         if self._double is not None:
             self._double.close()
 
 
 def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) -> list[Check]:
-    """Exact mode's demand: every number of every step the same, to the bit, as from one process."""
+    """Check that every number of every step has the same bits as on one process, as exact mode demands."""
     found: list[Check] = []
     for mine, single in zip(parallel, alone_, strict=True):
         held, wanted = mine.first_digests, single.first_digests
@@ -404,13 +404,13 @@ def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) ->
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have a parameter or buffer in common."""
+    """Check whether two modules have a parameter or buffer in common."""
     held = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
     return any(id(tensor) in held for tensor in (*other.parameters(), *other.buffers()))
 
 
 def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
-    """Whether a float64 reference fits in free memory: values, gradients, sums, state, and the shares of the ranks."""
+    """Check whether a float64 reference fits in free memory: values, gradients, sums, state and the ranks' shares."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -419,13 +419,13 @@ def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
 
 
 def at_least_one(name: str, value: int) -> None:
-    """Raises: JobError for a count below one, of which nothing could be said."""
+    """Check that a count is at least one. Raises: JobError otherwise."""
     if value < 1:
         raise JobError(given=f"{name}={value}", conflict="nothing would be compared", remedy=f"write {name}=1 or more")
 
 
 def refuse_unrepeatable(once: StepTrace, again: StepTrace) -> None:
-    """Raises: NotDeterministicError where two traces of the same computation differ beyond rounding."""
+    """Check that two traces of one computation agree up to rounding. Raises: NotDeterministicError otherwise."""
     for call, grains in once.forward.items():
         for grain, numbers in grains.items():
             other = again.forward.get(call, {}).get(grain)

@@ -1,7 +1,7 @@
 """Reference implementation of a step on one process, in float64 or in the plan's precision.
 
-It shares with the engine what defines the training (order, grains and their randomness, the job's own functions) and
-nothing of how the engine computes it: no buckets, no strategy, no collective, no updater.
+It shares with the engine only what defines the training: order, grains and their randomness, and the job's functions.
+It shares no means of computation: no buckets, no strategy, no collective, no updater.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 
 _MOST_PARTS_BYTES = 2 << 30
-# So many layers, spread evenly over the model: each with its input and output is computed in float64 by itself.
+# Number of layers, spread evenly over the model, that are computed in float64 one at a time.
 NUM_LAYERS = 8
 
 
 @dataclass(frozen=True)
 class ReferenceVariant:
-    """Variant of the reference step that differs in rounding alone.
+    """Variant of the reference step that differs only in rounding.
 
-    order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
-    plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them. halves: linear
-    layers in parts, as ranks of a tensor axis compute them. rounded: the seed of the roundings in `Rounded`.
+    order: of the microbatches: 1 forwards, -1 backwards, k > 1 every k-th first. fused: microbatches as in the plan,
+    else grain by grain. threads: number for torch's kernels, which divide their sums by it. halves: linear layers in
+    parts, as ranks of a tensor axis compute them. rounded: the seed of the roundings in `Rounded`.
     """
 
     name: str
@@ -68,9 +68,10 @@ class ReferenceVariant:
 
 @dataclass
 class Computed:
-    """Result of a reference step. `contributions` holds the gradient of each rank's grains, over the step's weight.
+    """Result of a reference step.
 
-    `parts` those of single microbatches, in a fused way and as far as they fit.
+    `contributions`: gradients of each rank's grains, divided by the step's weight. `parts`: gradients of single
+    microbatches of a fused variant, as far as they fit.
     """
 
     trace: StepTrace
@@ -86,7 +87,7 @@ class Reference:
     def __init__(
         self, job: Job, model: nn.Module, precision: Precision, *, source: MapSource, order: Order, num_ranks: int
     ) -> None:
-        """`model`: that of the job on the CPU, which the reference changes."""
+        """Prepare model and optimizer. `model`: the job's model on the CPU, which the reference changes."""
         self._job, self._precision, self._source, self._order = job, precision, source, order
         self._num_ranks = num_ranks
         self.model = precision.apply(model).to(precision.device)
@@ -105,7 +106,7 @@ class Reference:
     def step(
         self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
     ) -> Computed:
-        """Step `number` from the state `before`; of `facts`, the parallel run's, only the loss factor is taken."""
+        """Compute step `number` from the state `before`; only the loss factor comes from the parallel run's `facts`."""
         self._load(before)
         computer = LossComputer(self._job, self.model, self._precision, computation)
         found = Computed(StepTrace(number, factor=facts.factor))
@@ -122,7 +123,7 @@ class Reference:
         return found
 
     def update(self, before: StepTrace, parallel: StepTrace, computation: MicrobatchPolicy) -> StepTrace:
-        """The state that the optimizer makes of the state `before` by the parallel run's own clipped gradients.
+        """Return the state after an optimizer step from `before` with the parallel run's own clipped gradients.
 
         Parameters that a forward writes (clamped ones, a teacher) are written first, by a forward of one grain.
         """
@@ -148,7 +149,7 @@ class Reference:
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
     def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> list[tuple[int, Microbatch]]:
-        """(rank, microbatch) of a step in the way's order."""
+        """Return the (rank, microbatch) pairs of a step in the variant's order."""
         found = []
         for rank in range(self._num_ranks):
             loader = MapLoader(self._source, self._order, DataRank(rank, self._num_ranks), 0, pin_memory=False)
@@ -161,7 +162,7 @@ class Reference:
         return found
 
     def _accumulate(self, computer: LossComputer, way: ReferenceVariant, found: Computed) -> None:
-        """Forward and backward of every microbatch; each starts from the buffers before the step."""
+        """Run forward and backward of every microbatch; each starts from the buffers before the step."""
         trace = found.trace
         self._forward.clear()
         self._written = set(computer.computation.buffers)
@@ -203,9 +204,10 @@ class Reference:
         found.whole_batch = frozenset(whole)
 
     def _of_whole_batch(self, computer: LossComputer, step: int, start: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What one forward of the whole batch leaves in the buffers that are not means over grains by what they are.
+        """Return the buffers that one forward of the whole batch leaves, except those with a rule from torch.
 
-        The backward follows where it writes buffers too. Buffers that the mixing of samples makes means are left out.
+        The backward also runs if it writes buffers. Means are skipped if a module mixes samples or if the randomness is
+        opaque.
         """
         computation, defined = computer.computation, defined_rules(self.model)
         rules = {name: rule for name, rule in computation.rules if name not in defined}
@@ -221,7 +223,7 @@ class Reference:
                 try:
                     with torch.set_grad_enabled(self._rewrites):
                         total, _ = computer.loss(self._precision.inputs(microbatch.batch))
-                except ShoalError:  # a loss that differentiates within
+                except ShoalError:  # the loss itself differentiates
                     self._put_all_back(start)
                     again = microbatch.read(microbatch.grains, microbatch.ids)
                     total, _ = computer.loss(self._precision.inputs(again.batch))
@@ -235,7 +237,7 @@ class Reference:
         return found
 
     def _changing(self) -> list[tuple[str, Tensor]]:
-        """Buffers, and the parameters without gradient that a forward writes."""
+        """Return the buffers, and the parameters without gradient that a forward writes."""
         parameters = ((name, p) for name, p in self.model.named_parameters() if name in self._written)
         return [*self.model.named_buffers(), *parameters]
 
@@ -245,7 +247,7 @@ class Reference:
                 self._put_back(name, buffer, start[name])
 
     def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
-        """A buffer as it was, also where a forward has put one of another dtype in its place."""
+        """Restore a buffer, also if a forward has replaced it by a tensor of another dtype."""
         if buffer.dtype == start.dtype:
             buffer.copy_(start)
         else:
@@ -262,7 +264,7 @@ class Reference:
             before = {name: buffer.detach().clone() for name, buffer in self._changing()}
             if total.requires_grad:  # else the microbatch has no weight
                 run_backward(total * trace.factor)
-            # After the backward, which writes them once more where the job recomputes the module that writes them.
+            # After the backward, which writes buffers again if the job recomputes the module that writes them.
             self._left = {name: buffer.detach().clone() for name, buffer in self._changing()}
             self._rewrites |= any(not identical(before[name], left) for name, left in self._left.items())
         grains = tuple(g.index for g in microbatch.grains)
@@ -270,7 +272,7 @@ class Reference:
         return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))
 
     def _finish(self, found: Computed) -> None:
-        """The update: mean, norm, clipping, schedule, optimizer; nothing where the norm is not finite."""
+        """Compute mean, norm, clipping, schedule and optimizer step; skip the update if loss or norm is not finite."""
         trace, job = found.trace, self._job
         trace.weight = math.fsum(part.weight for part in trace.parts)
         total = math.fsum(part.total for part in trace.parts)
@@ -303,7 +305,7 @@ class Reference:
         self._capture(trace)
 
     def _hooked(self, mean: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The mean gradient as the hooks on parameters leave it."""
+        """Return the mean gradient after the hooks on parameters have run."""
         hooked = {name: p for name, p in self._parameters.named if name in self._hooks.by_name and name in mean}
         for name, parameter in hooked.items():
             parameter.grad = mean[name].to(parameter.device, parameter.dtype, copy=True)
@@ -343,7 +345,7 @@ class Reference:
         trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
 
     def loss_of_grains(self) -> tuple[float, float, str]:
-        """Totals of the first step's grains: computed together, the sum of each alone, and why they differ in words."""
+        """Return the first step's loss of all grains together, the sum of their own losses, and why these differ."""
         loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
         loader.seek(0, self._order.num_grains)
         (whole,) = loader.step(0).microbatches
@@ -364,14 +366,14 @@ class Reference:
         return together[0], math.fsum(total for total, _ in apart), coupled
 
     def set_state(self, state: StepTrace) -> None:
-        """Parameters and buffers of a trace into the model."""
+        """Load a trace's parameters and buffers into the model."""
         kind = self._precision.parameters
         held = {**state.phase("buffers"), **state.parameters}
         load_model(self.model, {k: converted(v, kind) for k, v in held.items()})
 
     @contextlib.contextmanager
     def evaluated(self, state: StepTrace) -> Iterator[None]:
-        """A context in which the model has what is evaluated after a step that has left this state."""
+        """Give the model the weights to evaluate after a step that has left `state`."""
         if not with_modes(self._optimizer):
             self.set_state(state)
             yield
@@ -381,19 +383,19 @@ class Reference:
             yield
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         self._forward.close()
 
 
 def _scaled(gradients: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Multiples of gradients, on the CPU as a trace's tensors are."""
+    """Return multiples of gradients on the CPU, where a trace's tensors are."""
     return {name: (gradient * scale).cpu() for name, gradient in gradients.items()}
 
 
 class Halves(TorchFunctionMode):
     """Context in which linear layers add the products of two halves of their inputs, for each half of their outputs.
 
-    So the sums over inputs in the forward, and over outputs in the backward, are in another order.
+    So the sums over inputs in the forward, and over outputs in the backward, run in another order.
     """
 
     def __torch_function__(
@@ -404,16 +406,16 @@ class Halves(TorchFunctionMode):
 
 
 class Rounded(TorchFunctionMode):
-    """Context in which the gradient of each function's output is off by one unit in the last place, up or down.
+    """Context that changes the gradient of each function's output by one unit in the last place, up or down.
 
-    The rounding of a gradient that comes out of a sum is proportional to the terms of the sum. Where the terms cancel,
-    as those of a bias before a batch norm, every order of the sum may give the same zero: the size of the terms shows
-    only in what becomes of the sum when the terms are rounded. Monte Carlo arithmetic (Parker, 1997) in the backward.
+    The rounding error of a sum is proportional to its terms. If the terms cancel, as for a bias before a batch norm,
+    every order of the sum may give the same zero. Then the size of the terms shows only if the terms are rounded before
+    the sum. This is Monte Carlo arithmetic (Parker, 1997) in the backward.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._signs = np.random.default_rng(seed)  # leaves numpy's own generator, and torch's, as they are
+        self._signs = np.random.default_rng(seed)  # leaves the global generators of numpy and torch as they are
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -444,7 +446,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 @dataclass
 class _LayerCall:
-    """The first call of a layer, and the gradient that its output got."""
+    """First call of a layer, and the gradient of the layer's output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -452,7 +454,7 @@ class _LayerCall:
 
 
 class SampledLayers:
-    """Context that records some layers' inputs and gradients; `rounding` then computes them again by themselves."""
+    """Context that records inputs and gradients of some layers; `rounding` then computes each layer again alone."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = {
@@ -479,7 +481,7 @@ class SampledLayers:
             out.register_hook(lambda gradient: setattr(call, "gradient", gradient.detach()))
 
     def rounding(self, precision: Precision) -> dict[str, float]:
-        """By layer: the largest distance of its output or a gradient from float64, relative to that; one at a time."""
+        """Return by layer the largest relative distance of output and gradients from float64, one layer at a time."""
         found = {}
         for name, layer in self._layers.items():
             call = self._calls.get(layer)
@@ -496,7 +498,7 @@ class SampledLayers:
 
 
 def _computed(layer: nn.Module, call: _LayerCall, precision: Precision | None) -> list[Tensor]:
-    """Output and gradients of a copy of the layer, in float64 where there is no precision."""
+    """Return output and gradients of a copy of the layer, in float64 if `precision` is None."""
     own = copy.deepcopy(layer)
     own.zero_grad(set_to_none=True)
     args, kwargs, gradient = call.args, call.kwargs, call.gradient

@@ -1,7 +1,7 @@
-"""Traced parallel run of `shoal verify`: a rank of it, with the real engine and a recorder.
+"""Traced parallel run of `shoal verify`: the real engine with a recorder, on one rank.
 
-Of a parameter-server run a worker writes what it computes of a part of a step, and what it has pulled; the conductor
-what the servers make of it. Put together that is the trace of as many ranks as a step has parts.
+In a parameter-server run, a worker writes what it computes for a part of a step and what it has pulled. The conductor
+writes the servers' results. Together they form the trace of a run with one rank for each part of a step.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from shoal.training.parameter_server.server import Servers
 
 _OUTCOME, _PARTS, _CONDUCTOR = "outcome.json", "parts", "conductor"
-# Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
+# Evaluation is compared on at most this many samples: six chunks or one a rank, and a short one.
 EVAL_SAMPLES = 21
-AS_PLANNED = Options()  # nothing is chosen that the plan says
+AS_PLANNED = Options()  # no option overrides the plan
 
 
 def left_out(plan: Plan) -> list[str]:
-    """A line for people where a plan compresses: what is verified is the same plan without."""
+    """Return a note if the plan compresses: the same plan without compression is verified."""
     scheme = plan.collectives.compression
     if scheme == "none":
         return []
@@ -53,13 +53,13 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def runs(plan: CompletePlan) -> dict[str, CompletePlan]:
-    """The runs to trace: the plan's, and in exact mode the same on one process."""
+    """Return the runs to trace: the plan's own and, in exact mode, the same on one process."""
     return {"parallel": plan} | ({"alone": plan.alone} if plan.execution.exact and plan.num_processes > 1 else {})
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Outcome of a traced run besides its steps' traces, read from the ranks' folder."""
+    """Outcome of a traced run except for the traces of its steps, read from the ranks' folder."""
 
     num_steps: int
     world_size: int
@@ -68,12 +68,12 @@ class Traced:
     most_eval_samples: int
     computation: dict[str, Any]
     notes: list[str]
-    shares_memory: bool = False  # whether the ranks had one copy of the parameters
-    channels_last: bool = False  # how images lay in their memory
+    shares_memory: bool = False  # whether the ranks shared one copy of the parameters
+    channels_last: bool = False  # memory format of images
     num_threads: int = 1  # of a rank's kernels
 
     def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
-        """The state before the first step, then every step; read one by one."""
+        """Yield the state before the first step, then every step; each is read when it is needed."""
         for step in range(-1, self.num_steps):
             yield read(folder, step, self.world_size, tensors)
 
@@ -87,14 +87,15 @@ def trace_rank(
     *,
     options: Options = AS_PLANNED,
 ) -> None:
-    """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment.
+    """Train `num_steps` steps on this rank and write their traces to `folder`.
 
-    `options`: those of its choices.
+    `options`: the engine's options, some of which the trace overrides.
+    Collective: all ranks of the environment.
     """
     notes: list[str] = []
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
     samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)
-    if job.on_nonfinite == "rollback":  # there is no checkpoint to go back to
+    if job.on_nonfinite == "rollback":  # there is no checkpoint to restore
         job = replace(job, on_nonfinite="skip")
     if plan.serves:
         from shoal.training.parameter_server.members import role
@@ -158,12 +159,12 @@ def _traced(engine: Engine, outcome: Outcome, samples: int, notes: list[str]) ->
 
 
 def read_outcome(folder: Path) -> Traced:
-    """The outcome that `trace_rank` wrote."""
+    """Read the outcome that `trace_rank` wrote."""
     return Traced(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
 
 
 class _PartRecorder(TraceRecorder):
-    """Recorder of a worker, under the number of each part of a step that it computes, and of what it has pulled."""
+    """Recorder of a worker: it records each part of a step under the part's number, and what the worker has pulled."""
 
     def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
         folder, self._number = self._folder, self._rank
@@ -183,14 +184,14 @@ class _PartRecorder(TraceRecorder):
         self._rank = part
 
     def part_computed(self) -> None:
-        """Own gradients are not divided by the step's weight, which nobody knows yet."""
+        """Write the worker's gradients without division by the step's weight, which is not known yet."""
         self._trace.forward = self._forward.found
         self._trace.gradients[self._rank] = dict(self._own.sums)
         write(self._folder, self._trace, self._rank)
 
 
 class _ConductorRecorder(TraceRecorder):
-    """Writes what the servers have, which it asks them for."""
+    """Recorder of the servers' state, which it requests from the servers."""
 
     servers: Servers
 
@@ -199,13 +200,13 @@ class _ConductorRecorder(TraceRecorder):
         self._job, self._scale = job, 1.0
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        """Keeps the mean gradients, of those that the servers have added up."""
+        """Record the mean gradients from the sums on the servers."""
         self.servers.gradients()
         self._scale = scale
         super().reduced(loss, weight, scale)
 
     def clipped(self, norm: float) -> None:
-        """Keeps the gradients times what the servers are told to multiply them by."""
+        """Record the gradients times the factor that the servers apply."""
         gradients = [p.grad for _, p in self._named if p.grad is not None]
         torch._foreach_mul_(gradients, self._scale * clipping(self._job.clip_norm, norm))
         clip_values(gradients, self._job.clip_value)
@@ -217,7 +218,7 @@ class _ConductorRecorder(TraceRecorder):
 
 
 def _put_together(folder: Path, step: int, num_parts: int) -> None:
-    """Writes the trace of a step, of so many ranks, from its parts and from what the servers made of it."""
+    """Write the trace of a step with `num_parts` ranks from the workers' parts and the servers' results."""
     made = read(folder / _CONDUCTOR, step, 1)
     for part in range(num_parts):
         if not (folder / _PARTS / f"step-{step}-{part}.json").exists():  # no grains, or before the first step
@@ -229,11 +230,11 @@ def _put_together(folder: Path, step: int, num_parts: int) -> None:
     scale = 1.0 / (made.weight * made.factor) if made.weight else 1.0
     for part in range(num_parts):
         whole.gradients[part] = {name: g * scale for name, g in whole.gradients.get(part, {}).items()}
-        held = folder / _PARTS / f"held-{step}-{part}.json"  # of a worker that computed any of the next step
+        held = folder / _PARTS / f"held-{step}-{part}.json"  # only of a worker that computed a part of the next step
         pulled = json.loads(held.read_text(encoding="utf-8")) if held.exists() else {}
         whole.digests[part] = {**made.digests[0], **pulled}
         whole.updates[part] = None
-        # What is read together was computed by all: each rank's file is to have its own alone.
+        # `whole` combines the parts of all ranks, but each rank's file is to have only its own parts.
         own = StepTrace(**{**vars(whole), "parts": [p for p in whole.parts if p.rank == part]})
         own.forward = whole.forward if part == 0 else {}
         write(folder, own, part)
