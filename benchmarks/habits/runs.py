@@ -62,7 +62,8 @@ def run_cell(program: Program, cell: str, right: plain.Trained | None, folder: P
         exact = ["run", *words, "--exact"]
         code, said = _ended([*exact, "--devices", "2", "--steps", str(program.num_steps // 2)], out)
         if code == 0:  # a run's own --steps would be kept
-            code, said = _ended([*exact, "--devices", "1", "--steps", str(program.num_steps), "--resume"], out)
+            last = _ended([*exact, "--devices", "1", "--steps", str(program.num_steps), "--resume"], out)
+            code, said = last[0], said + last[1]
     else:
         code, said = _ended(["run", *words, "--exact", "--devices", cell], out)
     losses = _losses(out)

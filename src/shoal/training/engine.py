@@ -105,19 +105,19 @@ class Engine(TrainingParts):
         self.keeper.clean()  # not at a rollback, when a checkpoint may still be in transit
         return self.keeper.load(self.first_state().loss_scale)
 
-    def rehearse(self) -> str | None:
+    def rehearse(self) -> list[str]:
         """Compute the first chunks of an evaluation, so that its errors appear before the first step.
 
-        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return a line for people
-        if each of several metrics runs the model again, otherwise None. Collective: all ranks.
+        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return lines for people:
+        whether each of several metrics runs the model again, and what a look at the whole of a divided model has noted.
+        Collective: all ranks.
         """
         if self.plan.execution.compile != "none":
-            return None
-        if self.is_new and self.computer.divided:
-            together(self.mesh, lambda: look_at_whole(self) if self.mesh.rank == 0 else None)
+            return []
+        began, looks = time.perf_counter(), self.is_new and self.computer.divided and self.mesh.rank == 0
+        notes = together(self.mesh, lambda: look_at_whole(self) if looks else [])
         calls: list[None] = []
         handle = self.model.register_forward_pre_hook(lambda model, args: calls.append(None))
-        began = time.perf_counter()
         try:
             self.evaluator.rehearse(self.model)
         finally:
@@ -125,12 +125,10 @@ class Engine(TrainingParts):
         self.strategy.rest()
         self.computer.look_seconds += time.perf_counter() - began
         count = len(calls) // max(1, len(self.job.evaluation_sets))
-        if len(self.job.metrics) < _MANY_METRICS or count <= len(self.job.metrics):
-            return None
-        return (
-            f"evaluation: the loss and each of {len(self.job.metrics)} metrics run the model again, {count} forwards "
-            "for each batch"
-        )
+        if len(self.job.metrics) >= _MANY_METRICS and count > len(self.job.metrics):
+            metrics = f"the loss and each of {len(self.job.metrics)} metrics"
+            notes.append(f"evaluation: {metrics} run the model again, {count} forwards for each batch")
+        return notes
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """Return the trainer, which resumes from `state`, or starts at the first step if it is None."""
@@ -270,30 +268,33 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def look_at_whole(engine: Engine) -> None:
+def look_at_whole(engine: Engine) -> list[str]:
     """Raise the JobError that a run of one process would raise before its first step, if the model is small.
 
     A rank of a divided model sees the state of its own part, and computes no gradient alone. So a child process builds
-    the whole model and looks at it. Other errors of the child are left to the run.
+    the whole model and looks at it. Other errors of the child are left to the run. Return what the look says of a loss
+    that is no sum over grains.
     """
     if engine.num_parameters > _MOST_WHOLE or not isinstance(engine.job.train_data.source, MapSource):
-        return
+        return []
     plan = Plan(execution=ExecutionSection(exact=engine.plan.execution.exact))
 
     def work() -> dict[str, Any]:
+        notes: list[str] = []
         torch.set_num_threads(1)  # a forked child has no OpenMP threads
         one = build(engine.job, judged(engine.job, plan).plan, alone(torch.device("cpu")), Options(telemetry=False))
         try:
             one.rehearse()
-            runner = StepRunner(one, one.loader, lambda text: None)
+            runner = StepRunner(one, one.loader, notes.append)
             runner.looked_at(runner.fetch(0))
         except JobError as error:
-            return {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}
-        return {}
+            return {"refusal": {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}}
+        return {"notes": [note for note in notes if note.startswith("grain by grain")]}
 
-    refusal = look_in_child(work, _WHOLE_SECONDS)
-    if refusal:
-        raise JobError(**refusal)
+    seen = look_in_child(work, _WHOLE_SECONDS) or {}
+    if "refusal" in seen:
+        raise JobError(**seen["refusal"])
+    return list(seen.get("notes", ()))
 
 
 def _buffers(job: Job, plan: CompletePlan, sharded_model: ShardedModel, order: Order | None) -> StepBuffers:
