@@ -35,7 +35,7 @@ class SharedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        super().__init__(rank, world_size)  # the constructor that supports overrides
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # the constructor that supports overrides
         gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
         # A separate group: torch's `super()` methods of a Python group keep the interpreter's lock, for which Gloo's
