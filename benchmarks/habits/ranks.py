@@ -38,6 +38,7 @@ def all_reduce_in_loss():
     "either",
     why="nothing of it is trained on, but ranks may call it unequally often",
     names=("all_reduce",),
+    alone_trains=True,
 )
 def all_reduce_for_a_log():
     """The loss sums itself over ranks for a log."""
@@ -76,7 +77,11 @@ def all_gather_of_features():
 
 
 @habit(
-    "collectives", "either", why="ranks may call it unequally often, and then they wait for ever", names=("barrier",)
+    "collectives",
+    "either",
+    why="ranks may call it unequally often, and then they wait for ever",
+    names=("barrier",),
+    alone_trains=True,
 )
 def barrier_in_loss():
     """The loss waits for all ranks."""

@@ -53,6 +53,8 @@ def run_cell(program: Program, cell: str, right: plain.Trained | None, folder: P
     if cell == "verify":
         code, said = _ended(["verify", *words, "--devices", "2", "--steps", "2"], out)
         status = {0: "verified", 2: "refused"}.get(code, "diverged")
+        if status == "diverged" and program.told and program.told in said:
+            status = "told"
         return {"status": status, "code": code, "said": "" if code == 0 else _said(said, code)}
     words += ["--max-restarts", "0"]
     if cell in LAYOUTS:

@@ -53,7 +53,7 @@ from shoal.runs.initial_weights import InitialWeights
 from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
-from shoal.training.default_grains import with_grains
+from shoal.training.default_grains import outline, with_grains
 from shoal.training.device_graph import refuse_uncapturable
 from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
@@ -93,7 +93,6 @@ class Engine(TrainingParts):
     notes: tuple[str, ...] = ()
     unseeded: tuple[str, ...] = ()  # the notes about initial values
     taken: TakenWeights | None = None  # initial weights from elsewhere, if any
-    is_new: bool = False  # whether the run is new, so that no look at its job came before
 
     @property
     def num_parameters(self) -> int:
@@ -105,19 +104,17 @@ class Engine(TrainingParts):
         self.keeper.clean()  # not at a rollback, when a checkpoint may still be in transit
         return self.keeper.load(self.first_state().loss_scale)
 
-    def rehearse(self) -> list[str]:
+    def rehearse(self) -> str | None:
         """Compute the first chunks of an evaluation, so that its errors appear before the first step.
 
-        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return lines for people:
-        whether each of several metrics runs the model again, and what a look at the whole of a divided model has noted.
-        Collective: all ranks.
+        Skipped if blocks are compiled, since a rehearsal would compile them for another shape. Return a line for people
+        if each of several metrics runs the model again, otherwise None. Collective: all ranks.
         """
         if self.plan.execution.compile != "none":
-            return []
-        began, looks = time.perf_counter(), self.is_new and self.computer.divided and self.mesh.rank == 0
-        notes = together(self.mesh, lambda: look_at_whole(self) if looks else [])
+            return None
         calls: list[None] = []
         handle = self.model.register_forward_pre_hook(lambda model, args: calls.append(None))
+        began = time.perf_counter()
         try:
             self.evaluator.rehearse(self.model)
         finally:
@@ -125,10 +122,12 @@ class Engine(TrainingParts):
         self.strategy.rest()
         self.computer.look_seconds += time.perf_counter() - began
         count = len(calls) // max(1, len(self.job.evaluation_sets))
-        if len(self.job.metrics) >= _MANY_METRICS and count > len(self.job.metrics):
-            metrics = f"the loss and each of {len(self.job.metrics)} metrics"
-            notes.append(f"evaluation: {metrics} run the model again, {count} forwards for each batch")
-        return notes
+        if len(self.job.metrics) < _MANY_METRICS or count <= len(self.job.metrics):
+            return None
+        return (
+            f"evaluation: the loss and each of {len(self.job.metrics)} metrics run the model again, {count} forwards "
+            "for each batch"
+        )
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """Return the trainer, which resumes from `state`, or starts at the first step if it is None."""
@@ -203,7 +202,11 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
+    seen: list[str] = []
+    if options.checks_seed and plan.divides_model:
+        seen = together(mesh, lambda: look_at_whole(job, plan, options) if mesh.rank == 0 else [])
     sharded_model, pipeline, unseeded = _hold(job, plan, mesh, precision, data, options=options)
+    unseeded = (*unseeded, *seen)
     if options.chooses_format and not (plan.execution.exact or plan.divides_model):
         chosen = agreed_format(job, sharded_model, precision, data)
         plan = plan.with_format(channels_last=chosen.channels_last)
@@ -264,32 +267,35 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         unseeded=unseeded,
         notes=(*notes, *unseeded, *said, *copied, *left, *_notes(data, mesh, options, shared=shares)),
         taken=taken,
-        is_new=options.checks_seed,
     )
 
 
-def look_at_whole(engine: Engine) -> list[str]:
+def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
     """Raise the JobError that a run of one process would raise before its first step, if the model is small.
 
     A rank of a divided model sees the state of its own part, and computes no gradient alone. So a child process builds
-    the whole model and looks at it. Other errors of the child are left to the run. Return what the look says of a loss
-    that is no sum over grains.
+    the whole model and looks at it. Other errors of the child are left to the run. Return what the look says of initial
+    values, and of a loss that is no sum over grains.
     """
-    if engine.num_parameters > _MOST_WHOLE or not isinstance(engine.job.train_data.source, MapSource):
+    if plan.execution.compile != "none" or not isinstance(job.train_data.source, MapSource):
         return []
-    plan = Plan(execution=ExecutionSection(exact=engine.plan.execution.exact))
 
     def work() -> dict[str, Any]:
         notes: list[str] = []
+        model = outline(job)
+        if model is None or sum(p.numel() for p in model.parameters()) > _MOST_WHOLE:
+            return {}
         torch.set_num_threads(1)  # a forked child has no OpenMP threads
-        one = build(engine.job, judged(engine.job, plan).plan, alone(torch.device("cpu")), Options(telemetry=False))
+        exact = Plan(execution=ExecutionSection(exact=plan.execution.exact))
+        own = Options(telemetry=False, checks_seed=True, drawn_at_import=options.drawn_at_import)
+        one = build(job, judged(job, exact).plan, alone(torch.device("cpu")), own)
         try:
             one.rehearse()
             runner = StepRunner(one, one.loader, notes.append)
             runner.looked_at(runner.fetch(0))
         except JobError as error:
             return {"refusal": {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}}
-        return {"notes": [note for note in notes if note.startswith("grain by grain")]}
+        return {"notes": [*one.unseeded, *(note for note in notes if note.startswith("grain by grain"))]}
 
     seen = look_in_child(work, _WHOLE_SECONDS) or {}
     if "refusal" in seen:

@@ -308,7 +308,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
             around = _surroundings(call, mesh, reporter, result, description)
             if first < num_steps:
-                for said in engine.rehearse():
+                said = engine.rehearse()
+                if said is not None:
                     reporter.note(said)
             result.log = log = _tell_start(call, engine, (state, num_steps))
             result.began_at = time.time()
