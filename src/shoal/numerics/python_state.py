@@ -18,6 +18,7 @@ import operator
 import random
 import sys
 import sysconfig
+import threading
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -51,6 +52,18 @@ ATOMS: tuple[type, ...] = (
     torch.Size,
 )
 ATOMS += (types.ModuleType, types.BuiltinFunctionType)
+# Objects of these modules belong to the process, its threads and its connections.
+_OF_PROCESS = (
+    "logging.",
+    "threading.",
+    "multiprocessing.",
+    "concurrent.",
+    "asyncio.",
+    "io.",
+    "_io.",
+    "socket.",
+    "ssl.",
+)
 # Iterators with a position that can be read and set.
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
@@ -99,7 +112,9 @@ class KeptDict:
             if key not in self._home:
                 yield str(key), "container"
             elif kept is None or not kept.same(self._home[key], set()):
-                yield str(key), _kind(self._home[key])
+                value = self._home[key]
+                is_new = kept is None or kept.value is not value  # an iterator that the forward has made
+                yield str(key), "container" if is_new and _is_one_way(value) else _kind(value)
 
     def same(self, begun: set[int]) -> bool:
         """Check whether keys and values equal the original ones; objects in `begun` are not compared again."""
@@ -377,15 +392,15 @@ def _same_array(one: Any, other: Any) -> bool:
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of a module or another object, also of a library's class; None for classes and functions.
 
-    Also None for objects of shoal and torch.distributed, which divide a model. A forward may write such an object, and
-    its memory cannot be restored.
+    Also None for objects of shoal and torch.distributed, which divide a model, and for those that belong to the process:
+    a forward may write such an object, and its memory cannot be restored.
     """
     kind: Any = type(value)
     if isinstance(value, nn.Module):
         return vars(value)
     if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial):
         return None
-    if f"{kind.__module__}.".startswith(("shoal.", "torch.distributed.")):
+    if f"{kind.__module__}.".startswith(("shoal.", "torch.distributed.", *_OF_PROCESS)):
         return None
     if slots := _slots(kind):
         return _Slots(value, slots)
@@ -393,7 +408,9 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
         attributes = getattr(value, "__dict__", None)
     except Exception:  # a proxy without an object
         return None
-    return attributes if isinstance(attributes, dict) else None
+    if not isinstance(attributes, dict) or any(isinstance(one, threading.Thread) for one in attributes.values()):
+        return None  # a thread writes the object, too
+    return attributes
 
 
 @functools.lru_cache(maxsize=256)

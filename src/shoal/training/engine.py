@@ -29,6 +29,7 @@ from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh, alone
+from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import JobError, ShoalError
 from shoal.job import Job
@@ -288,11 +289,12 @@ def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
         torch.set_num_threads(1)  # a forked child has no OpenMP threads
         exact = Plan(execution=ExecutionSection(exact=plan.execution.exact))
         own = Options(telemetry=False, checks_seed=True, drawn_at_import=options.drawn_at_import)
-        one = build(job, judged(job, exact).plan, alone(torch.device("cpu")), own)
         try:
-            one.rehearse()
-            runner = StepRunner(one, one.loader, notes.append)
-            runner.looked_at(runner.fetch(0))
+            with own_collectives_refused("the model or loss"):  # the child has the ranks' process group, too
+                one = build(job, judged(job, exact).plan, alone(torch.device("cpu")), own)
+                one.rehearse()
+                runner = StepRunner(one, one.loader, notes.append)
+                runner.looked_at(runner.fetch(0))
         except JobError as error:
             return {"refusal": {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}}
         return {"notes": [*one.unseeded, *(note for note in notes if note.startswith("grain by grain"))]}

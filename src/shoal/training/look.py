@@ -352,7 +352,8 @@ class Look:
                 given=f"a backward that writes buffer {min(by_backward)}",
                 conflict="a step's buffers are put together from what its forwards leave in them, and each microbatch "
                 "has a backward of its own",
-                remedy="write the buffer in the forward, or from the step's gradients in a callback after the step",
+                remedy="write the buffer in the forward, or from the step's gradients in the optimizer's step "
+                "(register_step_post_hook)",
             )
         # A GPU's kernels may add in another order each time, so another gradient there does not indicate state.
         if self._computer.precision.device.type != "cpu" and not self._computer.exact:
@@ -544,7 +545,7 @@ def find_state(
             return False
         kept.restore()  # excludes the noise of kernels that add in varying order
         again = one()
-        return together(differ(found, first, 4 * _distance(again, first)))
+        return together(differ(found, first, 4 * distance(again, first)))
 
     changes = kept.changes()
     allowed = {change.name for change in changes if _allows(allow_state, change.name)}
@@ -593,8 +594,7 @@ def find_state(
     seen = {number.path: number.read() for number in kept.numbers()}
     kept.restore()
     other()
-    for number in kept.numbers():
-        now = number.read()
+    for number, now in [(number, number.read()) for number in kept.numbers()]:
         # Counters may matter later. Numbers that depend on the samples may matter once they are large or small.
         tried = {f" after {jump} more forwards": _later(values.get(number.path, ()), jump) for jump in _JUMPS}
         if seen.get(number.path, now) != now:
@@ -646,7 +646,8 @@ def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
     return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
 
 
-def _distance(found: Any, first: Any) -> float:
+def distance(found: Any, first: Any) -> float:
+    """Return the largest finite difference of two results."""
     return max((abs(a - b) for a, b in zip(found, first, strict=True) if math.isfinite(a - b)), default=0.0)
 
 

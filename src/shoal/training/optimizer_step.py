@@ -166,7 +166,8 @@ class Stepper:
 
         Raises: JobError for such a change in a job with a schedule, and for a changed `requires_grad`.
         """
-        if any(is_trained != dict(trained).get(key, is_trained) for key, is_trained in self._trained()):
+        before = dict(trained)
+        if any(is_trained != before.get(key, is_trained) for key, is_trained in self._trained()):
             raise JobError(
                 given=f"optimizer {type(self._optimizer).__name__}, whose step changes requires_grad of a parameter",
                 conflict="what a job trains is divided and summed over ranks as it is before the first step",

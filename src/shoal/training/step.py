@@ -181,7 +181,8 @@ class StepRunner:
             if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
                 first = self._loader.filler(fetched.step)
             found = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
-            refuse_other_losses(parts.mesh.gather_json(found.seen))
+            if not parts.observer_looks:  # an observer, such as a verification's, compares what ranks compute itself
+                refuse_other_losses(parts.mesh.gather_json(found.seen))
             told = parts.mesh.all_gather([float(found.too_large), float(not found.conclusive)])
             too_large, unclear = told.max(axis=0) > 0
             agreed = self._agree_on(found.computation, None if too_large else fetched.step)
@@ -205,20 +206,20 @@ class StepRunner:
         meets = divided or self._parts.strategy.syncs_every_microbatch
         if not computer.exact or meets or not computer.job.fuse:
             whole = first
-        try:
-            if computer.exact:
-                self._loader.check_repeats(first.step)
-            with self._own_collectives_refused():
-                return self._look.policy(whole, grains, self._parts.buffers)
-        except Exception as error:
-            if not is_out_of_memory(error) or divided:
-                raise
-            if whole is not first:
-                torch.cuda.empty_cache()
+        if computer.exact:
+            self._loader.check_repeats(first.step)
+        for part in (whole, first) if whole is not first else (first,):
+            try:
                 with self._own_collectives_refused():
-                    return self._look.policy(first, first, self._parts.buffers)
-            # Nothing is known of the model yet: probe again with fewer grains.
-            return ProbeResult(self._fewer_grains(error), too_large=True)
+                    return self._look.policy(part, grains if part is whole else first, self._parts.buffers)
+            except Exception as error:
+                if not is_out_of_memory(error) or divided:
+                    raise
+                # Nothing is known of the model yet: probe again with fewer grains.
+                fewer = ProbeResult(self._fewer_grains(error), too_large=True) if part is first else None
+            torch.cuda.empty_cache()
+        assert fewer is not None
+        return fewer
 
     def _fewer_grains(self, error: Exception) -> MicrobatchPolicy:
         """Return the policy with half the grains per microbatch. Raises: OutOfMemoryError if there is only one."""

@@ -751,3 +751,23 @@ def test_a_hook_that_a_forward_registers_on_a_parameter_is_refused() -> None:
     with pytest.raises(JobError, match="hook on parameter weight"):
         look_at(computer(model), first_batch(), StepBuffers(model))
     assert not model.weight._backward_hooks
+
+
+def test_each_number_that_follows_the_samples_is_tried_large() -> None:
+    def second(net: Any, y: Tensor) -> Tensor:
+        scale = 2 if net.second > 5 else 1
+        net.first, net.second = float(y.detach().mean()), float(y.detach().max())
+        return y * scale
+
+    model = Net(second, first=0.0, second=0.0)
+    with pytest.raises(JobError, match="second"):
+        look_at(computer(model), first_batch(), StepBuffers(model))
+
+
+def test_an_iterator_that_the_forward_makes_is_no_state() -> None:
+    def skipped(net: Any, y: Tensor) -> Tensor:
+        net.skips = reversed([y, 2 * y])
+        return y + next(net.skips)
+
+    model = Net(skipped, skips=None)
+    look_at(computer(model), first_batch(), StepBuffers(model))
