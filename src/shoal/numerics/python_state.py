@@ -392,8 +392,8 @@ def _same_array(one: Any, other: Any) -> bool:
 def _attributes(value: Any) -> MutableMapping[str, Any] | None:
     """Return the attributes of a module or another object, also of a library's class; None for classes and functions.
 
-    Also None for objects of shoal and torch.distributed, which divide a model, and for those that belong to the process:
-    a forward may write such an object, and its memory cannot be restored.
+    Also None for objects of shoal and torch.distributed, which divide a model, and for those that belong to the
+    process: a forward may write such an object, and its memory cannot be restored.
     """
     kind: Any = type(value)
     if isinstance(value, nn.Module):

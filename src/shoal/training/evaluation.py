@@ -178,8 +178,8 @@ class Evaluator:
                     copies = number < len(self._metrics) or name not in self._differentiates
                     call = functools.partial(self._pair, name, function, model, copies=copies)
                     total, weight = self._called(name, model, functools.partial(call, batch))
-                    # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does, the
-                    # same on all such ranks.
+                    # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
+                    # the same on all such ranks.
                     for other in self._fillers() if meets and not calls else ():
                         self._called(name, model, functools.partial(call, other))
                         if calls:
