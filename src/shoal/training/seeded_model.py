@@ -42,8 +42,9 @@ def construct_twice(make: Callable[[], nn.Module], drawn: bool) -> tuple[nn.Modu
 
     def work() -> dict[str, list[str]]:
         torch.set_num_threads(1)  # a forked process has no OpenMP threads
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        # As torch.use_deterministic_algorithms, without its import of torch's compiler, which takes 2 s.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
+        torch._C._set_deterministic_fill_uninitialized_memory(True)
         again = make()
         unshared = dict(_unshared(again))
         third = dict(_unshared(make())) if unshared else {}
