@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs
 from shoal.errors import UserCodeError
-from shoal.numerics.python_state import copy_of_count
+from shoal.numerics.python_state import OF_PROCESS, copy_of_count
 
 # Leaf: makes the JSON value that stands for a tensor at a path. Read: returns the tensor of such a value.
 Leaf = Callable[[str, Tensor], dict[str, Any]]
@@ -66,8 +66,6 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "frozenset": frozenset,
 }
 _ITERATORS: tuple[Any, ...] = (GeneratorType, itertools.cycle, type(iter([])), type(iter(())), type(iter(range(0))))
-# Objects of these modules belong to the process: a logger refers to all loggers and their files.
-_OF_PROCESS = ("logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "io")
 _IN_HOOKS = (bool, int, float, str, dict, list, deque, set, LRScheduler)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Module, Optimizer)
 
@@ -102,7 +100,7 @@ def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the object's own attributes that may be state."""
     module = type(value).__module__.partition(".")[0]
-    if module in _OF_PROCESS:
+    if module in (*OF_PROCESS, "queue", "weakref"):
         return {}
     found = getattr(value, "__dict__", {})
     if not hasattr(value, "param_groups"):

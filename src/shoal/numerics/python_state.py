@@ -52,18 +52,8 @@ ATOMS: tuple[type, ...] = (
     torch.Size,
 )
 ATOMS += (types.ModuleType, types.BuiltinFunctionType)
-# Objects of these modules belong to the process, its threads and its connections.
-_OF_PROCESS = (
-    "logging.",
-    "threading.",
-    "multiprocessing.",
-    "concurrent.",
-    "asyncio.",
-    "io.",
-    "_io.",
-    "socket.",
-    "ssl.",
-)
+# Objects of these modules belong to the process: a logger refers to all loggers and their files.
+OF_PROCESS = ("logging", "threading", "multiprocessing", "concurrent", "asyncio", "io")
 # Iterators with a position that can be read and set.
 _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")))
 
@@ -400,7 +390,8 @@ def _attributes(value: Any) -> MutableMapping[str, Any] | None:
         return vars(value)
     if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial):
         return None
-    if f"{kind.__module__}.".startswith(("shoal.", "torch.distributed.", *_OF_PROCESS)):
+    package, is_distributed = kind.__module__.partition(".")[0], f"{kind.__module__}.".startswith("torch.distributed.")
+    if is_distributed or package in ("shoal", *OF_PROCESS, "_io", "socket", "ssl"):
         return None
     if slots := _slots(kind):
         return _Slots(value, slots)

@@ -151,8 +151,8 @@ class ForwardBackward:
         parts = self.parts
         parts.strategy.begin(step, self.factor)
         self.scale = 1.0 if parts.strategy.begins_with_factor and parts.pipeline is None else self.factor
-        if not self.parts.buffers.is_empty:
-            self.parts.buffers.begin()
+        if not parts.buffers.is_empty:
+            parts.buffers.begin()
 
     @contextlib.contextmanager
     def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:

@@ -67,7 +67,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="only the model's own parameters get gradients",
             remedy="build it from the list that the optimizer function is given",
         )
-    frozen = [name for name, p in parameters._named if not p.requires_grad]
+    frozen = [name for name, p in parameters.named if not p.requires_grad]
     if frozen:
         raise JobError(
             given=f"an optimizer function that sets requires_grad of {frozen[0]} to False",

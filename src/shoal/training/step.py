@@ -208,18 +208,17 @@ class StepRunner:
             whole = first
         if computer.exact:
             self._loader.check_repeats(first.step)
-        for part in (whole, first) if whole is not first else (first,):
+        while True:
             try:
                 with self._own_collectives_refused():
-                    return self._look.policy(part, grains if part is whole else first, self._parts.buffers)
+                    return self._look.policy(whole, grains, self._parts.buffers)
             except Exception as error:
                 if not is_out_of_memory(error) or divided:
                     raise
-                # Nothing is known of the model yet: probe again with fewer grains.
-                fewer = ProbeResult(self._fewer_grains(error), too_large=True) if part is first else None
-            torch.cuda.empty_cache()
-        assert fewer is not None
-        return fewer
+                if whole is first:  # nothing is known of the model yet: probe again with fewer grains
+                    return ProbeResult(self._fewer_grains(error), too_large=True)
+            torch.cuda.empty_cache()  # after the error, whose frames hold tensors
+            whole = grains = first
 
     def _fewer_grains(self, error: Exception) -> MicrobatchPolicy:
         """Return the policy with half the grains per microbatch. Raises: OutOfMemoryError if there is only one."""
