@@ -102,7 +102,7 @@ def planned(made: Any, row: Row) -> Any:
     sections: dict[str, dict[str, Any]] = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
     if row.scheme != "none":
         sections["compression"] = {"guard_every": GUARD_EVERY, **row.options}
-    from shoal.training.preflight import judged
+    from shoal.training.setup.preflight import judged
 
     return judged(made, shoal.Plan().with_sections(**sections)).plan
 
@@ -122,11 +122,11 @@ def train(task: str, name: str, seed: int, folder: Path) -> Cell:
 def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
     from shoal.plans.accounting.all_reduce import compressed_calls
-    from shoal.training.computation import MicrobatchPolicy
-    from shoal.training.engine import Options, build
-    from shoal.training.metering import Shares, StepMeter, describe, predicted
-    from shoal.training.step_records import Surroundings
-    from shoal.training.telemetry import RecordWriter
+    from shoal.training.microbatch.computation import MicrobatchPolicy
+    from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
+    from shoal.training.observe.step_records import Surroundings
+    from shoal.training.observe.telemetry import RecordWriter
+    from shoal.training.setup.engine import Options, build
 
     records: list[Any] = []
     around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
@@ -185,9 +185,9 @@ def timed(folder: Path, number: int) -> dict[str, float]:
 
 def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
-    from shoal.training.engine import Options, build
-    from shoal.training.step_records import Surroundings
-    from shoal.training.telemetry import RecordWriter
+    from shoal.training.observe.step_records import Surroundings
+    from shoal.training.observe.telemetry import RecordWriter
+    from shoal.training.setup.engine import Options, build
 
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
     with open_mesh(environment, plan.degrees) as mesh:

@@ -25,11 +25,11 @@ from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environments.detect import joined
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.fused_step import fused
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
+from shoal.training.update.fused_step import fused
 
 JOBS: dict[str, Callable[[], shoal.Job]] = {
     "mlp": lambda: small_jobs.mlp(batch=256, width=2048),

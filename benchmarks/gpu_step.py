@@ -29,10 +29,10 @@ from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 CONFIGURATIONS = Path(__file__).resolve().parent / "configurations"
 PEERS = ("eager", "compiled", "reduce-overhead", "graph")

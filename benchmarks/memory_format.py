@@ -34,9 +34,9 @@ from benchmarks.small_jobs import classified
 from shoal.data.opened import opened
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.default_grains import with_grains
-from shoal.training.engine import build_model
-from shoal.training.memory_format_choice import choose_format
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.engine import build_model
+from shoal.training.setup.memory_format_choice import choose_format
 
 _FIRST = Precision.of(PrecisionSection(), torch.device("cpu"))
 _LAST = replace(_FIRST, channels_last=True)

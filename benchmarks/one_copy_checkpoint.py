@@ -28,7 +28,7 @@ from benchmarks.sharded_memory import of_each_rank, train
 from shoal.checkpoint.run_state import RunState
 from shoal.distributed.mesh import Mesh
 from shoal.plans.plan import Plan
-from shoal.training.engine import Engine, Options, build
+from shoal.training.setup.engine import Engine, Options, build
 
 LAYERS, WIDTH, TURNS, SAVES = 64, 512, 3, 5
 

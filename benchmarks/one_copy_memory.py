@@ -26,8 +26,8 @@ import shoal
 from benchmarks.sharded_memory import WIDTH, job, of_each_rank, train
 from shoal.distributed.mesh import Mesh
 from shoal.plans.plan import Plan
-from shoal.training.engine import Options, build
-from shoal.training.metering import Shares, StepMeter, describe, predicted
+from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
+from shoal.training.setup.engine import Options, build
 
 HELD = ("parameters", "gradients", "optimizer")
 

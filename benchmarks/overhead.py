@@ -37,10 +37,10 @@ from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import Environment
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 UNCOUNTED, BLOCK = 10, 80
 # `mlp20k` has 19,690 parameters.

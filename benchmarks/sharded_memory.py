@@ -32,12 +32,12 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, return_freed_memory
 from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
-from shoal.training.computation import MicrobatchPolicy
-from shoal.training.engine import Engine, Options, build
-from shoal.training.metering import Shares, StepMeter, describe, predicted
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Engine, Options, build
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -31,7 +31,7 @@ import torch
 
 from shoal.distributed.agreement import Report, from_rows, measures, to_row
 from shoal.runs.records import SPANS, StepRecord
-from shoal.training.telemetry import RecordWriter, StepClock, peak_memory_bytes
+from shoal.training.observe.telemetry import RecordWriter, StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = {

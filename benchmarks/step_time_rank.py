@@ -34,10 +34,10 @@ from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environments.detect import joined
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 ENDLESS = 1 << 40
 

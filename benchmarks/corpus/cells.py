@@ -93,7 +93,7 @@ def _verified(row: Row, sections: Sections) -> Found:
 def _hashed(row: Row) -> Found:
     """Whether exact runs on 1, 2 and 3 processes end with the same bits."""
     import shoal
-    from shoal.training.preflight import judged
+    from shoal.training.setup.preflight import judged
     from shoal.verification.forked import trace_forked
 
     job, hashes, num_parameters = row.job(), {}, 0

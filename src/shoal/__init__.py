@@ -26,7 +26,7 @@ _HOMES = {
     "KeepBest": "shoal.training.callbacks.stopping",
     "EMA": "shoal.training.callbacks.ema",
     "Sample": "shoal.training.callbacks.sample",
-    "Schedule": "shoal.training.lr_schedule",
+    "Schedule": "shoal.training.update.lr_schedule",
     "track": "shoal.training.trackers.tracker",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
@@ -112,9 +112,9 @@ if TYPE_CHECKING:
     from shoal.training.callbacks.sample import Sample
     from shoal.training.callbacks.spikes import LossSpikes
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
-    from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session
     from shoal.training.trackers.tracker import track
+    from shoal.training.update.lr_schedule import Schedule
     from shoal.verification import Verdict, verify, verify_session
 
 

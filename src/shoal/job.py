@@ -182,7 +182,7 @@ class Job:
             raise JobError(
                 given="Job(grains=None)",
                 conflict="how many grains fit this job was not asked yet: that takes its model and a few samples",
-                remedy="write job = shoal.training.default_grains.with_grains(job), or Job(grains=8), say",
+                remedy="write job = shoal.training.setup.default_grains.with_grains(job), or Job(grains=8), say",
             )
         return self.grains
 

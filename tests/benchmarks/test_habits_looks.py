@@ -15,9 +15,9 @@ from tests.usual import parametrize
 from shoal.errors import ShoalError
 from shoal.planner.profile.tracing import OperatorTracer, Setting
 from shoal.plans.plan import PrecisionSection
-from shoal.training.look import Look
-from shoal.training.memory_format_choice import choose_format
-from shoal.training.nonfinite import NonFiniteSearch
+from shoal.training.microbatch.look import Look
+from shoal.training.setup.memory_format_choice import choose_format
+from shoal.training.update.nonfinite import NonFiniteSearch
 
 PROGRAMS = programs()
 # One of each kind; `scripts/test --all` takes every program.

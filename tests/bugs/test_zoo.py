@@ -11,7 +11,7 @@ from tests.bugs.zoo import ZOO, Bug
 from tests.conformance.strategies import ONE_COPY
 
 import shoal
-from shoal.training.preflight import judged
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 

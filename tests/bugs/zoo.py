@@ -34,10 +34,10 @@ from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.zero1 import ShardedOptimizer
-from shoal.training import optimizer_step
-from shoal.training.computation import LossComputer
-from shoal.training.evaluation import Evaluator
-from shoal.training.optimizer_step import Stepper, Updater
+from shoal.training.microbatch.computation import LossComputer
+from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.update import optimizer_step
+from shoal.training.update.optimizer_step import Stepper, Updater
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,12 @@ def test_every_place_exists() -> None:
     assert missing(PAGE) == []
 
 
-@pytest.mark.parametrize("text", ["`nowhere.py`", "`training/step.py:Nobody`", "`training/step.py:StepRunner.nothing`"])
+@pytest.mark.parametrize(
+    "text", ["`nowhere.py`", "`training/microbatch/step.py:Nobody`", "`training/microbatch/step.py:StepRunner.nothing`"]
+)
 def test_a_place_that_is_not_there_is_found(text: str) -> None:
     assert len(missing(text)) == 1
-    assert missing("`training/step.py:StepRunner.fetch` `errors.py`") == []
+    assert missing("`training/microbatch/step.py:StepRunner.fetch` `errors.py`") == []
 
 
 def test_floors_are_those_of_the_contract() -> None:

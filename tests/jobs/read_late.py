@@ -26,11 +26,11 @@ from shoal.distributed.mesh import Mesh, alone
 from shoal.errors import ShoalError
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.steps_ahead import StepsAhead
-from shoal.training.telemetry import RecordWriter
+from shoal.training.loop.steps_ahead import StepsAhead
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
 STEPS, STEADY = 8, 3
@@ -94,7 +94,7 @@ def waiting(late: bool, long_step_seconds: float = math.inf) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("shoal.numerics.device_reads.waits", return_value=True))
-        stack.enter_context(mock.patch("shoal.training.steps_ahead.LONG_STEP_SECONDS", long_step_seconds))
+        stack.enter_context(mock.patch("shoal.training.loop.steps_ahead.LONG_STEP_SECONDS", long_step_seconds))
         if not late:
             stack.enter_context(mock.patch.object(StepsAhead, "applies", return_value=False))
         yield

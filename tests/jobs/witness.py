@@ -37,7 +37,7 @@ def trained(ids: Tensor) -> None:
 def is_look() -> bool:
     """Whether a look of shoal's calls this, and no step."""
     frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "shoal.training.look":
+    while frame is not None and frame.f_globals.get("__name__") != "shoal.training.microbatch.look":
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 

@@ -20,10 +20,10 @@ import shoal
 from shoal.checkpoint.state import sha256_of
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks

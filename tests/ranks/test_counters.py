@@ -38,14 +38,14 @@ from shoal.plans.accounting.memory import (
     sharded_parameters,
 )
 from shoal.plans.layout import Layout
-from shoal.training.computation import MicrobatchPolicy
-from shoal.training.default_grains import with_grains
-from shoal.training.engine import Options, build
-from shoal.training.memory_meter import MemoryMeter
-from shoal.training.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.observe.memory_meter import MemoryMeter
+from shoal.training.observe.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks

@@ -34,10 +34,10 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
 from shoal.plans.grains import random_key
 from shoal.runs.records import StepRecord
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked
 
 BUGS: dict[str, tuple[str, ...]] = {

@@ -78,7 +78,7 @@ def compare(found: Courses, reads_at_once: int) -> None:
 
 def reads(course: dict[str, Any]) -> dict[str, int]:
     """Reads in steady steps by place, without the comparison of replicas and looks."""
-    others = ("numerics/checksum.py", "numerics/no_trace.py", "training/look.py")
+    others = ("numerics/checksum.py", "numerics/no_trace.py", "training/microbatch/look.py")
     return {place: count for place, count in course["reads"].items() if not place.startswith(others)}
 
 

@@ -18,8 +18,8 @@ from tests.ranks.test_one_copy_default import copies, same, shared
 from tests.usual import parametrize
 
 from shoal.parallel.shard.one_copy import OneCopyUpdate
-from shoal.training.engine import Engine
-from shoal.training.forward_backward import Observer
+from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.setup.engine import Engine
 
 pytestmark = pytest.mark.ranks
 

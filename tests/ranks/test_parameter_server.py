@@ -25,16 +25,16 @@ from shoal.parallel.data.pushed import Push, ServerShard
 from shoal.plans.accounting.partition import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
-from shoal.training.default_grains import with_grains
-from shoal.training.engine import Options, build, build_model
-from shoal.training.metering import array
+from shoal.training.observe.metering import array
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.channel import Channel
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity
 from shoal.training.parameter_server.worker import take_part
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.engine import Options, build, build_model
+from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 

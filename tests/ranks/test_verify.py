@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import SettingWarning
-from shoal.training.coupling import PADS, UNPADDED
+from shoal.training.microbatch.coupling import PADS, UNPADDED
 from shoal.verification import judge
 
 pytestmark = pytest.mark.ranks

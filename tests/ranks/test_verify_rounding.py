@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.training.trace.traces import StepTrace
+from shoal.training.observe.trace.traces import StepTrace
 from shoal.verification import Verdict
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge

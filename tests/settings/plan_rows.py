@@ -441,7 +441,7 @@ EXECUTION: Table = {
     "execution.channels_last: exact": refused(
         "kernels for channels last", execution={"channels_last": True, "exact": True}
     ),
-    # On a CPU nothing is to be seen of it but words: its effect is in tests/unit/training/test_captured_step.py.
+    # On a CPU nothing is to be seen of it but words: its effect is in tests/unit/training/loop/test_captured_step.py.
     "execution.cuda_graph": refused("a CUDA device", execution={"cuda_graph": True}),
     "execution.cuda_graph: with data": refused(
         "a step is captured on one process", layout={"data": 2}, execution={"cuda_graph": True}

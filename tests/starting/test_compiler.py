@@ -41,7 +41,7 @@ def test_an_optimizer_steps_without_the_compiler_which_still_imports_afterwards(
 def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> None:
     code = """
         from functools import partial
-        from shoal.training.default_grains import outline
+        from shoal.training.setup.default_grains import outline
         import shoal
         model = partial(torch.nn.Embedding, 16, 8)
         job = shoal.Job(model=model, loss=print, optimizer=print, train_data=[1], global_batch=4)
@@ -52,7 +52,7 @@ def test_the_outline_of_a_model_that_draws_at_random_is_made_without_it() -> Non
 
 def test_an_outline_imports_what_the_constructor_asks_for() -> None:
     code = """
-        from shoal.training.default_grains import outline
+        from shoal.training.setup.default_grains import outline
         import shoal
         def model():
             import torch.distributed.tensor, torch._dynamo.variables  # as Transformers does with a model's first use

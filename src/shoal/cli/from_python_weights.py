@@ -156,7 +156,7 @@ def _predict(given: dict[str, Any]) -> dict[str, Tensor]:
         options = options_from(PredictOptions, {**values, "output": os.fspath(output), "data": named})
         from shoal.cli.predict import predict_request  # torch
         from shoal.cli.trained_engine import in_ranks, on_this_host
-        from shoal.training.predictions import read
+        from shoal.training.microbatch.predictions import read
 
         request = predict_request(options, quiet=True)
         if data is not None and named is None:

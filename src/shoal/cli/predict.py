@@ -21,8 +21,8 @@ from shoal.launch.environment import Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.runs.address import is_address
 from shoal.runs.job_file import JobRequest, parse_target
-from shoal.training.evaluation import Evaluator
-from shoal.training.predictions import Predictions, of_first_part, refuse_file
+from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.microbatch.predictions import Predictions, of_first_part, refuse_file
 
 _TRAIN, _EVAL = "train", "eval"
 

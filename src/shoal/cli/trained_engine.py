@@ -35,8 +35,8 @@ from shoal.runs.directory import read_json
 from shoal.runs.job_file import JobRequest, LoadedJob, load
 from shoal.runs.job_object import HandedJob
 from shoal.runs.request import dumped, loaded
-from shoal.training.engine import Engine, Options, build
-from shoal.training.preflight import judged, with_judged_grains
+from shoal.training.setup.engine import Engine, Options, build
+from shoal.training.setup.preflight import judged, with_judged_grains
 
 _Value = TypeVar("_Value", bound="WeightsRequest")
 

@@ -20,8 +20,8 @@ from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.job_file import load
 from shoal.runs.request import RunRequest
-from shoal.training.engine import Options
-from shoal.training.preflight import with_judged_grains
+from shoal.training.setup.engine import Options
+from shoal.training.setup.preflight import with_judged_grains
 from shoal.verification import certificate
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces

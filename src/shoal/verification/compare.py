@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.numerics.precision import numbers
-from shoal.training.trace.traces import PHASES, MicrobatchTrace, StepTrace, identical
+from shoal.training.observe.trace.traces import PHASES, MicrobatchTrace, StepTrace, identical
 from shoal.verification.reference import Computed
 
 # The spread comes from four variants. The chance that a fifth is this many times as far is below 10^-4 for one number

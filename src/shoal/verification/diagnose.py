@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.training.coupling import MIXES, REREAD
-from shoal.training.trace.traces import StepTrace
+from shoal.training.microbatch.coupling import MIXES, REREAD
+from shoal.training.observe.trace.traces import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
 

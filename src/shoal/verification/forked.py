@@ -25,7 +25,7 @@ from shoal.launch.environments.detect import joined
 from shoal.launch.in_child import fork
 from shoal.launch.process_control import die_with_launcher
 from shoal.plans.resolve import CompletePlan
-from shoal.training.engine import Options
+from shoal.training.setup.engine import Options
 from shoal.verification.traced_run import AS_PLANNED, runs, trace_rank
 
 _POLL_SECONDS = 0.005

@@ -25,12 +25,12 @@ from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
-from shoal.training.computation import MicrobatchPolicy
-from shoal.training.coupling import MIXES, by_grain, meaning
-from shoal.training.default_grains import with_grains
-from shoal.training.engine import seeded_model
-from shoal.training.evaluation import EvaluationSets, Evaluator
-from shoal.training.trace.traces import PHASES, StepTrace, identical
+from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.coupling import MIXES, by_grain, meaning
+from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
+from shoal.training.observe.trace.traces import PHASES, StepTrace, identical
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.engine import seeded_model
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers

@@ -37,12 +37,12 @@ from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
-from shoal.training.computation import LossComputer, MicrobatchPolicy
-from shoal.training.coupling import compare as coupling
-from shoal.training.job_optimizer import Parameters, build_optimizer
-from shoal.training.lr_schedule import Schedule
-from shoal.training.trace.recorder import ForwardRecorder
-from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
+from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy
+from shoal.training.microbatch.coupling import compare as coupling
+from shoal.training.observe.trace.recorder import ForwardRecorder
+from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
+from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+from shoal.training.update.lr_schedule import Schedule
 
 _MOST_PARTS_BYTES = 2 << 30
 # Number of layers, spread evenly over the model, that are computed in float64 one at a time.

@@ -24,13 +24,13 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
-from shoal.training.engine import Engine, Options, build
-from shoal.training.evaluation import SAMPLED_CHUNK
-from shoal.training.optimizer_step import clipping
-from shoal.training.step_records import Outcome, Surroundings
-from shoal.training.telemetry import RecordWriter
-from shoal.training.trace.recorder import TraceRecorder
-from shoal.training.trace.traces import FACTS, StepTrace, digest, read, write
+from shoal.training.microbatch.evaluation import SAMPLED_CHUNK
+from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.observe.trace.recorder import TraceRecorder
+from shoal.training.observe.trace.traces import FACTS, StepTrace, digest, read, write
+from shoal.training.setup.engine import Engine, Options, build
+from shoal.training.update.optimizer_step import clipping
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.server import Servers

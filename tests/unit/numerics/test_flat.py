@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.numerics.flat import as_real, in_dtype, is_strided, real_numel, strided_parts, views_of
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.trace.traces import fingerprint
+from shoal.training.observe.trace.traces import fingerprint
 
 X = torch.tensor([[0.0, 1, 2], [3, 0, 0], [0, 0, 0], [4, 5, 0]])
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

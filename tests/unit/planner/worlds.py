@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shoal.distributed.mesh import Mesh, _groups
 from shoal.plans.accounting.collectives import Array, Sharding
 from shoal.plans.layout import Layout
-from shoal.training.metering import array
+from shoal.training.observe.metering import array
 
 
 @contextlib.contextmanager

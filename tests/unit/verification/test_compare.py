@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.training.trace.traces import MicrobatchTrace, StepTrace
+from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace
 from shoal.verification.compare import MULTIPLE, Check, References, compare, distance
 from shoal.verification.reference import Computed
 

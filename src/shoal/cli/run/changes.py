@@ -21,8 +21,8 @@ from shoal.job import Epochs, Length, Progress, Samples, Steps
 from shoal.numerics.isolation import generators_kept
 from shoal.runs.job_file import JobRequest, file_sha256, load
 from shoal.runs.job_sources import FREE, LENGTHS, changed
-from shoal.training.engine import Engine
-from shoal.training.same_job import differing_fields
+from shoal.training.setup.engine import Engine
+from shoal.training.setup.same_job import differing_fields
 
 # Entries that a resume may change, such as the length and the policy for bad steps.
 _MAY_CHANGE = (

@@ -21,7 +21,7 @@ from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import wished
 from shoal.runs.version import __version__
-from shoal.training.engine import Engine
+from shoal.training.setup.engine import Engine
 
 _BAR, _LEAST_BAR = 20, 5  # characters
 

@@ -16,8 +16,8 @@ from shoal.runs.generation import Fence
 from shoal.runs.job_file import LoadedJob
 from shoal.runs.read_files import digests_of
 from shoal.runs.request import RunRequest
-from shoal.training.data_digests import data_digests
-from shoal.training.engine import Engine
+from shoal.training.microbatch.data_digests import data_digests
+from shoal.training.setup.engine import Engine
 
 
 def describe(

@@ -63,7 +63,7 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
 
 def main(path: str) -> None:
     """Probe the job of the request in a folder, and write the result to the folder."""
-    from shoal.training.preflight import look
+    from shoal.training.setup.preflight import look
 
     folder = Path(path)
     found = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))

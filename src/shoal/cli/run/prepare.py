@@ -306,7 +306,7 @@ def looked_at(request: RunRequest) -> RunRequest:
     from shoal.launch.in_child import in_child
 
     def work() -> dict[str, Any]:
-        from shoal.training.preflight import look
+        from shoal.training.setup.preflight import look
 
         with inside_run(os.environ):
             return look(request)

@@ -52,13 +52,13 @@ from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
-from shoal.training.engine import Engine, Options, build
-from shoal.training.forward_backward import Observer
-from shoal.training.metering import StepMeter
-from shoal.training.preflight import judged_for, shake_hands, with_judged_grains
-from shoal.training.step_profile import StepProfile
-from shoal.training.step_records import Outcome, Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.observe.metering import StepMeter
+from shoal.training.observe.step_profile import StepProfile
+from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Engine, Options, build
+from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.members import Members

@@ -53,10 +53,10 @@ from shoal.plans.plan import Plan, described, plan_text
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
-from shoal.training.default_grains import deferred_outline, grains_of, outline
-from shoal.training.job_optimizer import Parameters, build_optimizer
-from shoal.training.one_copy_choice import copy_need, is_small
-from shoal.training.preflight import one_grain
+from shoal.training.setup.default_grains import deferred_outline, grains_of, outline
+from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+from shoal.training.setup.one_copy_choice import copy_need, is_small
+from shoal.training.setup.preflight import one_grain
 
 _TRIALS = 3
 

@@ -13,9 +13,9 @@ from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.planner.profile.profiles import is_small
 from shoal.plans.plan import Plan
-from shoal.training.default_grains import outline, with_grains
-from shoal.training.engine import build_model
-from shoal.training.memory_format_choice import choose_format
+from shoal.training.setup.default_grains import outline, with_grains
+from shoal.training.setup.engine import build_model
+from shoal.training.setup.memory_format_choice import choose_format
 
 
 def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:

@@ -22,7 +22,7 @@ from shoal.planner.measure.probes import Probe, algorithms, alone, copies, excha
 from shoal.planner.measure.steps import steps
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
-from shoal.training.telemetry import peak_memory_bytes
+from shoal.training.observe.telemetry import peak_memory_bytes
 
 _EXCHANGE_SECONDS = 0.15  # approximate time for one size of one kind
 _STORAGE_BYTES = 1 << 26

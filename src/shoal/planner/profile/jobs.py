@@ -20,8 +20,8 @@ from shoal.planner.profile.engine_pairs import outlined
 from shoal.planner.profile.profiles import Tensors, is_small, profile
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan
-from shoal.training.default_grains import with_grains
-from shoal.training.lazy_modules import lazy_names, whole
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.lazy_modules import lazy_names, whole
 
 
 def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", tensor: Tensors | None = None) -> Profile:

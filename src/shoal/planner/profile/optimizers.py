@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRef
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.recording import OperatorRecorder
-from shoal.training.fused_step import fused
-from shoal.training.job_optimizer import Parameters
+from shoal.training.setup.job_optimizer import Parameters
+from shoal.training.update.fused_step import fused
 
 # Number of parameters in the traced step; the others cost the same per element.
 _FEW = 6
@@ -70,7 +70,7 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     for parameter in taken:
         parameter.grad = torch.empty_like(parameter)
     trace = OperatorTrace(1)
-    # The same optimizer step as in the engine's fast mode (training/optimizer_step.py).
+    # The same optimizer step as in the engine's fast mode (training/update/optimizer_step.py).
     kinds = (nn.Parameter, Tensor, FakeTensor)
     with _capturable_anywhere(), fused(optimizer, kinds) if device == "cpu" else contextlib.nullcontext():
         optimizer.step()

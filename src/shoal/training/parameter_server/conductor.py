@@ -22,18 +22,18 @@ from shoal.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
-from shoal.training.computation import MicrobatchPolicy, no_gradient
-from shoal.training.engine import Engine
-from shoal.training.nonfinite import NonFiniteSearch, NonFiniteStep
-from shoal.training.optimizer_step import Update, clipping, judged
+from shoal.training.microbatch.computation import MicrobatchPolicy, no_gradient
+from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.retreat import Retreat
 from shoal.training.parameter_server.served_records import Arrived, PushCounts, ServedRecords, exactly_once
 from shoal.training.parameter_server.server import Servers
 from shoal.training.parameter_server.task_queue import TaskQueue
 from shoal.training.parameter_server.worker import fixed_tensors, no_stream
-from shoal.training.step_records import Outcome, Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.setup.engine import Engine
+from shoal.training.update.nonfinite import NonFiniteSearch, NonFiniteStep
+from shoal.training.update.optimizer_step import Update, clipping, judged
 
 _TICK_SECONDS = 0.05
 # A worker is stuck if a task takes longer than 60 s and longer than 20 times the longest task so far.

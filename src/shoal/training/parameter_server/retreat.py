@@ -13,12 +13,12 @@ from torch import Tensor
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.errors import StorageError
-from shoal.training.engine import Engine
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.parameter_server.served_records import ServedRecords
 from shoal.training.parameter_server.server import Servers
 from shoal.training.parameter_server.staleness import LossGuard, foretold
 from shoal.training.parameter_server.task_queue import Rules, TaskQueue
-from shoal.training.step_records import Surroundings
+from shoal.training.setup.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from shoal.distributed.agreement import from_rows
 from shoal.parallel.base import StepSums
 from shoal.plans.accounting.partition import Range
 from shoal.runs.records import Spread
-from shoal.training.optimizer_step import Update
+from shoal.training.observe.step_records import StepRecords, Surroundings, TrainingParts
+from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.members import Member
 from shoal.training.parameter_server.task_queue import Task
-from shoal.training.step_records import StepRecords, Surroundings, TrainingParts
-from shoal.training.telemetry import RecordWriter
+from shoal.training.update.optimizer_step import Update
 
 
 @dataclass(frozen=True)

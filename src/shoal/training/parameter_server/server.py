@@ -22,11 +22,11 @@ from shoal.numerics.gradient_norm import clip_values, rounded
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, pack, unpack
 from shoal.plans.plan import Plan
-from shoal.training.engine import build_model
-from shoal.training.job_optimizer import Parameters, build_optimizer
-from shoal.training.optimizer_step import Stepper
 from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each, listen
 from shoal.training.parameter_server.members import Asked, Members, Role, introduce, key_of
+from shoal.training.setup.engine import build_model
+from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+from shoal.training.update.optimizer_step import Stepper
 
 _CPU = torch.device("cpu")
 

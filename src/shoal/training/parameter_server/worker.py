@@ -20,13 +20,13 @@ from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
 from shoal.plans.resolve import CompletePlan
-from shoal.training.computation import MicrobatchPolicy
-from shoal.training.engine import Engine, Options, build
-from shoal.training.forward_backward import Observer
+from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.microbatch.step import StepRunner
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
 from shoal.training.parameter_server.members import OverError, Role, introduce, is_shut, key_of, raise_if_error, role
 from shoal.training.parameter_server.server import serve
-from shoal.training.step import StepRunner
+from shoal.training.setup.engine import Engine, Options, build
 
 BEAT_SECONDS = 1.0
 # A conductor that ends the run has informed all processes within this time.

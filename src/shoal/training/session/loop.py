@@ -20,14 +20,14 @@ from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCo
 from shoal.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
-from shoal.training.computation import no_gradient
-from shoal.training.preflight import compare_streams
+from shoal.training.microbatch.computation import no_gradient
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
 from shoal.training.session.optimizers import group_values, number_of
 from shoal.training.session.passes import Base, BatchPasses, Chosen
 from shoal.training.session.saving import Saving
+from shoal.training.setup.preflight import compare_streams
 
 
 class SessionStep:

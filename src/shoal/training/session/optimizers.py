@@ -17,8 +17,8 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import random_key
-from shoal.training.fused_step import fused
-from shoal.training.optimizer_step import Stepper, may_draw
+from shoal.training.update.fused_step import fused
+from shoal.training.update.optimizer_step import Stepper, may_draw
 
 # A group's tensor with more elements is compared by dtype and shape alone.
 _FEW = 16

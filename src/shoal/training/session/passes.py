@@ -26,16 +26,16 @@ from shoal.parallel.base import Flags, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
-from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
-from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, Observer, StepParts
-from shoal.training.optimizer_step import Update, Updater
+from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
+from shoal.training.microbatch.forward_backward import ForwardBackward, LoadedMicrobatch, Observer, StepParts
+from shoal.training.observe.telemetry import StepClock
+from shoal.training.observe.trace.recorder import TraceRecorder
+from shoal.training.observe.trace.traces import Replay
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.session.state import ForwardWatch
-from shoal.training.telemetry import StepClock
-from shoal.training.trace.recorder import TraceRecorder
-from shoal.training.trace.traces import Replay
+from shoal.training.update.optimizer_step import Update, Updater
 
 # Indices of the optimizers that a pass updates, in the order of `prepare`.
 Chosen = tuple[int, ...]

@@ -33,15 +33,15 @@ from shoal.plans import AXES, Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
-from shoal.training.default_grains import GrainsChoice, grains_of
-from shoal.training.evaluation import Evaluator
-from shoal.training.lazy_modules import lazy_names
-from shoal.training.preflight import compare_data, refuse_differences
+from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.observe.trace.traces import Replay
 from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
 from shoal.training.session.saving import Resumed, resumed
-from shoal.training.trace.traces import Replay
+from shoal.training.setup.default_grains import GrainsChoice, grains_of
+from shoal.training.setup.lazy_modules import lazy_names
+from shoal.training.setup.preflight import compare_data, refuse_differences
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.no_trace import NoTrace, copy_of
-from shoal.training.look import LATER_STEPS, find_state, turned
+from shoal.training.microbatch.look import LATER_STEPS, find_state, turned
 
 
 class ForwardWatch:

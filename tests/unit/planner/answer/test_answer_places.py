@@ -19,8 +19,8 @@ from shoal.planner.profile.jobs import Batches
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees
 from shoal.plans import Plan
-from shoal.training.default_grains import outline, with_grains
-from shoal.training.preflight import judged
+from shoal.training.setup.default_grains import outline, with_grains
+from shoal.training.setup.preflight import judged
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "jobs"))
 

@@ -31,8 +31,8 @@ from shoal.plans.accounting.memory import (
 )
 from shoal.plans.layout import Layout
 from shoal.plans.plan import Plan
-from shoal.training.memory_meter import MemoryMeter, SavedTensors, storage_bytes
-from shoal.training.metering import array, optimizer_shape
+from shoal.training.observe.memory_meter import MemoryMeter, SavedTensors, storage_bytes
+from shoal.training.observe.metering import array, optimizer_shape
 
 # ------------------------------------------------------------------------------------------------------------ gradients
 

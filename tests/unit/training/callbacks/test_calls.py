@@ -19,10 +19,10 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, UserCodeError
 from shoal.plans.plan import Plan
 from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.engine import Options, build
-from shoal.training.preflight import judged
-from shoal.training.step_records import Outcome, Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 ROWS = TensorDataset(X, X.sum(1, keepdim=True))

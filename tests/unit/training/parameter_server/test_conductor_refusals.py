@@ -17,14 +17,14 @@ from shoal.launch.environment import Environment
 from shoal.plans.resolve import Wishes
 from shoal.runs.job_file import JobRequest
 from shoal.runs.request import RunRequest
-from shoal.training.engine import Options, build
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.channel import listen
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity
 from shoal.training.parameter_server.server import homes
-from shoal.training.preflight import judged
-from shoal.training.step_records import Surroundings
-from shoal.training.telemetry import RecordWriter
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.preflight import judged
 
 
 def served(mode: str = "synchronous", **server: Any) -> shoal.Plan:

@@ -1,0 +1,360 @@
+"""Captured steps: one CUDA graph with a step's forward, backward, sums and update, which later steps replay.
+
+A step that is queued before the previous step is read (`steps_ahead`) needs nothing from the host, so a graph can
+repeat it. Inputs that change from step to step are in tensors that are filled before a replay: the batch, the digest of
+sample ids, the learning rates, the mask flag and the seeds of the grains' generators. Warm-up, capture and trial are
+masked steps, which change nothing. Steps of another shape are queued without the graph. If no step can be captured, the
+run reports the reason and queues all steps without a graph. Decision 0057.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shoal.data.loader import Microbatch
+from shoal.errors import JobError, text_of
+from shoal.job import Progress
+from shoal.numerics import device_reads
+from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
+from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.out_of_memory import is_out_of_memory
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
+from shoal.plans.grains import Grain
+from shoal.training.loop.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
+from shoal.training.microbatch.computation import MicrobatchPolicy, no_gradient
+from shoal.training.microbatch.forward_backward import ForwardBackward
+from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
+from shoal.training.observe.step_records import TrainingParts
+from shoal.training.update.fused_step import maskable
+
+# Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.
+_WARM_UPS = 3
+# A replay runs the kernels of the warm-up on the same numbers. Only sums of undefined order may differ, by about 1e-6.
+# A wrong mask or an input that is not filled causes far larger differences. A false alarm only costs the graph.
+_TRIAL_TOLERANCE = 1e-4
+# Limits that end the use of a graph: consecutive steps of other shapes, captures, slow steps before the first capture.
+_MOST_OTHERS, _MOST_CAPTURES, _MOST_SLOW = 32, 4, 8
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Properties of a step that are fixed at its capture. The graph replays only steps with equal properties."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]  # (shape, strides, dtype) of each tensor; other leaves unchanged
+    grains: tuple[Grain, ...]
+    policy: MicrobatchPolicy
+    scale: LossScale
+    settings: tuple[Any, ...]  # of the optimizer, except the graph's inputs; `training` and `requires_grad` flags
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """Step with all operations queued. `masks_next`: bool []. `numbers`: the vector from `QueuedSums.packed`."""
+
+    step: UnreadStep
+    rate: float
+    masks_next: Tensor
+    numbers: Tensor
+
+
+class StepGraph:
+    """CUDA graph for the steps of one shape, with its input tensors."""
+
+    def __init__(self, parts: TrainingParts, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> None:
+        self.shape, self._parts, self._microbatch = shape, parts, microbatch.without_batch()
+        device, groups = parts.mesh.device, len(parts.updater.optimizer.param_groups)
+        self._leaves = [_like(leaf) for leaf in leaves]
+        self._numbers = torch.zeros(NUM_SUMS + groups, dtype=torch.float64, device=device)
+        self._masked = torch.ones((), dtype=torch.bool, device=device)
+        self._draws = CapturedScope(parts.job.seed, shape.grains, device)
+        self._is_scoped = shape.policy.randomness == "scoped"
+        self._factor = shape.scale.factor(parts.job.global_batch)
+        self._recording: Recording | None = None
+        self._kept = [tensor.detach() for tensor in held(parts)]  # their memory must not be reused
+        self._addresses = addresses(self._kept)
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._known: tuple[Tensor, Tensor | None] | None = None  # the first pair with a gradient
+
+    @property
+    def outputs(self) -> tuple[Tensor, Tensor, QueuedSums]:
+        """Outputs of the replayed step: packed numbers, whether the next step is masked (bool []), and the sums."""
+        assert self._recording is not None
+        numbers, masks_next, sums, failures = self._recording.outputs
+        return numbers, masks_next, QueuedSums(sums, failures, None)
+
+    def fits(self) -> bool:
+        """Check whether parameters, buffers and optimizer state are still at the captured addresses."""
+        return addresses(held(self._parts)) == self._addresses
+
+    def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
+        """Copy the inputs of the next step into the graph: samples, seeds, learning rates and the mask flag."""
+        for own, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(leaf)
+        rates = [float(group["lr"]) for group in self._parts.updater.optimizer.param_groups]
+        numbers = [0.0, 0.0, microbatch.num_samples, 1.0, *microbatch.words, *rates]
+        device_reads.send(torch.tensor(numbers, dtype=torch.float64), self._numbers)
+        if isinstance(masked, Tensor):
+            self._masked.copy_(masked)
+        else:
+            self._masked.fill_(masked)
+        if self._is_scoped:
+            self._draws.seed(microbatch.step)
+
+    def capture(self, recorder: Recorder, fill: Callable[[], None]) -> None:
+        """Capture a masked step with the inputs from `fill`, and compare a trial replay with the warm-up.
+
+        Raises: NotCapturableError; errors of the model and the loss.
+        """
+        found: tuple[Tensor, ...] = ()
+        for number in range(_WARM_UPS):
+            fill()
+            before, first = all_generators(), number == 0
+            rules = contextlib.nullcontext() if first else CaptureRules(self._draws)
+            found = recorder.warm_up(self.body, rules)
+            if not (first and self._is_scoped) and all_generators() != before:
+                raise NotCapturableError("it draws random numbers outside of torch's functions")
+            self._draws.close()
+        if not self.fits():
+            raise NotCapturableError("its forward puts other tensors in the place of buffers")
+        if any(found[-1].tolist()):
+            raise NotCapturableError("other parameters have gradients than in the last step")
+        fill()
+        self._recording = recorder.record(self.body, self._draws)
+        self._gradients = [(p, p.grad) for p in self._parts.parameters]
+        self._known = next((pair for pair in self._gradients if pair[1] is not None), None)
+        fill()
+        self._recording.replay()
+        if not _same(found[0], self.outputs[0]):
+            raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
+
+    def replay(self) -> None:
+        """Replay the step that was filled in. Gradients are in `parameter.grad` as after the capture."""
+        assert self._recording is not None
+        self._recording.replay()
+        if self._known is not None and self._known[0].grad is not self._known[1]:  # a step ran without the graph
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+
+    def body(self) -> tuple[Tensor, ...]:
+        """Compute the step on the device. Return packed numbers, the next step's mask, sums and failures.
+
+        A replay repeats only the tensor operations. All other Python code runs in the capture alone.
+        """
+        parts, updater = self._parts, self._parts.updater
+        passes = ForwardBackward(parts, self._factor)
+        passes.begin(self._microbatch.step)
+        with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
+            total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
+            if not total.requires_grad:
+                raise no_gradient(1.0)
+            parts.computer.check_buffers(parts.buffers)
+            sums = self._sums(total.detach(), weight, parts.buffers.zeros())
+            passes.backward(self._microbatch, total, sums, last=True)
+        parts.buffers.restore()
+        queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])
+        good, norm = updater.prepare(queued, (queued.failures == 0).all() & ~self._masked, self.shape.scale)
+        rates = self._numbers[NUM_SUMS:].float().unbind() if parts.job.schedule is not None else None
+        updater.stepper.capture_step(good, rates)
+        parts.buffers.queue_assign(queued.sums[NUM_SUMS:], queued.sums[SAMPLES].round(), good)
+        return queued.packed(good, norm), ~good, queued.sums, queued.failures
+
+    def _sums(self, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+        """Return the terms that `microbatch_sums` returns, from the numbers that were filled in."""
+        sums = torch.cat([self._numbers[:NUM_SUMS], buffers])
+        sums[TOTAL].copy_(total)
+        if isinstance(weight, Tensor):
+            sums[WEIGHT].copy_(weight.detach())
+        else:
+            sums[WEIGHT].fill_(weight)
+        return sums
+
+
+class CapturedStep:
+    """Graph of a run's steps. If a run cannot have a graph, a single note reports the reason."""
+
+    def __init__(
+        self, parts: TrainingParts, runner: StepRunner, note: Callable[[str], None], recorder: Recorder
+    ) -> None:
+        self._parts, self._runner, self._note, self._recorder = parts, runner, note, recorder
+        self._graph: StepGraph | None = None
+        self._refused, self._modules = False, list(parts.model.modules())
+        self._num_others = self._num_captures = self._num_slow = 0
+
+    def read_at_once(self, *, is_slow: bool = False) -> None:
+        """Record a step that is read before the next one is queued. Give up the graph if the reason is permanent."""
+        parts, optimizer = self._parts, self._parts.updater.optimizer
+        if is_slow:
+            self._num_slow += 1
+            if self._num_slow >= _MOST_SLOW and not self._num_captures:
+                self._refuse("steps take so long that each is read before the next one")
+        elif parts.observer.looks:
+            if parts.observer.always_looks:
+                self._refuse("each step is looked at")
+        elif parts.callbacks.always_at_once:
+            self._refuse("a callback wants each step before the next one begins")
+        elif not maskable(optimizer):
+            kernels = "no kernels of torch's that a number on the device masks"
+            self._refuse(f"{type(optimizer).__name__} has {kernels}, for these parameters and settings")
+        else:
+            self._refuse("steps of this job are read before the next one is queued")
+
+    def begin(self) -> None:
+        """Prepare for queued steps: drop the graph if other code has replaced its tensors."""
+        if self._graph is not None and not self._graph.fits():
+            self._graph = None
+
+    def queue(
+        self, fetched: FetchedStep, scale: LossScale, progress: Progress, masked: Tensor | None
+    ) -> LaunchedStep | None:
+        """Replay a step and fetch the next step's samples. Return None if the step must be queued without the graph.
+
+        `masked`: bool [], whether the previous step masks this step. Raises: UserCodeError from the schedule.
+        """
+        data, first = fetched.data, fetched.first
+        if self._refused or fetched.error is not None or data is None or first is None:
+            return None
+        parts, microbatch = self._parts, first.microbatch
+        if data.num_microbatches != 1:
+            self._refuse(f"a step is {data.num_microbatches} microbatches")
+            return None
+        rate = parts.updater.stepper.set_rates(progress)  # a schedule may also change what the graph fixes
+        parts.clock.mark("host_to_device")
+        leaves, spec = tree_flatten(first.batch())
+        graph = self._graph_of(self._shape(spec, leaves, microbatch, scale), microbatch, leaves)
+        if graph is None:
+            return None
+        fetched.first = None  # otherwise its batch stays in memory until the step's end
+        graph.fill(microbatch, leaves, masked if masked is not None else False)
+        del leaves
+        parts.clock.mark("other")
+        parts.updater.num_begun += 1
+        graph.replay()
+        numbers, masks_next, sums = graph.outputs
+        following = self._runner.fetch(fetched.step + 1)
+        passes = ForwardBackward(parts, scale.factor(parts.job.global_batch))
+        step = UnreadStep(passes, [microbatch.without_batch()], following, None, None, sums=sums)
+        return LaunchedStep(step, rate, masks_next, numbers)
+
+    def _shape(self, spec: TreeSpec, leaves: Sequence[Any], microbatch: Microbatch, scale: LossScale) -> StepShape:
+        optimizer = self._parts.updater.optimizer
+        given = ("params", "initial_lr") if self._parts.job.schedule is None else ("params", "initial_lr", "lr")
+        settings = [(name, value) for g in optimizer.param_groups for name, value in g.items() if name not in given]
+        settings += [("training", module.training) for module in self._modules]
+        settings += [("requires_grad", parameter.requires_grad) for parameter in self._parts.model.parameters()]
+        policy = self._parts.computer.computation
+        return StepShape(spec, tuple(map(_described, leaves)), microbatch.grains, policy, scale, tuple(settings))
+
+    def _graph_of(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
+        """Return the graph for steps of a shape, captured now if needed. Return None if there is none for the shape."""
+        if self._graph is not None and self._graph.shape == shape:
+            self._num_others = 0
+            return self._graph
+        if self._graph is None and microbatch.num_samples == self._parts.job.global_batch:
+            self._graph = self._captured(shape, microbatch, leaves)
+            return self._graph
+        self._num_others += 1
+        if self._num_others >= _MOST_OTHERS:
+            self._refuse(f"{_MOST_OTHERS} steps in a row were of other shapes or settings than the captured one")
+        return None
+
+    def _captured(self, shape: StepShape, microbatch: Microbatch, leaves: Sequence[Any]) -> StepGraph | None:
+        self._num_captures += 1
+        try:
+            self._refuse_early(shape, leaves)
+            graph = StepGraph(self._parts, shape, microbatch, leaves)
+            with self._parts.clock.paused(), unchanged(self._parts):
+                graph.capture(self._recorder, lambda: graph.fill(microbatch, leaves, True))
+        except Exception as error:  # an error of the model recurs in the ordinary step, which reports it
+            if is_out_of_memory(error):
+                torch.cuda.empty_cache()
+            self._refuse(_reason(error))
+        else:
+            if self._num_captures == 1:
+                self._note(f"execution.cuda_graph: steps are replayed from step {microbatch.step + 1} on")
+            return graph
+        return None
+
+    def _refuse_early(self, shape: StepShape, leaves: Sequence[Any]) -> None:
+        if self._num_captures > _MOST_CAPTURES:
+            raise NotCapturableError("parameters, buffers or optimizer state are replaced again and again")
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)), None)
+        if odd is not None:
+            raise NotCapturableError(f"a batch has a {type(odd).__name__} in it")
+        if shape.policy.by_position and self._parts.mesh.device.type == "cpu":
+            raise NotCapturableError("it draws random numbers on the host")
+        if self._parts.clock.is_listened_to:
+            raise NotCapturableError("its steps are traced")
+
+    def _refuse(self, reason: str) -> None:
+        if not self._refused:
+            self._note(f"execution.cuda_graph: no graph, and steps are queued one operation after the other: {reason}")
+        self._refused, self._graph = True, None
+
+
+@contextlib.contextmanager
+def unchanged(parts: TrainingParts) -> Iterator[None]:
+    """Restore parameters, buffers and optimizer state if the body of the context raises."""
+    tensors = held(parts)
+    kept = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(JobError):  # a buffer of another shape: the ordinary step reports it
+            parts.buffers.restore()
+        with torch.no_grad():
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line that says why a step could not be captured, from the error that its capture raised."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, NotCapturableError):
+        link = link.__cause__ or link.__context__
+    if link is not None:
+        return str(link)
+    return f"{type(error).__name__}: {(text_of(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def held(parts: TrainingParts) -> list[Tensor]:
+    """Return the tensors that outlive a step: parameters, buffers and the optimizer's state."""
+    states = parts.updater.optimizer.state.values()
+    state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
+    return [*parts.model.parameters(), *parts.model.buffers(), *state]
+
+
+def _like(leaf: Any) -> Any:
+    """Return an empty tensor with the layout of the leaf. A leaf that is not a tensor is returned unchanged."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _same(expected: Tensor, found: Tensor) -> bool:
+    """Check whether two packed vectors are equal within the tolerance for sums in another order."""
+    pairs = zip(expected.tolist(), found.tolist(), strict=True)
+    return all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs)
+
+
+def captured_step(parts: TrainingParts, runner: StepRunner, note: Callable[[str], None]) -> CapturedStep | None:
+    """Return the captured step, or None if the plan does not use a CUDA graph."""
+    if not parts.plan.execution.cuda_graph:
+        return None
+    device = parts.mesh.device
+    return CapturedStep(parts, runner, note, RECORDERS[device.type](device))

@@ -1,0 +1,212 @@
+"""Comparison of model replicas, which detects a flipped bit in one rank's memory and undoes it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.state import optimizer_state
+from shoal.distributed.mesh import Mesh
+from shoal.errors import IntegrityError
+from shoal.hardware.detect import processor
+from shoal.numerics.checksum import bits_checksum
+from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.plans.layout import Coordinate
+from shoal.training.update.optimizer_step import Updater
+
+_BITS = 22  # bits of an integer that a gather transfers exactly in float32
+_PARTS = 3
+# Replicas that differ again and again were not hit by chance.
+_MOST_IN_A_ROW = 2
+# Replicas are always compared after this many first steps of a process, and at the end.
+_FIRST_STEPS = 2
+_MOST_NAMED = 3
+
+
+class ReplicaCheck:
+    """Check that ranks with the same part of the model have the same values.
+
+    The check runs after the first two steps and after the last step. With `every`, it also runs every `every` steps and
+    before each checkpoint. A difference then rolls the run back to a checkpoint before it.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: ShardedModel,
+        updater: Updater,
+        every: int | None,
+        *,
+        repeats: bool = True,
+        one_copy: bool = False,
+    ) -> None:
+        """Set up the check.
+
+        `repeats`: whether a repeated step gives the same result. `one_copy`: ranks share one copy, so that nothing can
+        differ.
+        """
+        self._mesh, self._model, self._updater, self._repeats = mesh, model, updater, repeats
+        self.compares = mesh.layout.data > 1 and not one_copy
+        self.every = every if self.compares else None
+        self._checked, self._num_checks = -1, 0
+        self._before: int | None = None  # the last step with a difference
+        self._in_a_row = 0
+        self._differed: int | None = None  # the step with a difference, until it is trained again
+        self._kept: dict[int, Tensor] = {}  # this rank's tensors that differed at that step, by index
+        self.flipped: list[int] = []  # ranks with a flipped bit, from the last check
+
+    def is_due(self, step: int, *, saves: bool = False, last: bool = False) -> bool:
+        """Return True if the state after `step` steps has to be checked now.
+
+        `saves`: a checkpoint of this state follows. `last`: this is the last step.
+        """
+        if not self.compares or step == self._checked:
+            return False
+        if step <= _FIRST_STEPS or self._num_checks < _FIRST_STEPS or last:
+            return True
+        return self.every is not None and (saves or self._differed == step or step % self.every == 0)
+
+    def differing(self, step: int) -> str | None:
+        """Return a sentence about the ranks that differ, or None.
+
+        If the replicas agree at a step at which they differed before, `flipped` names the ranks with the other state.
+        Raises: IntegrityError, on every rank, if they differ repeatedly, or if the run cannot roll back.
+        Collective: all ranks, one all-gather.
+        """
+        sums = self._gathered()
+        self._num_checks += 1
+        wrong = self._wrong(sums)
+        self._checked = step if not wrong else -1
+        self.flipped = []
+        if not wrong:
+            if self._differed == step:
+                self.flipped = self._farthest() if self._repeats else []
+                self._differed, self._kept = None, {}
+            if self._before is not None and step >= self._before:
+                self._before, self._in_a_row = None, 0
+            return None
+        if self.every is None and len(set(self._mesh.gather_json(self._processor()))) > 1:
+            self.compares = False  # different processors may legitimately differ in the last bits
+            return None
+        said = f"the parameters or the optimizer's state of {wrong} are not those of the other replicas"
+        self._in_a_row += 1
+        self._before = max(step, self._before or 0)
+        if self.every is None or self._in_a_row > _MOST_IN_A_ROW:
+            raise self._error(step, said)
+        self._differed, self._kept = step, self._differing_tensors()
+        return said
+
+    def _processor(self) -> str:
+        device = self._mesh.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+    def _error(self, step: int, said: str) -> IntegrityError:
+        """Return the error that ends the run. Collective: all ranks, a JSON gather."""
+        own = {name: bits_checksum([tensor]) for name, tensor in self._named().items()}
+        gradients = [bits_checksum([local(p.grad)]) for _, p in self._model.parameters() if p.grad is not None]
+        told = self._mesh.gather_json({"tensors": own, "gradients": gradients})
+        group = [rank for rank, place in enumerate(self._places()) if place == self._places()[self._mesh.rank]]
+        first = told[group[0]]
+        differ = sorted({n for rank in group for n, s in told[rank]["tensors"].items() if first["tensors"].get(n) != s})
+        named = ", ".join(differ[:_MOST_NAMED]) + (
+            f" and {len(differ) - _MOST_NAMED} more" * (len(differ) > _MOST_NAMED)
+        )
+        times = f", {self._in_a_row} times in a row" if self._in_a_row > 1 else ""
+        given = f"step {step}: {said}{times}" + (f": {named}" if differ else "")
+        if step > _FIRST_STEPS and self._in_a_row == 1:
+            return IntegrityError(
+                given=given,
+                conflict="replicas compute the same from the same: a bit has flipped in one rank's memory, or the job "
+                "does something on one rank alone",
+                remedy="resume with --check-replicas 100, say, from a checkpoint from before: the run then finds the "
+                "step at which they differ, and goes back to the last state in which they agree",
+            )
+        if any(told[rank]["gradients"] != first["gradients"] for rank in group):
+            return IntegrityError(
+                given=given,
+                conflict="the summed gradients differ as well: a hook on a gradient, or code of the job between the "
+                "backward and the update, does not do on each rank the same",
+                remedy="look for what a job does on one rank alone, as random numbers or files of its own",
+            )
+        return IntegrityError(
+            given=given,
+            conflict="the gradients are the same on all ranks: the update of the optimizer (or a hook of it), or the "
+            "forward where it writes parameters, reads something that differs by rank, such as a statistic of the "
+            "rank's own samples",
+            remedy="let the update depend on gradients, parameters and the optimizer's state alone; keep a statistic "
+            "of the samples in a buffer (register_buffer), which is the same on all ranks after each step",
+        )
+
+    def _differing_tensors(self) -> dict[int, Tensor]:
+        """Return copies of this rank's tensors that differ from another replica. Collective: a JSON gather."""
+        tensors, places, rank = self._tensors(), self._places(), self._mesh.rank
+        sums = self._mesh.gather_json([bits_checksum([tensor]) for tensor in tensors])
+        group = [other for other, place in enumerate(places) if place == places[rank]]
+        differ = [i for i in range(len(tensors)) if any(sums[other][i] != sums[rank][i] for other in group)]
+        return {i: tensors[i].detach().to("cpu", copy=True) for i in differ}
+
+    def _farthest(self) -> list[int]:
+        """Return the ranks with the tensors farthest from the result of the repeated steps.
+
+        A flipped bit reaches the other replicas through later gradients, but its own rank also has the bit itself. The
+        result is empty if two ranks are equally far. Collective: a JSON gather.
+        """
+        tensors, places = self._tensors(), self._places()
+        own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._kept.items())
+        far: list[float] = self._mesh.gather_json(own)
+        found = []
+        for place in dict.fromkeys(places):
+            group = sorted((far[rank], rank) for rank, other in enumerate(places) if other == place)
+            found += [group[-1][1]] if len(group) > 1 and group[-1][0] > group[-2][0] else []
+        return found
+
+    def _places(self) -> list[Coordinate]:
+        """Return each rank's coordinate, ignoring the data axis: it identifies the rank's part of the model."""
+        layout = self._mesh.layout
+        return [layout.coordinate(rank)._replace(data=0) for rank in range(self._mesh.world_size)]
+
+    def _gathered(self) -> list[int]:
+        """Return the checksums of all ranks."""
+        own = bits_checksum(self._tensors())
+        parts = [float(own >> (_BITS * place) & ((1 << _BITS) - 1)) for place in range(_PARTS)]
+        rows = self._mesh.all_gather(parts).astype(int).tolist()
+        return [sum(part << (_BITS * place) for place, part in enumerate(row)) for row in rows]
+
+    def _tensors(self) -> list[Tensor]:
+        return list(self._named().values())
+
+    def _named(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and optimizer state by name, in the same order on all ranks."""
+        state, _ = optimizer_state(self._updater.optimizer, self._model.model, copy=False)
+        return {name: local(p) for name, p in self._model.parameters()} | {path: state[path] for path in sorted(state)}
+
+    def _wrong(self, sums: list[int]) -> str:
+        """Name the ranks that differ from the majority with the same part, or all of them without a majority."""
+        found: list[int] = []
+        sure = True
+        places = self._places()
+        for place in dict.fromkeys(places):
+            group = [rank for rank, own in enumerate(places) if own == place]
+            counts = Counter(sums[rank] for rank in group)
+            common, number = counts.most_common(1)[0]
+            most = 2 * number > len(group)
+            sure &= most
+            if number < len(group):
+                found += [rank for rank in group if sums[rank] != common or not most]
+        return _ranks(found, sure) if found else ""
+
+
+def _ranks(ranks: list[int], sure: bool = True) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"{'ranks' if sure else 'one of ranks'} {', '.join(map(str, ranks))}"
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the sum of absolute differences, or the largest float if it is not finite."""
+    found = float((one.double() - other.double()).abs().sum())
+    return found if math.isfinite(found) else sys.float_info.max

@@ -1,0 +1,331 @@
+"""Trainer: the step loop of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+from shoal.checkpoint.run_state import RunState
+from shoal.distributed.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
+from shoal.distributed.failures import as_shoal_error
+from shoal.errors import IntegrityError, JobError, StorageError
+from shoal.job import Progress
+from shoal.parallel.base import StepSums
+from shoal.training.loop.incidents import NOTICED, RankIncidents
+from shoal.training.loop.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
+from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.step import ComputedStep, FetchedStep, StepRunner
+from shoal.training.observe.step_records import Outcome, StepRecords, Surroundings, TrainingParts
+from shoal.training.observe.telemetry import RecordWriter, StepTime
+from shoal.training.setup.preflight import compare_streams
+from shoal.training.update.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
+from shoal.training.update.optimizer_step import Update, may_draw
+
+
+class Trainer:
+    """Trains one job on this rank, in step with the other ranks, from `state` up to `num_steps`."""
+
+    def __init__(
+        self, parts: TrainingParts, around: Surroundings, state: RunState, num_steps: int, writer: RecordWriter
+    ) -> None:
+        self._parts, self._around, self.state, self._num_steps = parts, around, state, num_steps
+        self._mesh, self._clock, self._buffers = parts.mesh, parts.clock, parts.buffers
+        self._runner = StepRunner(parts, parts.loader, around.note, rests=not may_draw(parts.updater.optimizer))
+        if state.computation is not None:
+            self._runner.recall(state.computation)
+        self._records = StepRecords(parts, around, writer)
+        hooks = TrainerHooks(self._report, self._advance_late, around.note)
+        self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
+        self._incidents = RankIncidents(parts.mesh, parts.loader, around)
+        parts.loader.leave_out(state.bad_samples)
+        self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
+        self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
+        self._measures: tuple[float, ...] = Report().measures
+        self._num_updates = parts.updater.num_begun  # updates that the state counts
+        self._ended_by: dict[str, Any] | None = None
+        self._has_callbacks = bool(parts.callbacks)
+        parts.keeper.tell_failures(self._unwritten)
+        self._go_back(state.step)
+
+    def _unwritten(self, reason: str) -> None:
+        done = "the last good one stays, and the training goes on"
+        self._around.events.add("checkpoint", step=self.state.step, what=reason, noticed="writing it", done=done)
+
+    def train(self) -> Outcome:
+        """Train to the end, or to the first step at which any rank was requested to stop.
+
+        Raises: ShoalError, on every rank: the rank's own error, or else a PeerError that names the failed rank.
+        """
+        parts, callbacks = self._parts, self._parts.callbacks
+        parts.model.train()
+        callbacks.start(self.state)
+        rolls_back = parts.job.on_nonfinite == "rollback" or parts.replicas.every is not None
+        if rolls_back and self.state.step == 0:
+            parts.keeper.save(self.state, wait=True)
+        try:
+            status = self._steps()
+        except Exception as error:
+            told = as_shoal_error(error)
+            parts.keeper.rescue(told, self.state, self._torn)
+            while self._records.waiting:  # records of the last good steps, still without other ranks' measures
+                self._records.write()
+            callbacks.failed(told)
+            raise told from error
+        last = agree(self._mesh, Report(asked=self._incidents.asked, measures=self._measures))
+        if last.asked:
+            self._incidents.settle(self.state)
+        self._records.write(last)
+        outcome = self._records.conclude(self.state, status)
+        outcome.ended_by = self._ended_by
+        callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
+        return outcome
+
+    @property
+    def _torn(self) -> str | None:
+        """The reason why model and optimizer do not match the state, or None."""
+        if self._parts.updater.num_begun != self._num_updates:
+            return "the error came in the midst of an update"
+        return self._parts.callbacks.meddled
+
+    def _steps(self) -> str:
+        """Train all remaining steps, or until a stop; return "completed" or "preempted"."""
+        parts = self._parts
+        fetched: FetchedStep | None = None
+        agreement: Agreement | None = None
+        while self.state.step < self._num_steps:
+            self._clock.begin(self.state.step + 1)
+            if fetched is None:
+                fetched = self._runner.fetch(self.state.step)
+                compare_streams(self._mesh, parts.loader)
+                self._clock.mark("other")
+            agreement = self._agree(fetched, agreement)
+            saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
+            differ = self._compares and not self._replicas_agree(saves)
+            if differ or fetched.step != self.state.step:  # rolled back to an earlier state
+                fetched = agreement = None
+                continue
+            if self._ended_by is not None:
+                return "completed"
+            if agreement.stop:
+                return "preempted"
+            if not agreement.any_data:
+                break
+            if agreement.checkpoint:
+                self._clock.mark("checkpoint")
+                self._runner.draws_may_follow()
+                self._records.flush()
+                parts.keeper.save(self.state)
+            if self._ahead.applies(self.state, agreement):
+                fetched, agreement = self._ahead.run(self.state, fetched)
+                continue
+            try:
+                factor = self.state.loss_scale.factor(parts.job.global_batch)
+                # The row about the next step travels with the sums of this step.
+                computed = self._runner.run(
+                    fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
+                )
+            except Exception:
+                with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
+                    self._buffers.restore()  # to the values of the last good step
+                raise
+            fetched, agreement = computed.following, self._agreed_with(computed)
+            if not self._apply(computed):
+                fetched = agreement = None  # the next step is not the step that was read
+        return "completed"
+
+    def _report(self, fetched: FetchedStep | None, step: int) -> Report:
+        has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
+        stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
+        asked = self._parts.callbacks.asked | self._incidents.asked
+        return Report(has_data, error, stop, due, asked, self._measures)
+
+    def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
+        """Return the agreement on the next step, if it came with the sums of this step."""
+        if computed.following is None or computed.sums.rows is None:
+            return None
+        agreement = from_rows(computed.sums.rows)
+        self._records.write(agreement)
+        self._parts.callbacks.unagreed |= bool(agreement.asked)  # the next agreement repeats the request
+        return None if agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS else agreement
+
+    def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
+        """Return the agreement before a step, from the last step's sums or from a separate exchange."""
+        several = self._mesh.world_size > 1
+        if several:
+            self._clock.mark("exposed_communication")
+        while agreement is None or self._parts.callbacks.unagreed:
+            self._parts.callbacks.unagreed = False
+            agreement = agree(self._mesh, self._report(fetched, self.state.step))
+            if agreement.asked:
+                self._heed(agreement.asked)
+            self._records.write(agreement)
+        if agreement.any_error:
+            raise_together(self._mesh, fetched.error)
+        if several:
+            self._clock.mark("other")
+        return agreement
+
+    def _heed(self, asked: int) -> None:
+        """Serve the requests of any rank's callbacks before the next step.
+
+        Raises: as `settle`.
+        Collective: all ranks.
+        """
+        if asked & NOTICED:
+            self._incidents.settle(self.state)
+        if not asked & ~NOTICED:
+            return
+        settled = self._parts.callbacks.settle(self._mesh, asked)
+        if (settled.checkpoint or settled.evaluate) and not self._replicas_agree(saves=True):
+            return
+        if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
+            self._records.evaluate(self.state)
+        if settled.checkpoint and self.state.step:
+            with self._records.timed("checkpoint"):
+                self._parts.keeper.save(self.state)
+        if settled.end is not None and self._ended_by is None:
+            self._ended_by = settled.end
+            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
+        self._clock.begin(self.state.step + 1)
+
+    def _apply(self, computed: ComputedStep) -> bool:
+        """Update from the sums, which are the same on every rank; return False after a rollback."""
+        parts, state, sums = self._parts, self.state, computed.sums
+        self._clock.mark("optimizer")
+        progress = Progress(state.step, parts.order.num_steps, state.samples)
+        found = state.bad_steps.get(state.step)
+        if found is not None:
+            update = Update(math.nan, math.nan, "nonfinite")
+        else:
+            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress, sums.norm)
+            if update.skipped == "nonfinite":
+                found = self._nonfinite(computed)
+                if found is None:
+                    return False
+        said = computed.passes.updated(sums, update.skipped)
+        if said is not None:
+            self._around.note(said)
+        return self._advance(sums, update, found, said)
+
+    def _nonfinite(self, computed: ComputedStep) -> dict[str, Any] | None:
+        """Apply the job's policy; return None after a rollback. Raises: NonFiniteError, the same on every rank."""
+        parts, state = self._parts, self.state
+        found = None
+        if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
+            found = NonFiniteSearch(parts.computer, parts.precision, parts.parameters).find(self._mesh, computed.seen)
+        self._buffers.restore()
+        state.bad_streak += 1
+        bad = NonFiniteStep(state.step, computed.sums.loss, found, state.bad_streak, parts.job.on_nonfinite)
+        self._around.note(str(bad))
+        where = {name: found[name] for name in ("rank", "host", "samples")} if found else {}
+        done = "the run ended" if bad.ends else {"skip": "no update", "rollback": "rolled back"}[bad.policy]
+        noticed = "looking at the sums of all ranks"
+        self._around.events.add("nonfinite", step=state.step + 1, what=bad.cause, noticed=noticed, done=done, **where)
+        if bad.ends:
+            with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
+                parts.keeper.save(state, wait=True)
+            remedy = 'Job(on_nonfinite="skip") or "rollback" and --resume'
+            raise bad.error("the parameters are those before the step", remedy)
+        found = found or dict(NOBODY)
+        if bad.policy == "skip":
+            return found
+        step = state.step
+        self._roll_back({**state.bad_steps, step: found}, state.bad_streak)
+        self._around.note(f"step {step} will be left out")
+        return None
+
+    def _replicas_agree(self, saves: bool = False, *, last: bool = False) -> bool:
+        """Return True if no check is due or the replicas agree; otherwise roll back to the newest checkpoint."""
+        replicas, step = self._parts.replicas, self.state.step
+        if not step or not replicas.is_due(step, saves=saves, last=last):
+            return True
+        said = replicas.differing(step)
+        if said is None:
+            self._name_flipped(step, replicas.flipped)
+            return True
+        self._around.note(f"step {step}: {said}")
+        self._roll_back(self.state.bad_steps, self.state.bad_streak)
+        done = f"rolled back to step {self.state.step}"
+        noticed = "comparing checksums of replicas"
+        self._around.events.add("replicas", step=step, what=said, noticed=noticed, done=done)
+        return False
+
+    def _name_flipped(self, step: int, ranks: list[int]) -> None:
+        """Report the ranks with different replicas, after the repeated steps agree."""
+        for rank in ranks:
+            what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
+            self._around.note(f"step {step}: {what}")
+            about: dict[str, Any] = {"what": what, "noticed": "training the steps again", "done": "nothing more"}
+            self._around.events.add("replicas", step=step, rank=rank, **about)
+
+    def _roll_back(self, bad_steps: dict[int, dict[str, Any]], streak: int) -> None:
+        """Restore the newest checkpoint, with the bad steps to skip from there."""
+        self._num_updates = -1  # until the model matches a state again
+        restored, complaints = self._parts.keeper.load(self._first_scale)
+        for complaint in complaints:
+            self._around.note(complaint)
+        if restored is None:
+            raise IntegrityError(
+                given="a rollback",
+                conflict="the checkpoint that this run wrote before its first step is not there any more",
+                remedy="leave the run directory alone while the run lasts; start anew with another --out",
+            )
+        restored.bad_steps, restored.bad_streak = bad_steps, streak
+        restored.bad_samples = {**restored.bad_samples, **self.state.bad_samples}
+        self.state, self._computation, self._num_updates = restored, None, self._parts.updater.num_begun
+        self._go_back(restored.step)
+        self._around.note(f"rolled back to step {restored.step}")
+
+    def _go_back(self, step: int) -> None:
+        """Reset data and records to `step`."""
+        self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
+        self._records.forget_after(step)
+
+    def _advance_late(
+        self, sums: StepSums, update: Update, time_taken: StepTime, num_updates: int, followed: bool
+    ) -> bool:
+        """Advance after a queued step and `num_updates` updates. `followed`: another step is already queued."""
+        return self._advance(sums, update, None, None, (time_taken, num_updates, followed))
+
+    def _advance(
+        self,
+        sums: StepSums,
+        update: Update,
+        found: dict[str, Any] | None,
+        said: str | None,
+        late: tuple[StepTime, int, bool] | None = None,
+    ) -> bool:
+        """Advance to the next state; return False after a rollback.
+
+        `said`: set if the guard of compressed sums has ended the compression.
+        """
+        parts, state = self._parts, self.state
+        time_taken, num_updates, followed = late or (None, parts.updater.num_begun, False)
+        parts.loader.commit()
+        state.advance(sums, update.skipped)
+        self._num_updates = num_updates
+        if parts.computer.computation is not self._computation:
+            self._computation = parts.computer.computation
+            state.computation = self._computation.to_json()
+        record = self._records.add(
+            state,
+            sums,
+            update,
+            found,
+            time_taken,
+            epoch=parts.order.epoch(state.step - 1),
+            ranks={},
+            compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
+        )
+        self._measures = measures(record.spans, record.seconds, record.memory_bytes)
+        parts.callbacks.stepped(state, record, late=followed)
+        evaluates = self._records.is_evaluation_due(state)
+        if evaluates or self._has_callbacks:
+            self._runner.draws_may_follow()
+        last = state.step == self._num_steps
+        if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):
+            return False
+        if evaluates:
+            self._records.evaluate(state)
+        return True

@@ -1,0 +1,1 @@
+"""The computation of one microbatch: its policy, forward, loss and backward, and its evaluation."""

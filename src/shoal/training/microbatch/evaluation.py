@@ -1,0 +1,389 @@
+"""Evaluation: metrics as sums over all samples, each sample once, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+
+from shoal.data.loader import DataRank
+from shoal.data.source import MapSource, Opened, Source, collate_samples, digest_of_samples, raised
+from shoal.distributed.agreement import collectively
+from shoal.distributed.failures import user_error
+from shoal.distributed.mesh import Mesh
+from shoal.distributed.own_collectives import own_collectives_refused
+from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.job import Job, named_metric
+from shoal.launch.heartbeat import Heartbeat
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.numerics.precision import Precision
+from shoal.plans.grains import random_key
+from shoal.training.microbatch.computation import Evaluate, LossPair
+from shoal.training.microbatch.look import differ, distance, find_state
+from shoal.training.setup.preflight import refuse_other_samples
+
+T = TypeVar("T")
+# Messages of torch's autograd about a derivative under no_grad.
+_NO_GRADIENT = ("does not require grad", "not have been used in the graph")
+
+# (model, batch) -> outputs with a row per sample.
+Predict = Callable[[Any, Any], Any]
+
+# Maximum number of samples in one forward of an evaluation. The chunks must not depend on the layout.
+MAX_CHUNK = 256
+# The same if only some samples are evaluated: small, to have more than one chunk.
+SAMPLED_CHUNK = 4
+
+
+class Evaluator:
+    """Evaluation of a job's loss and metrics on its evaluation data."""
+
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        precision: Precision,
+        data: Opened | None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]],
+        *,
+        most_samples: int | None = None,
+        divided: bool = False,
+        syncs_every_microbatch: bool = False,
+        evaluate: Evaluate | None = None,
+        heartbeat: Heartbeat | None = None,
+        name: str = "eval_data",
+    ) -> None:
+        """Create the evaluator. `divided`: several ranks compute the model together. `name`: of the data, in messages.
+
+        `syncs_every_microbatch`: ranks with different chunks communicate in each forward. `evaluate`: computes a
+        metric's pair if the model's stages are on several ranks. `most_samples`: None for all samples.
+        """
+        self._evaluate, self._heartbeat = evaluate, heartbeat or Heartbeat(None)
+        self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
+        self._job, self._mesh, self._precision = job, mesh, precision
+        self.source = data.source if data is not None else None
+        self._name = name
+        self._collate = (data.collate if data is not None else None) or job.collate or default_collate
+        self._metrics = dict(metrics)
+        # By name of a metric: whether it needs gradients, as its first call showed.
+        self._differentiates: dict[str, bool] = {}
+        self.without_value: dict[str, str] = {}  # metrics without a value in the last evaluation, and why
+        self._most = most_samples
+        self._first: list[Any] | None = None  # the samples of a stream's first chunk, which every rank reads
+        self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Return each metric's total divided by its weight, and the number of samples.
+
+        Raises: an error of any rank, on every rank. Collective: all ranks, one JSON gather.
+        """
+        if self.source is None:
+            return {}, 0
+        self.without_value = {}
+        gathered = self._mesh.gather_json(collectively(self._mesh, self._divided, lambda: self._computed(model)))
+        refuse_other_samples(self._name, [part["first"] for part in gathered])
+        self._heartbeat.enter("away")
+        # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
+        count = sum(len_ for part in gathered for len_ in part["samples"])
+        metrics = {}
+        for name in self._metrics:
+            total = _fsum(t for part in gathered for t in part["sums"][name][0])
+            weight = _fsum(w for part in gathered for w in part["sums"][name][1])
+            metrics[name] = total / weight if weight else math.nan
+            if not math.isfinite(metrics[name]):
+                self.without_value[name] = "its weights sum to 0" if weight == 0 else "its sum is not finite"
+        return metrics, count
+
+    def rehearse(self, model: nn.Module) -> None:
+        """Compute this rank's first chunk to detect errors of an evaluation early. It changes nothing.
+
+        Streams are skipped. Raises: as `evaluate`; JobError for state that changes a metric. Collective: all ranks.
+        """
+        if isinstance(self.source, MapSource):
+            several = self._mesh.world_size > 1
+            refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
+            with NoTrace(model, {**self._metrics, self._name: self.source.data}) as kept, refused:
+                collectively(self._mesh, self._divided, lambda: self._rehearsed(model, kept))
+
+    def _rehearsed(self, model: nn.Module, kept: NoTrace) -> None:
+        first = self.first_sums(model)
+        together = (lambda told: any(self._mesh.gather_json(told))) if self._divided else bool
+        written = kept.changed_buffers()
+        if together(bool(written)):
+            again = self.first_sums(model)
+            kept.restore()
+            noise = distance(self.first_sums(model), first)  # of kernels that add in another order each time
+            if together(differ(again, first, 4 * noise)):
+                raise JobError(
+                    given=f"a metric that depends on buffer {min(written, default='of another rank')}, which the model "
+                    "writes while it is evaluated",
+                    conflict="each rank evaluates other samples, so that the metric depends on the number of devices",
+                    remedy="write the buffer in training alone: if self.training: ...",
+                )
+        # A data set that keeps samples would only be read again and again.
+        if not together(any(not change.name.startswith(f"{self._name}.") for change in kept.changes())):
+            return
+        find_state(
+            kept,
+            lambda: self.first_sums(model, 1),
+            lambda: self.first_sums(model),
+            first,
+            self._job.allow_state,
+            together=together,
+            divided=self._divided,
+        )
+
+    def first_sums(self, model: nn.Module, chunk: int = 0) -> tuple[float, ...]:
+        """Return all metrics' totals and weights over the chunk of this rank with this index; empty for a stream."""
+        if not isinstance(self.source, MapSource):
+            return ()
+        sums = self._computed(model, slice(chunk, chunk + 1))["sums"]
+        return tuple(number for pair in sums.values() for numbers in pair for number in numbers)
+
+    def _computed(self, model: nn.Module, chunks: slice = slice(None)) -> dict[str, Any]:
+        training = model.training
+        model.eval()
+        try:
+            return self._local_sums(model, chunks)
+        finally:
+            model.train(training)
+
+    def _local_sums(self, model: nn.Module, chunks: slice) -> dict[str, Any]:
+        sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
+        samples: list[int] = []
+        place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
+        self._heartbeat.enter("evaluation")
+        meets = self._syncs_every_microbatch and self._evaluate is None
+        calls: list[bool] = []
+        handle = model.register_forward_hook(lambda *_: calls.append(True)) if meets else None
+        try:
+            for size, batch in itertools.islice(self._batches(place), chunks.start, chunks.stop):
+                counted = self._mesh.counts_loss and size > 0
+                if counted:
+                    samples.append(size)
+                for number, (name, function) in enumerate(self._metrics.items(), 1):
+                    calls.clear()
+                    # Other functions, and a second attempt of this function, need the batch as it was read.
+                    copies = number < len(self._metrics) or name not in self._differentiates
+                    call = functools.partial(self._pair, name, function, model, copies=copies)
+                    total, weight = self._called(name, model, functools.partial(call, batch))
+                    # Other ranks wait in the model. If this chunk did not call it, compute the first chunk that does,
+                    # the same on all such ranks.
+                    for other in self._fillers() if meets and not calls else ():
+                        self._called(name, model, functools.partial(call, other))
+                        if calls:
+                            break
+                    if counted:
+                        sums[name][0].append(float(total))
+                        sums[name][1].append(float(weight))
+        finally:
+            if handle is not None:
+                handle.remove()
+        self._heartbeat.enter("exposed_communication")  # the next exchange waits for the other ranks
+        return {"samples": samples, "sums": sums, "first": digest_of_samples(self._first)}
+
+    def _batches(self, place: DataRank) -> Iterator[tuple[int, Any]]:
+        """Yield this rank's chunks as (number of samples, batch on the device). Seed the generators for each chunk."""
+        for number, size, batch in self._chunks(place):
+            self._heartbeat.enter("evaluation")
+            batch = self._precision.inputs(batch)
+            seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
+            yield size, batch
+
+    def _fillers(self) -> Iterator[Any]:
+        """Yield the batches of all chunks, on the device, in the same order on all ranks."""
+        for _, _, batch in self._chunks(DataRank(0, 1)):
+            yield self._precision.inputs(batch)
+
+    def predict(self, model: nn.Module, function: Predict, take: Callable[[int, Any], None]) -> None:
+        """Call `take` with the number of samples and the `function`'s output for each of this rank's chunks, in order.
+
+        This process must have the whole model, which is in eval mode without gradients. Raises: UserCodeError.
+        """
+        training = model.training
+        model.eval()
+        try:
+            for size, batch in self._batches(DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)):
+
+                def predicted(batch: Any = batch) -> Any:
+                    with self._precision.products(), self._precision.autocast():
+                        return _predicted(function, model, batch)
+
+                take(size, self._called("predict", model, predicted))
+        finally:
+            model.train(training)
+
+    def _called(self, name: str, model: nn.Module, call: Callable[[], T]) -> T:
+        """Return the result of a metric's `call`, without gradients unless the metric differentiates.
+
+        If the first call raises without gradients, repeat it with them, from the same buffers and generators. Ranks
+        that compute one model together repeat it only if torch's error reports missing gradients: then all ranks raise.
+        Gradients that the call accumulates in parameters are discarded.
+        """
+        device = self._mesh.device
+        known = self._differentiates.get(name)
+        if known is None:
+            try:
+                with _as_before_errors(model, device), torch.no_grad():
+                    found = call()
+            except UserCodeError as error:
+                alike = any(sign in error.conflict for sign in _NO_GRADIENT) and self._evaluate is None
+                if self._divided and not alike:  # stages of a pipeline never raise alike
+                    raise
+                known = True
+            else:
+                self._differentiates[name] = False
+                return found
+        if not known:
+            with torch.no_grad():
+                return call()
+        with torch.enable_grad(), _gradients_kept(model):
+            found = tree_map_only(Tensor, Tensor.detach, call())
+        self._differentiates[name] = True
+        return found
+
+    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any, *, copies: bool = False) -> tuple[Any, Any]:
+        pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
+        batch = copy_of(batch) if copies else batch
+        with self._precision.products():
+            return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
+
+    def _read(self, stream: Iterable[Any]) -> Iterator[list[Any]]:
+        """Yield the chunks of a stream. Seed the generators for each chunk, so that all ranks read the same samples."""
+        samples: Iterator[Any] | None = None
+        for number in itertools.count():
+            seed_everything(random_key(self._job.seed, "evaluation read", number))
+            try:
+                samples = samples or iter(itertools.islice(stream, self._most))
+                chunk = list(itertools.islice(samples, self._chunk))
+            except Exception as error:
+                raise raised(self._name, "the stream", error, "mend the stream") from error
+            if not chunk:
+                return
+            yield chunk
+
+    def _chunks(self, place: DataRank) -> Iterator[tuple[int, int, Any]]:
+        """Yield this rank's chunks as (index, number of samples, batch). Rank index % num_ranks computes a chunk."""
+        if isinstance(self.source, MapSource):
+            count = min(len(self.source), self._most or len(self.source))
+            rounds = range(0, count, place.num_ranks * self._chunk)
+            for start in (first + place.rank * self._chunk for first in rounds):
+                if start >= count:
+                    if self._syncs_every_microbatch:  # an empty chunk, to have as many as other ranks
+                        yield 0, 0, self.source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
+                    continue
+                ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
+                key = random_key(self._job.seed, "evaluation", start)
+                yield start // self._chunk, len(ids), self.source.fetch([ids], [key])
+        else:
+            own, number, first = 0, -1, None
+            for number, samples in enumerate(self._read(self.source or ())):
+                first = self._first = first or samples
+                if number % place.num_ranks == place.rank:
+                    own += 1
+                    seed_everything(random_key(self._job.seed, "evaluation", number))
+                    yield number, len(samples), collate_samples(self._collate, samples, self._name)
+            if self._syncs_every_microbatch and own < -(-(number + 1) // place.num_ranks):
+                yield 0, 0, collate_samples(self._collate, first or [], self._name)
+
+
+class EvaluationSets:
+    """Evaluators of a job's evaluation sets by name. Metrics are `NAME/METRIC`, or `METRIC` for an unnamed set."""
+
+    def __init__(self, by_name: Mapping[str, Evaluator]) -> None:
+        self._by_name = dict(by_name)
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Data sources of the sets, by name."""
+        return {name: own.source for name, own in self._by_name.items() if own.source is not None}
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Return the metrics of all sets, and the number of samples in all sets. Collective: all ranks."""
+        metrics: dict[str, float] = {}
+        count = 0
+        for name, evaluator in self._by_name.items():
+            found, own = evaluator.evaluate(model)
+            metrics |= {named_metric(name, metric): value for metric, value in found.items()}
+            count += own
+        return metrics, count
+
+    @property
+    def without_value(self) -> dict[str, str]:
+        """Metrics of all sets without a value in the last evaluation, and why."""
+        sets = self._by_name.items()
+        return {named_metric(name, metric): why for name, one in sets for metric, why in one.without_value.items()}
+
+    def rehearse(self, model: nn.Module) -> None:
+        """Rehearse the evaluation of each set, as `Evaluator.rehearse` does. Collective: all ranks."""
+        for evaluator in self._by_name.values():
+            evaluator.rehearse(model)
+
+    def first_sums(self, model: nn.Module) -> tuple[float, ...]:
+        """Return the first sums of all sets, as `Evaluator.first_sums` does."""
+        return tuple(number for evaluator in self._by_name.values() for number in evaluator.first_sums(model))
+
+
+def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
+    try:
+        return function(model, batch)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("predict", error, batch) from error
+
+
+@contextlib.contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Clear the parameters' gradients, since a metric may run a backward, and restore them at the end."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and generators if the body of the context raises, for a second attempt."""
+    kept = [
+        (module._buffers, name, value, value._version, value.detach().clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    except Exception:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, device)
+        with torch.no_grad():
+            for home, name, value, version, clone in kept:
+                home[name] = value
+                if value._version != version and not value.is_meta:
+                    value.copy_(clone)
+        raise
+
+
+def _fsum(values: Iterable[float]) -> float:
+    found: Sequence[float] = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else math.nan

@@ -1,0 +1,249 @@
+"""Forward and backward passes of a step's microbatches on this rank, and the interface of a step's observers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.data.loader import Microbatch
+from shoal.distributed.failures import is_lost_peer, user_error
+from shoal.distributed.mesh import Mesh
+from shoal.errors import ShoalError
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.draw_watch import DrawWatch
+from shoal.numerics.grain_randomness import NotFusibleError
+from shoal.numerics.out_of_memory import is_out_of_memory
+from shoal.numerics.precision import Precision
+from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.microbatch.computation import LossComputer, refuse_past_the_model
+from shoal.training.observe.telemetry import StepClock
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline.pipeline import Pipeline
+
+
+class Observer:
+    """Interface of a step's hooks, called on every rank. This class does nothing. An observer must change nothing.
+
+    If a step is computed again, its hooks are called again, from `begin`. Gradients are in `parameter.grad`.
+    """
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the hooks may do anything."""
+        return type(self) is not Observer
+
+    @property
+    def looks(self) -> bool:
+        """Whether each coming step must be read before the next step is queued. Identical on all ranks."""
+        return self.has_hooks
+
+    @property
+    def always_looks(self) -> bool:
+        """Whether the observer looks at every coming step, not only at the next few."""
+        return self.looks
+
+    def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
+        """Receive a run's parts before the first step. The code that builds the engine calls this, not the engine."""
+
+    def begin(self, step: int, factor: float) -> None:
+        """Handle the start of a step. Loss totals are multiplied by `factor` before the backward."""
+
+    def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
+        """Handle a microbatch before its forward. `batch` is on the device."""
+
+    def forwarded(self) -> None:
+        """Handle the end of the microbatch's forward on a pipeline stage that computes no loss."""
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        """Handle the loss of the microbatch before its backward."""
+
+    def computed(self) -> None:
+        """Handle the end of the microbatch's backward."""
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Handle the gradients' sums over all ranks. Times `scale` they are the mean. `loss` is the mean loss."""
+
+    def clipped(self, norm: float) -> None:
+        """Handle the mean gradients after clipping. `norm`: their norm before clipping."""
+
+    def updated(self, skipped: str | None) -> None:
+        """Handle the end of a step. `skipped`: why the step changed nothing, None after an update."""
+
+    def pulled(self, version: int) -> None:
+        """Handle the parameters after `version` steps, which a worker pulled from parameter servers."""
+
+    def part_begins(self, part: int) -> None:
+        """Handle the start of a part of a step, on a worker with parameter servers."""
+
+    def part_computed(self) -> None:
+        """Handle the end of a worker's part of a step. In fast mode its gradients are in `parameter.grad`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Model, strategy, policy and observer for the microbatches of a step."""
+
+    mesh: Mesh
+    precision: Precision
+    sharded_model: ShardedModel
+    pipeline: Pipeline | None = None
+    strategy: Strategy
+    computer: LossComputer
+    buffers: StepBuffers
+    clock: StepClock
+    observer: Observer
+
+    @functools.cached_property
+    def observer_looks(self) -> bool:
+        """Whether the hooks of the observer may do anything."""
+        return self.observer.has_hooks
+
+
+def labelled(
+    clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that a trace labels with the grains of a microbatch."""
+    if not clock.is_listened_to:
+        return contextlib.nullcontext()
+    numbers = [grain.index for grain in microbatch.grains]
+    grains = f"grains {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"grain {numbers[0]}"
+    return clock.labelled(f"{what}{grains}", grains=numbers, samples=microbatch.num_samples, **about)
+
+
+@contextlib.contextmanager
+def _within(
+    outer: contextlib.AbstractContextManager[None], inner: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+@dataclass  # made in every step
+class LoadedMicrobatch:
+    """Microbatch that was read. `batch` waits for its transfer to the device."""
+
+    microbatch: Microbatch
+    batch: Callable[[], Any]
+
+
+@dataclass  # made in every step
+class ForwardBackward:
+    """Forwards and backwards of a step. Loss totals are multiplied by `factor` before the backward.
+
+    `draws`: a watch over the random draws of all steps.
+    """
+
+    parts: StepParts
+    factor: float
+    draws: DrawWatch | None = None
+    scale: float = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
+
+    def begin(self, step: int) -> None:
+        """Start the step, or start it again, without gradients and sums."""
+        parts = self.parts
+        parts.strategy.begin(step, self.factor)
+        self.scale = 1.0 if parts.strategy.begins_with_factor and parts.pipeline is None else self.factor
+        if not parts.buffers.is_empty:
+            parts.buffers.begin()
+
+    @contextlib.contextmanager
+    def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
+        """Open a context for the forward and backward of one microbatch, and yield its batch.
+
+        Raises: RedoError if the microbatch needs a more conservative policy.
+        """
+        batch = self.enter(loaded)
+        with self.scope(loaded.microbatch):
+            yield batch
+        self.leave()
+
+    def enter(self, loaded: LoadedMicrobatch) -> Any:
+        """Begin a microbatch and return its batch. The caller computes it within `scope`."""
+        parts = self.parts
+        parts.clock.mark("host_to_device")
+        batch = loaded.batch()
+        parts.clock.mark("forward")
+        if parts.observer_looks:
+            parts.observer.microbatch(loaded.microbatch, batch)
+        return batch
+
+    def scope(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Return the context for a microbatch's forward and backward. Raises: RedoError, as `microbatch`."""
+        parts = self.parts
+        own = parts.computer.scope(microbatch, draws=self.draws)
+        return _within(labelled(parts.clock, microbatch), own) if parts.clock.is_listened_to else own
+
+    def leave(self) -> None:
+        """End a microbatch after its `scope`."""
+        parts = self.parts
+        if parts.observer_looks:
+            parts.observer.computed()
+        if not parts.buffers.is_empty:
+            parts.buffers.restore()
+
+    def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
+        """Return the buffers' terms of the step's sums after a microbatch. `again`: for a later stage on this rank."""
+        buffers = self.parts.buffers
+        if buffers.is_empty:
+            return buffers.nothing
+        return buffers.weighted(
+            microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
+        )
+
+    def sums(self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+        """Return what a microbatch adds to the step's sums. Raises: LossError."""
+        parts, counts_loss = self.parts, self.parts.mesh.counts_loss
+        sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
+        if parts.observer_looks:
+            parts.observer.loss(total.detach(), weight)
+        return sums
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, *, last: bool) -> None:
+        """Run a microbatch's backward. Add its gradients, sums and buffers to the step's. Raises: UserCodeError.
+
+        Buffers are read after the backward, because it also writes them if the job recomputes modules itself.
+        `last`: this microbatch is the step's last on this rank.
+        """
+        strategy = self.parts.strategy
+        self.parts.clock.mark("backward")
+        try:
+            strategy.backward(microbatch, total if self.scale == 1.0 else total * self.scale, sums, last)
+        except (NotFusibleError, ShoalError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) or is_lost_peer(error):
+                raise
+            refuse_past_the_model("loss", error)
+            raise user_error("the backward", error) from error
+        if self.parts.buffers.names:
+            strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
+
+    def finish(self, flags: Flags, row: list[float]) -> StepSums:
+        """Return the sums over all ranks, and complete every parameter's gradient. Collective: all ranks."""
+        return self.parts.strategy.finish(flags, NUM_SUMS + self.parts.buffers.num_values, row)
+
+    def queue(self, flags: Flags, row: list[float]) -> QueuedSums:
+        """Do the same as `finish` without a wait, for a strategy that `queues`. Collective: all ranks."""
+        return self.parts.strategy.queue(flags, NUM_SUMS + self.parts.buffers.num_values, row)
+
+    def updated(self, sums: StepSums, skipped: str | None) -> str | None:
+        """End the step. Set the buffers that forwards change, unless the step was `skipped`.
+
+        Return a line for people if the guard of compressed sums ends the compression, otherwise None.
+        """
+        parts, compression = self.parts, self.parts.strategy.compression
+        if skipped is None and not parts.buffers.is_empty:
+            parts.buffers.assign(sums.buffers, sums.num_samples)
+        if parts.observer_looks:
+            parts.observer.updated(skipped)
+        if skipped is not None or compression is None or sums.compared is None:
+            return None
+        return compression.said(sums.compared)

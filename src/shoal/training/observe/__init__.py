@@ -1,0 +1,1 @@
+"""Measurements of a step: clock, records, meters and traces."""

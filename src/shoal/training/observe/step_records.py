@@ -1,0 +1,278 @@
+"""Step records, evaluations and the outcome of a training, with or without parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shoal.checkpoint.keeper import Keeper
+from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.whole_optimizer import evaluated_weights
+from shoal.data.loader import Loader
+from shoal.data.order import Order
+from shoal.distributed.agreement import Agreement
+from shoal.distributed.failures import as_shoal_error
+from shoal.errors import StorageError
+from shoal.job import Job
+from shoal.parallel.base import StepSums
+from shoal.plans.resolve import CompletePlan
+from shoal.runs.events import Events
+from shoal.runs.records import StepRecord
+from shoal.training.callbacks.calls import CallbackCalls
+from shoal.training.callbacks.ema import PREFIX
+from shoal.training.loop.replicas import ReplicaCheck
+from shoal.training.microbatch.evaluation import EvaluationSets
+from shoal.training.microbatch.forward_backward import StepParts
+from shoal.training.observe.rank_waits import RankWaits
+from shoal.training.observe.stragglers import WINDOW, StragglerWatch
+from shoal.training.observe.telemetry import RecordWriter, StepTime
+from shoal.training.setup.job_optimizer import Parameters
+from shoal.training.update.optimizer_step import Update, Updater
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParts(StepParts):
+    """All parts of a training: the parts of its steps, the data, the optimizer, evaluation and checkpoints."""
+
+    job: Job
+    plan: CompletePlan
+    model: nn.Module
+    parameters: Parameters
+    loader: Loader
+    updater: Updater
+    order: Order
+    evaluator: EvaluationSets
+    keeper: Keeper
+    replicas: ReplicaCheck
+    callbacks: CallbackCalls
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Callbacks and files around a training.
+
+    `note`: takes a line for people. `on_step`: takes the record of a finished step and the slowest rank.
+    `stop_requested`: whether to stop. `out`: the run directory. `events`: its event log, on rank 0. `settings`:
+    arguments of the job function. `description`: content of job.json. `evaluate_every`: steps between evaluations,
+    instead of one after each pass over the data.
+    """
+
+    note: Callable[[str], None]
+    on_step: Callable[[StepRecord, int], None]
+    stop_requested: Callable[[], bool]
+    out: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
+    evaluate_every: int | None = None
+    events: Events = field(default_factory=lambda: Events(None))
+
+
+@dataclass
+class Outcome:
+    """Result of a training: completed or preempted, with the last state; `unsaved`: why the state was not saved.
+
+    `ended_by`: the callback that requested the end, and its reason. `after`: seconds of the evaluation and the
+    checkpoint after the last step.
+    """
+
+    status: str
+    state: RunState
+    metrics: dict[str, float]
+    eval_samples: int
+    step_seconds: list[float] = field(default_factory=list)
+    unsaved: StorageError | None = None
+    ended_by: dict[str, Any] | None = None
+    after: dict[str, float] = field(default_factory=dict)
+
+
+class StepRecords:
+    """Writer of step records, once the measures of all ranks and the evaluation after the step are known."""
+
+    def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
+        self._parts, self._around, self._writer = parts, around, writer
+        self._waiting: deque[StepRecord] = deque()  # the last step's record; two records if steps are read late
+        self._slowest = parts.mesh.rank
+        self._is_watched = parts.mesh.world_size > 1
+        self._waits = RankWaits(parts.mesh.world_size)
+        self._step_seconds: list[float] = []
+        # The step of the last evaluation, its metrics, and its number of samples.
+        self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self._stragglers = StragglerWatch(parts.plan, parts.job.num_grains)
+        self._after: dict[str, float] = {}  # seconds of work after the last record was written
+
+    def forget_after(self, step: int) -> None:
+        """Drop the records of steps after `step`, which are about to be trained again."""
+        self._waiting.clear()
+        self._evaluated = None
+        self._waits.clear()
+        self._writer.forget_after(step)
+
+    def add(
+        self,
+        state: RunState,
+        sums: StepSums,
+        update: Update,
+        found: dict[str, Any] | None,
+        time_taken: StepTime | None = None,
+        **own: Any,
+    ) -> StepRecord:
+        """Add and return the record of the last step in `state`; `own` gives further fields.
+
+        `time_taken`: the step's time. If it is None, the step ends now.
+        """
+        clock = self._parts.clock
+        seconds, spans = time_taken.read() if time_taken is not None else clock.end()
+        record = StepRecord(
+            step=state.step,
+            samples=state.samples,
+            num_samples=sums.num_samples,
+            loss=state.loss,
+            weight=sums.weight if math.isfinite(sums.weight) else None,
+            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
+            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
+            loss_scale=state.loss_scale.scale if state.loss_scale.active else None,
+            seconds=seconds,
+            spans=spans,
+            memory_bytes=clock.peak_memory_bytes(),
+            digest=state.digest,
+            skipped=update.skipped,
+            nonfinite=found,
+            at=round(time.time(), 3),
+            **own,
+        )
+        self._step_seconds.append(seconds)
+        self._waiting.append(record)
+        return record
+
+    @property
+    def waiting(self) -> Sequence[StepRecord]:
+        """Records that are not written yet, in order."""
+        return self._waiting
+
+    def is_evaluation_due(self, state: RunState) -> bool:
+        """Return True if an evaluation follows the step that was added last."""
+        return bool(self._waiting) and self.evaluates_after(state.step)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return True if an evaluation follows step `step`, by `evaluate_every` or the end of a pass over the data."""
+        every = self._around.evaluate_every
+        return step % (every if every is not None else self._parts.order.steps_per_epoch) == 0
+
+    def evaluate(self, state: RunState) -> None:
+        """Evaluate the model, outside the step's time. Collective: all ranks."""
+        with self.timed("evaluation"):
+            metrics, count = self._measured()
+        self._evaluated = state.step, metrics, count
+        self._parts.computer.has_evaluated = count > 0
+        for name, why in self._parts.evaluator.without_value.items():
+            self._around.note(f"evaluation after step {state.step}: {name} has no value: {why}")
+        watched = self._parts.job.watched
+        is_best = watched is not None and state.improves(watched, metrics)
+        if count:
+            self._parts.callbacks.evaluated(state, metrics)  # the checkpoint includes their new state
+        if is_best:
+            with self.timed("checkpoint"):
+                self._parts.keeper.save_best(state)
+        if count and self._waiting:
+            self._waiting[-1] = self._waiting[-1].evaluated(metrics)
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Return a context that times an evaluation or a checkpoint (`kind`) outside of any step's time."""
+        began = time.perf_counter()
+        self.flush()
+        try:
+            yield
+        finally:
+            seconds = round(time.perf_counter() - began, 6)
+            if self._waiting:
+                self._waiting[-1] = self._waiting[-1].followed_by(kind, seconds)
+            else:
+                self._after[kind] = self._after.get(kind, 0.0) + seconds
+
+    def _measured(self) -> tuple[dict[str, float], int]:
+        """Return the metrics of the model and of averaged weights, and the number of samples. Collective: all ranks."""
+        parts = self._parts
+        with evaluated_weights(parts.updater.optimizer):
+            metrics, count = parts.evaluator.evaluate(parts.model)
+            parts.strategy.rest()
+        average = parts.callbacks.average
+        if average is not None and count:
+            with average.in_place():
+                found, _ = parts.evaluator.evaluate(parts.model)
+                parts.strategy.rest()
+            metrics |= {f"{PREFIX}{name}": value for name, value in found.items()}
+        return metrics, count
+
+    def is_evaluated(self, state: RunState) -> bool:
+        """Return True if the model was evaluated after the state's step."""
+        return self._evaluated is not None and self._evaluated[0] == state.step
+
+    def write(self, agreement: Agreement | None = None) -> None:
+        """Write the oldest waiting record, with all ranks' measures if there is an agreement."""
+        if not self._waiting:
+            return
+        record, slowest = self._waiting.popleft(), self._slowest
+        if agreement is not None:
+            by_rank = self._waits.add(agreement) if self._is_watched else None
+            record, slowest = record.with_ranks(agreement.spreads, by_rank), agreement.slowest_rank
+            if self._is_watched:
+                self._tell(record)
+        self._writer.write(record)
+        self._around.on_step(record, slowest)
+
+    def _tell(self, record: StepRecord) -> None:
+        """Report a straggler if one is detected."""
+        found = self._stragglers.take(record.ranks)
+        if found is None:
+            return
+        self._around.note(f"step {record.step}: {found}")
+        told: dict[str, Any] = {
+            "rank": found.rank,
+            "what": str(found),
+            "ratio": round(found.ratio, 2),
+            "cause": found.cause,
+        }
+        done = "nothing: the others wait for it"
+        self._around.events.add(
+            "straggler", step=record.step, noticed=f"the times of {WINDOW} steps", done=done, **told
+        )
+
+    def flush(self) -> None:
+        """Write all records, before long work and so that no checkpoint is ahead of the records."""
+        self._writer.flush()
+
+    def conclude(self, state: RunState, status: str) -> Outcome:
+        """Save the last state, and evaluate it unless that was done. Collective: all ranks."""
+        keeper = self._parts.keeper
+        unsaved = self._save(state)
+        if status != "completed":
+            return Outcome(status, state, {}, 0, self._step_seconds, unsaved, after=self._after)
+        if not self.is_evaluated(state):
+            try:
+                self.evaluate(state)
+                unsaved = unsaved or self._save(state)  # again, if it is the best
+            except Exception as error:
+                told = as_shoal_error(error)
+                if unsaved is None:
+                    keeper.rescue(told, state)
+                raise told from error
+        assert self._evaluated is not None, "just now, or before"
+        return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved, after=self._after)
+
+    def _save(self, state: RunState) -> StorageError | None:
+        """Save a state unless its step is saved, wait, and return the error if that failed."""
+        with self.timed("checkpoint"):
+            try:
+                self._parts.keeper.save(state, wait=True)
+            except StorageError as error:
+                return error
+        return None

@@ -1,0 +1,1 @@
+"""From a job and a plan to an engine."""

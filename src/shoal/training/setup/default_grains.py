@@ -1,0 +1,184 @@
+"""Default number of grains of a job, from its model and a few samples. It depends on no device and no measurement.
+
+A grain is the smallest microbatch. The estimate of a sample's activation bytes is positions times features, in float32.
+Positions are tokens, or patches, frames or pixels after the first layer's stride. Features are the elements that all
+modules compute at one position. The estimate only ranks jobs: it ignores attention matrices and the smaller number of
+positions in deeper layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.data.opened import training_data
+from shoal.data.source import MapSource, Opened, small_batch
+from shoal.job import Job
+from shoal.numerics.isolation import generators_kept
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.wrappers import unwrapped
+from shoal.plans.grains import FEW_GRAINS, default_grains
+from shoal.training.setup.lazy_modules import lazy_names, whole
+
+_FLOAT_BYTES = 4
+# Number of samples to read, spread over the data: ragged samples differ, and a batch is as long as its longest sample.
+_LOOKED_AT = 8
+# Classes of torch and Keras, by name: an import of Keras would be slow for jobs that do not use it.
+_BATCH_NORMS = {"_BatchNorm", "BatchNormalization"}
+_DIMS_OF_TOKENS = 2
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class GrainsChoice:
+    """Number of grains, and the reason in words."""
+
+    num_grains: int
+    why: str
+
+
+def with_grains(job: Job) -> Job:
+    """Return the job with its number of grains, the default if the job has none. Raises: errors of the job's data."""
+    return replace(job, grains=grains_of(job, outline(job)).num_grains) if job.grains is None else job
+
+
+def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> GrainsChoice:
+    """Return the number of grains of a job, and the reason.
+
+    `model`: the job's model on any device, or None if `outline` failed. In this case a deferred construction is tried.
+    Raises: DataError if the data cannot be opened.
+    """
+    if job.grains is not None:
+        return GrainsChoice(job.grains, "as the job says")
+    if not job.fuse:
+        return GrainsChoice(FEW_GRAINS, "default where the loss compares the samples of a grain")
+    model = model or deferred_outline(job)
+    if model is None:
+        return GrainsChoice(FEW_GRAINS, "default; the model's size is not known before it is built")
+    statistics = next((name for name, module in model.named_modules() if _normalises_batches(module)), None)
+    if statistics is not None:
+        return GrainsChoice(FEW_GRAINS, f"default where batch statistics need samples ({statistics})")
+    samples = _samples(data or training_data(job))
+    if samples is None:
+        return GrainsChoice(FEW_GRAINS, "default; no sample could be looked at ahead")
+    positions = positions_of(model, *samples)
+    sample_bytes = float(_FLOAT_BYTES * positions * features_of(model))
+    found = default_grains(job.global_batch, sample_bytes)
+    weight = "light" if found == FEW_GRAINS else "heavy"
+    return GrainsChoice(found, f"default for {weight} samples: about {_bytes(sample_bytes)} of activations each")
+
+
+def outline(job: Job) -> nn.Module | None:
+    """Return the job's model on the meta device, or None if its constructor computes with values."""
+    try:
+        with torch.device("meta"), _Undrawn(), unwrapped():
+            model = job.model()
+        if lazy_names(model):  # their shapes need a forward with values
+            with generators_kept():
+                model = whole(job.model(), job if job.grains is not None else replace(job, grains=1)).to("meta")
+    except Exception:
+        return None
+    return model if isinstance(model, nn.Module) else None
+
+
+_DRAWS = {Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_}
+_DRAWS |= {Tensor.normal_, Tensor.random_, Tensor.uniform_}
+
+
+class _Undrawn(TorchFunctionMode):
+    """Mode in which initializers do nothing to tensors on the meta device.
+
+    There, torch draws through a Python function that imports its compiler, which takes 2.6 s on two cores.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init":
+            given = args[0] if args else kwargs.get("tensor")
+            if isinstance(given, Tensor) and given.is_meta:
+                return given
+        return func(*args, **kwargs)
+
+
+def _normalises_batches(module: nn.Module) -> bool:
+    return module.training and any(base.__name__ in _BATCH_NORMS for base in type(module).__mro__)
+
+
+def deferred_outline(job: Job) -> nn.Module | None:
+    """Return the job's model with deferred initial values, or None if its construction cannot be deferred."""
+    try:
+        with unwrapped():
+            model = deferred(job.model, job.seed)[0]
+    except Exception:
+        return None
+    return None if lazy_names(model) else model
+
+
+def features_of(model: nn.Module) -> int:
+    """Return the number of elements that all modules with parameters compute at one position of a sample."""
+    return sum(map(_features, model.modules()))
+
+
+def _features(module: nn.Module) -> int:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return module.embedding_dim
+    own = [p for p in module._parameters.values() if p is not None]
+    matrices = [p.shape[0] for p in own if p.ndim > 1]
+    return sum(matrices) if matrices else max((p.numel() for p in own), default=0)
+
+
+def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
+    """Return a sample's number of positions: tokens if the model has embeddings, else outputs of its first layer."""
+    leaves = tensors_in(batch)
+    embeds = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
+    per_position = next(_taken_at_a_position(model), 0)
+    found = [1]
+    for leaf in leaves:
+        elements = -(-leaf.numel() // num_samples)
+        # Integers with more dims are pixels, or classes of pixels.
+        if not leaf.is_floating_point() and leaf.ndim <= _DIMS_OF_TOKENS:
+            found.append(elements if embeds else 1)
+        elif per_position:
+            found.append(elements // per_position)
+    return max(found)
+
+
+def _taken_at_a_position(model: nn.Module) -> Iterator[int]:
+    """Yield each layer's number of input elements per output position, first layer first."""
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            yield module.in_channels * math.prod(module.stride)
+        elif isinstance(module, nn.Linear):
+            yield module.in_features
+        elif isinstance(module, nn.RNNBase):
+            yield module.input_size
+
+
+def _samples(data: Opened) -> tuple[Any, int] | None:
+    """Return a batch of a few samples and their number, or None if they cannot be read ahead.
+
+    Errors are left to the first step. The global generators stay unchanged.
+    """
+    source = data.source
+    with generators_kept(), contextlib.suppress(Exception):
+        if isinstance(source, MapSource):
+            count = min(len(source), _LOOKED_AT)
+            return source.looked_at(np.arange(count) * len(source) // count), count
+        return small_batch(source, data.collate), 2
+    return None
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

@@ -1,0 +1,207 @@
+"""Choice of the memory format of images on CPUs, from a trial of a job's model with two samples.
+
+The choice depends only on the job, not on devices, times or threads: any number of processes makes the same choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.data.source import MapSource, Opened, small_batch
+from shoal.distributed.failures import user_error
+from shoal.errors import ShoalError
+from shoal.job import Job
+from shoal.numerics.isolation import generators_kept
+from shoal.numerics.no_trace import NoTrace, copy_of
+from shoal.numerics.operators import tensors_in
+from shoal.numerics.precision import Precision
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.microbatch.computation import LossPair
+
+_aten = torch.ops.aten
+
+# Seconds that channels last gains or loses against channels first, forward and backward, on one thread of an Intel Xeon
+# (Sapphire Rapids) with torch 2.13.0. benchmarks/memory_format.py measures the nets that confirm the rule.
+_MAX_POOL_SECONDS, _AVERAGE_POOL_SECONDS = 24e-9, 14e-9  # gained per output of a 2 x 2 window
+_MANY_TAPS = 4  # larger windows gain no less
+# Lost per weight in each microbatch, as kernels reorder weights. The loss per weight grows with the layer.
+_WEIGHT_SECONDS, _MORE_SECONDS, _MOST_WEIGHT_SECONDS = 1.5e-9, 1e-9 / 150e3, 12e-9  # base, growth, maximum
+# Lost in addition by large layers per weight and pixel: they use other kernels, up to 2.5 times slower.
+_LARGE_WEIGHTS, _LARGE_SECONDS = 1e6, 0.055e-9
+_COPIED_SECONDS = 1.5e-9  # lost per element that is reordered, as before a linear layer
+# The rest of the step: a core's speed, products (one forward, two backward), and passes over activations.
+_FLOPS_PER_SECOND, _PRODUCTS, _ELEMENT_SECONDS = 100e9, 3, 2e-9
+# The gain must be twice the loss, and a larger share of the step than the differences between other kernels.
+_TIMES_LOST, _LEAST_SHARE = 2.0, 0.05
+# Relative tolerances for the loss and for all gradients together. Another order of sums changes some float32 units,
+# 1e-6; a norm over two samples multiplies that by a thousand. A model that confuses pixels with channels differs by 1.
+_LOSS_TOLERANCE, _GRADIENT_TOLERANCE = 1e-3, 1e-2
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """Memory format of images, and a line for people or an empty string."""
+
+    channels_last: bool = False
+    note: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The line, if there is one."""
+        return (self.note,) if self.note else ()
+
+
+def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened) -> FormatChoice:
+    """Return the format for a job if the user does not set it. Model and generators stay unchanged.
+
+    `model`: with values, as it is trained. It computes two samples if it has convolutions in 2 dims.
+    """
+    source = data.source
+    if precision.device.type != "cpu" or not precision.is_wide or not isinstance(source, MapSource):
+        return FormatChoice()
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return FormatChoice()
+    with generators_kept(), contextlib.suppress(Exception):  # a step reports any error
+        batch = small_batch(source, data.collate, data.bad_samples)
+        if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
+            grains = job.grain_size / min(len(source), 2)
+            with NoTrace(model, {"loss": job.loss}) as kept:
+                return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, kept), grains)
+    return FormatChoice()
+
+
+def agreed_format(job: Job, held: ShardedModel, precision: Precision, data: Opened) -> FormatChoice:
+    """Return the `choose_format` that fits all ranks: any rank can refuse. Collective: all ranks, one JSON gather."""
+    own = choose_format(job, held.model, precision, data)
+    told = [FormatChoice(**document) for document in held.mesh.gather_json(asdict(own))]
+    return next((choice for choice in told if not choice.channels_last), told[0])
+
+
+def _tried(trial: _FormatTrial, microbatch: float) -> FormatChoice:
+    """Return the choice for a microbatch of `microbatch` times the trial's samples."""
+    try:
+        if not trial.operators().is_worth(microbatch):
+            return FormatChoice()
+        last = trial.gradients(channels_last=True)
+    except Exception as caught:
+        trial.gradients(channels_last=False)  # raises too if the format is not the cause
+        error = caught if isinstance(caught, ShoalError) else user_error("a backward", caught)
+        raised = error.conflict.removeprefix("it raised ")
+        return FormatChoice(note=f"{_FIRST}; with them last the model or loss raises {raised}")
+    if not _same(trial.gradients(channels_last=False), last):
+        return FormatChoice(note=f"{_FIRST}; with them last the model computes something else, or draws otherwise")
+    return FormatChoice(channels_last=True, note=_LAST)
+
+
+_FIRST = "images lie in memory with their channels first"
+_LAST = (
+    "images lie in memory with their channels last, so that this model's pools take less time; to refuse it write "
+    "execution.channels_last = false in a plan file"
+)
+
+
+@dataclass(frozen=True)
+class _FormatTrial:
+    model: nn.Module
+    pair: LossPair
+    precision: Precision
+    batch: Any
+    kept: NoTrace
+
+    def operators(self) -> ImageOperators:
+        """Return the operators of a forward with channels last."""
+        found = ImageOperators()
+        with self._apart(), torch.enable_grad(), found:  # the loss may differentiate
+            self.pair(self.model, replace(self.precision, channels_last=True).inputs(copy_of(self.batch)))
+        return found
+
+    def gradients(self, *, channels_last: bool) -> list[Tensor]:
+        """Return the loss, then the gradients of all parameters that have one."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with self._apart(), torch.enable_grad():
+            precision = replace(self.precision, channels_last=channels_last)
+            total, _ = self.pair(self.model, precision.inputs(copy_of(self.batch)))
+            found = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [total.detach(), *(g for g in found if g is not None)]
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Restore everything at the end of the context. Disable dropout within it, since its masks would differ."""
+        self.kept.restore()
+        dropping = [m for m in self.model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                for module in dropping:
+                    module.training = False
+                yield
+            finally:
+                for module in dropping:
+                    module.training = True
+                self.kept.restore()
+
+
+class ImageOperators(TorchDispatchMode):
+    """Recorder of a forward's operators on images. It estimates what channels last gains and loses, in seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports its compiler, which takes over a second
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gained = self.lost = self.rest = 0.0  # for the samples of the trial
+        self.lost_by_weights = 0.0  # per microbatch of any size
+
+    def is_worth(self, microbatch: float) -> bool:
+        """Check whether channels last saves time in microbatches of `microbatch` times the samples or more."""
+        gained, lost = self.gained * microbatch, self.lost * microbatch + self.lost_by_weights
+        step = self.rest * microbatch + gained
+        return gained >= _TIMES_LOST * lost and gained > _LEAST_SHARE * step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        out = found[0] if isinstance(found, tuple) else found
+        if isinstance(out, Tensor) and out.ndim == 4:
+            self.rest += out.numel() * _ELEMENT_SECONDS
+            self._price(func._overloadpacket, args, out)
+        return found
+
+    def _price(self, kind: Any, args: Any, out: Tensor) -> None:
+        if kind in (_aten.max_pool2d_with_indices, _aten.avg_pool2d):
+            of_output = _MAX_POOL_SECONDS if kind is _aten.max_pool2d_with_indices else _AVERAGE_POOL_SECONDS
+            taps = min(_MANY_TAPS, math.prod(args[1]) if len(args[1]) > 1 else args[1][0] ** 2)
+            if not args[0].is_contiguous():  # otherwise the model has reordered it, and nothing is gained
+                self.gained += out.numel() * of_output * taps / _MANY_TAPS
+        elif kind is _aten.convolution:
+            self._price_convolution(args[1], out)
+        elif kind is _aten.clone:
+            self.lost += out.numel() * _COPIED_SECONDS
+
+    def _price_convolution(self, weight: Tensor, out: Tensor) -> None:
+        count, pixels = weight.numel(), out.shape[0] * math.prod(out.shape[2:])
+        self.rest += 2.0 * count * pixels * _PRODUCTS / _FLOPS_PER_SECOND
+        each = _WEIGHT_SECONDS
+        if math.prod(weight.shape[2:]) > 1:  # otherwise both orders are identical
+            each = min(_MOST_WEIGHT_SECONDS, _WEIGHT_SECONDS + count * _MORE_SECONDS)
+            self.lost += count * pixels * _LARGE_SECONDS if count > _LARGE_WEIGHTS else 0.0
+        self.lost_by_weights += count * each
+
+
+def _same(first: list[Tensor], last: list[Tensor]) -> bool:
+    """Check whether losses and gradients are equal within rounding."""
+    (loss, *own), (other, *others) = first, last
+    if len(own) != len(others) or not math.isclose(float(loss), float(other), rel_tol=_LOSS_TOLERANCE):
+        return False
+    size = math.fsum(float(g.double().square().sum()) for g in own)
+    apart = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in zip(own, others, strict=True))
+    return apart <= _GRADIENT_TOLERANCE**2 * size

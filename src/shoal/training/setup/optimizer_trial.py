@@ -1,0 +1,229 @@
+"""Trial of a job's optimizer on small stand-ins of the parameters, to find what its step depends on.
+
+Ranks may divide an update if each rank computes the same values as one process with all parameters. The trial checks
+this by execution, not by the optimizer's name. It runs the same few steps with the whole stand-ins, and with the parts
+that one rank would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
+from shoal.errors import JobError
+from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.no_trace import NoTrace
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+
+# Maximum elements of a stand-in, and minimum size of a dim that was scaled down to get there.
+_MOST_ELEMENTS, _LEAST_DIM = 1 << 11, 8
+# Scales of the gradients in successive steps: an optimizer may clip them.
+_SCALES = (1e-3, 1.0, 1e3)
+# Relative to the largest change of a parameter: a step with other numbers differs by percents.
+_TOLERANCE, _ROUNDINGS = 1e-3, 16
+
+# The parameters' values by name, before the first step and after each step.
+Steps = list[dict[str, Tensor]]
+
+
+class Own(NamedTuple):
+    """A rank's part of a parameter.
+
+    `cut`: dims of which the rank has the first half. `updated`: whether the rank's part gets a gradient.
+    """
+
+    cut: tuple[int, ...] = ()
+    updated: bool = True
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor."""
+        for dim in self.cut:
+            whole = whole.narrow(dim, 0, (whole.shape[dim] + 1) // 2)
+        return whole.clone()
+
+
+class OptimizerTrial:
+    """Trials of the optimizer that `make` returns for parameters of the given shapes, on `device`."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any],
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+    ) -> None:
+        self._make, self._device = make, device
+        self.name = ""  # class name of the optimizer after a trial; empty for torch's own classes
+        self._like = {name: (p, _small(shapes[name])) for name, p in parameters if p.requires_grad}
+
+    def differing(self, own: Mapping[str, Own]) -> str | None:
+        """Return the first parameter that gets other values on a rank with only its `own` parts, or None.
+
+        None also means unknown: the optimizer raises on stand-ins, or draws random numbers, which the first step
+        detects.
+        """
+        for wide in (True, False):  # not every optimizer computes in float64
+            whole, part = self.steps(wide=wide), self.steps(own, wide=wide)
+            if whole and part:
+                return _differing(whole, part, own)
+        return None
+
+    def steps(self, own: Mapping[str, Own] | None = None, *, wide: bool = True) -> Steps:
+        """Return the values after each trial step, or an empty list if they are unknown.
+
+        `own`: the parts that a rank has; None: whole parameters. `wide`: compute in float64.
+        """
+        found: Steps = []
+        with contextlib.suppress(Exception), NoTrace(None, {"optimizer": self._make}):
+            values = torch.Generator().manual_seed(0)
+            held = list(self._held(values, {name: Own() for name in self._like} if own is None else own, wide))
+            optimizer = build_optimizer(self._make, Parameters(_StandIns([(name, p) for name, p, _ in held])))
+            self.name = "" if is_plain(optimizer) else type(optimizer).__name__
+            before = all_generators()
+            found.append({name: parameter.detach().clone() for name, parameter, _ in held})
+            for number, scale in enumerate(_SCALES):
+                for _, parameter, gradients in held:
+                    parameter.grad = gradients[number] * scale if gradients else None
+                step_optimizer(optimizer)  # may raise in the second step, since there is no forward between the steps
+                if all_generators() != before:
+                    return []
+                found.append({name: parameter.detach().clone() for name, parameter, _ in held})
+        return found if len(found) > 1 else []
+
+    def _held(
+        self, values: torch.Generator, owns: Mapping[str, Own], wide: bool
+    ) -> Iterator[tuple[str, nn.Parameter, list[Tensor]]]:
+        for name, (like, shape) in self._like.items():
+            dtype = like.dtype if not wide else torch.complex128 if like.is_complex() else torch.float64
+            drawn = [torch.randn(shape, generator=values, dtype=torch.float64) for _ in range(1 + len(_SCALES))]
+            if name in owns:
+                own = owns[name]
+                value, *gradients = (own.of(one).to(self._device, dtype) for one in drawn)
+                parameter = nn.Parameter(value)
+                vars(parameter).update(vars(like) if type(like) is nn.Parameter else {})  # some jobs group by these
+                yield name, parameter, gradients if own.updated else []
+
+
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for one of torch's own optimizers without hooks: its dependencies are known."""
+    return is_torchs(optimizer) and not is_hooked(optimizer)
+
+
+class _StandIns(nn.Module):
+    """A model without modules that has parameters under the names of another model."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)
+
+
+def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape of about the same proportions with a bounded number of elements."""
+    small, factor = torch.Size(shape), 1
+    while small.numel() > _MOST_ELEMENTS and max(small) > _LEAST_DIM:
+        factor *= 2
+        small = torch.Size(max(min(dim, _LEAST_DIM), dim // factor) for dim in shape)
+    return tuple(small)
+
+
+def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
+    """Return the first parameter with a part that differs from the whole after a step by more than rounding."""
+    for number in range(1, min(len(whole), len(part))):
+        for name, value in part[number].items():
+            before, wanted = (own[name].of(steps[name]) for steps in whole[number - 1 : number + 1])
+            far = _TOLERANCE * _largest(wanted - before) + _ROUNDINGS * torch.finfo(value.dtype).eps * _largest(wanted)
+            if own[name].updated and _largest((value - wanted)[value != wanted]) > far:
+                return name
+    return None
+
+
+def _largest(values: Tensor) -> float:
+    """Return the largest finite magnitude."""
+    found = values.abs()
+    found = found[found.isfinite()]
+    return float(found.max()) if len(found) else 0.0
+
+
+def refuse_divided_steps(
+    optimizer: torch.optim.Optimizer,
+    make: Callable[[Any], Any],
+    model: ShardedModel,
+    updates: Callable[[nn.Parameter], bool],
+) -> None:
+    """Raise JobError for an optimizer that computes other values from this rank's parts than from all parameters.
+
+    `updates`: returns True if this rank updates a parameter. torch's own optimizers are exempt: see `refuse_on_parts`.
+    """
+    if is_plain(optimizer):
+        return
+    parts, absent = model.division.parts, model.absent()
+    named = [(name, p) for name, p in model.model.named_parameters() if p.requires_grad]
+    own = {name: Own(_cut_dims(parts.get(name)), updates(p)) for name, p in named if name not in absent}
+    if len(own) == len(named) and all(one == Own() for one in own.values()):
+        return
+    trial = OptimizerTrial(make, named, model.shapes(), model.mesh.device)
+    found = trial.differing(own)
+    if found is None:
+        return
+    one_by_one = trial.differing({name: Own() for name in list(own)[::2]}) is None
+    raise JobError(
+        given=f"optimizer {type(optimizer).__name__}, with a layout in which "
+        + (f"a rank has a part of {found}" if one_by_one else "a rank updates a part of the parameters"),
+        conflict=f"a step changes {found} otherwise if it has that part alone: "
+        + ("it computes with a parameter as a whole" if one_by_one else "it computes with all parameters together")
+        + ", by a norm or a product of matrices, say",
+        remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole'
+        if one_by_one
+        else 'use the data axis, one parameter server, or shard.level = "gradients" or "parameters"',
+    )
+
+
+def _cut_dims(part: TensorSlice | None) -> tuple[int, ...]:
+    if part is None:
+        return ()
+    return tuple(dim for dim, (own, size) in enumerate(zip(part.local_shape, part.shape, strict=True)) if own != size)
+
+
+def refuse_read(trial: OptimizerTrial, kept: NoTrace, together: Callable[[bool], bool], names: Collection[str]) -> None:
+    """Raise JobError for an optimizer with a step that depends on a value from a forward of the model.
+
+    `kept`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
+    `names`: the values to check.
+    """
+    first, read = trial.steps(), ""
+    for name, home, key in kept.places() if first and trial.name else ():
+        value = home[key]
+        for factor in (1e-3, 1e3) if name in names else ():  # a threshold may lie on either side
+            home[key] = tree_map(lambda leaf, f=factor: leaf * f if _is_number(leaf) else leaf, value)
+            found = trial.steps()
+            if found and not all(
+                torch.allclose(one[p], other[p], atol=0.0, equal_nan=True)
+                for one, other in zip(first, found, strict=False)
+                for p in one
+            ):
+                read = name
+        home[key] = value
+    if together(bool(read)):
+        read = read or "a part of the model on another rank"
+        raise JobError(
+            given=f"optimizer {trial.name}, whose step reads what a forward leaves in {read}",
+            conflict="it depends on which batches a process has computed, and so on the number of devices: ranks would "
+            "give a parameter different values",
+            remedy="compute the value from the parameters, their gradients or the optimizer's state, which are the "
+            "same on every layout, or set it in a callback after the step from a sum over all ranks",
+        )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | Tensor) and not isinstance(leaf, bool)

@@ -1,0 +1,1 @@
+"""The update: summed gradients become new parameters."""

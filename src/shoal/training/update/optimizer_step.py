@@ -1,0 +1,440 @@
+"""Optimizer step from summed gradients, once a step: weight, loss scale, clipping, schedule and update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.whole_optimizer import OWN_RATE, groups, parts, rated, rates_seen
+from shoal.distributed.failures import user_error
+from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
+from shoal.errors import JobError, UserCodeError
+from shoal.job import Job, Progress
+from shoal.numerics.gradient_norm import (
+    clip_values,
+    global_norm,
+    is_settled,
+    norm_tensor,
+    rounded,
+    rounded_tensor,
+    settled,
+)
+from shoal.numerics.grain_randomness import all_generators, seed_everything
+from shoal.numerics.losses import refuse_weight
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
+from shoal.parallel.model.sharded_model import ShardedModel, local, replaced
+from shoal.plans.grains import random_key
+from shoal.training.loop.direct_step import DirectStep
+from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.setup.job_optimizer import refuse_divided, step_error
+from shoal.training.update.fused_step import captured, fused, maskable, masked
+from shoal.training.update.lr_schedule import Schedule
+
+# Give up on direct steps after this many recordings in a row that no direct step could use.
+_MOST_LEARNT = 4
+# The guard of torch.nn.utils.clip_grad_norm_ against a division by zero.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass  # made in every step
+class Update:
+    """Result of an update: norm of the mean gradient before clipping, learning rate, and the reason for a skip.
+
+    `skipped` is None, or "weightless": no sample had a weight; "overflow": a smaller loss scale may help; "nonfinite":
+    the loss or the gradient is not finite.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    skipped: str | None
+
+
+@dataclass(frozen=True)
+class QueuedUpdate:
+    """An update with kernels that are queued on the device.
+
+    `good`: bool [] on the device, True if the update changes the parameters. `norm`: float64 [], the norm of the summed
+    gradients from the strategy's `queued_norm`.
+    """
+
+    learning_rate: float
+    good: Tensor
+    norm: Tensor
+
+
+class Stepper:
+    """Optimizer that steps with the learning rates of the job's schedule.
+
+    `exact`: use the kernels of the optimizer's own defaults. `captured`: round scheduled rates to float32, the dtype of
+    a captured step (decision 0057).
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False, captured: bool = False
+    ) -> None:
+        self._optimizer, self._job, self._exact = optimizer, job, exact
+        self._narrow = captured and job.schedule is not None
+        self._parts = tuple(parts(optimizer).values())
+        rates = rated(self._parts)
+        self._is_plain = is_torchs(optimizer) and len(rates) == len(optimizer.param_groups)
+        self._rates = [float(group["lr"]) for group in rates]
+        # The groups of a wrapper may have no learning rate.
+        if job.schedule is not None and len(rates) < len(groups(optimizer)) and (len(self._parts) == 1 or not rates):
+            raise JobError(
+                given=f"a schedule for {type(optimizer).__name__}, which has no lr",
+                conflict="a schedule multiplies the learning rates of the optimizer's groups",
+                remedy="leave the schedule out, or use an optimizer with a learning rate",
+            )
+
+        schedule = job.schedule
+        self._scheduled = schedule.rates(optimizer) if isinstance(schedule, Schedule) else None
+        self._direct: DirectStep | None = DirectStep(optimizer)
+        self._num_learnt = 0
+
+    def multiplier(self, progress: Progress) -> float:
+        """Return the schedule's multiplier of the learning rate, 1.0 without a schedule. Raises: UserCodeError."""
+        if self._job.schedule is None:
+            return 1.0
+        try:
+            multiplier = float(self._job.schedule(progress))
+        except JobError:
+            raise
+        except Exception as error:
+            raise user_error("the schedule", error) from error
+        if not math.isfinite(multiplier) or multiplier < 0:
+            raise UserCodeError(
+                given=f"schedule({float(progress):.4g}) = {multiplier}",
+                conflict="a schedule gives the learning rate's multiplier: finite and not negative",
+                remedy="mend the schedule, a function of progress in [0, 1]",
+            )
+        return multiplier
+
+    def rate(self, progress: Progress) -> float:
+        """Return the learning rate of the first group. Raises: UserCodeError."""
+        return (self._rates[0] if self._rates else 1.0) * self.multiplier(progress)
+
+    def set_rates(self, progress: Progress) -> float:
+        """Set the learning rates of all groups and return the first group's.
+
+        Raises: UserCodeError; JobError if groups were added since the start.
+        """
+        groups = self._optimizer.param_groups if self._is_plain else rated(self._parts)
+        if len(groups) != len(self._rates):
+            raise JobError(
+                given=f"{type(self._optimizer).__name__} with {len(groups)} parameter groups, of {len(self._rates)} at "
+                "the start",
+                conflict="a job's schedule and checkpoints are of the groups that its optimizer function makes",
+                remedy="make all groups there; a shoal.Session may add groups in its loop",
+            )
+        rate = self._scheduled.set(progress) if self._scheduled is not None else self._set(progress, groups)
+        if not self._narrow:
+            return rate
+        for group in self._optimizer.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = as_float32(group["lr"])
+        return as_float32(rate)
+
+    def _set(self, progress: Progress, groups: list[dict[str, Any]]) -> float:
+        multiplier = self.multiplier(progress)
+        for group, rate in zip(groups, self._rates, strict=True):
+            if OWN_RATE in group:
+                continue
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * multiplier)
+            else:
+                group["lr"] = rate * multiplier
+        if groups and OWN_RATE in groups[0]:
+            return float(groups[0]["lr"])
+        return self._rates[0] * multiplier if self._rates else multiplier
+
+    def _trained(self) -> list[tuple[int, bool]]:
+        """Return which parameters of the groups require a gradient."""
+        return [
+            (id(p), p.requires_grad) for part in self._parts for group in part.param_groups for p in group["params"]
+        ]
+
+    def _settle(self, rates: list[Any], trained: list[tuple[int, bool]]) -> None:
+        """Mark groups with a learning rate that the optimizer's step has changed.
+
+        Raises: JobError for such a change in a job with a schedule, and for a changed `requires_grad`.
+        """
+        before = dict(trained)
+        if any(is_trained != before.get(key, is_trained) for key, is_trained in self._trained()):
+            raise JobError(
+                given=f"optimizer {type(self._optimizer).__name__}, whose step changes requires_grad of a parameter",
+                conflict="what a job trains is divided and summed over ranks as it is before the first step",
+                remedy="leave requires_grad alone and give the parameter's group a learning rate of 0 for a while, or "
+                "set requires_grad in a loop of your own with shoal.Session",
+            )
+        for group, was, now in zip(rated(self._parts), rates, rates_seen(self._parts), strict=False):
+            if was != now and self._job.schedule is not None:
+                raise JobError(
+                    given=f"optimizer {type(self._optimizer).__name__}, whose step changes a learning rate, and a "
+                    "schedule",
+                    conflict="the schedule sets the rates before each step, and the optimizer's change is lost",
+                    remedy="keep one of them: the scheduler or hook in the optimizer, or Job(schedule=...)",
+                )
+            if was != now:
+                group[OWN_RATE] = True
+
+    def seed(self, step: int) -> None:
+        """Seed the generators with a value that is the same on all ranks, for optimizers that may add noise."""
+        if may_draw(self._optimizer):
+            seed_everything(random_key(self._job.seed, "optimizer", step))
+
+    def _learn(self) -> None:
+        if self._direct is None:
+            return
+        self._direct.learn()
+        self._num_learnt += 1
+        if self._num_learnt >= _MOST_LEARNT:
+            self._direct = None
+
+    def step(self, number: int, *, refuse_noise: bool = False) -> None:
+        """Step the optimizer with the random numbers of step `number`.
+
+        Raises: UserCodeError; JobError if `refuse_noise` and the optimizer has drawn random numbers.
+        """
+        try:
+            if not self._exact and self._direct is not None and self._direct.take():  # draws nothing
+                self._num_learnt = 0
+                return
+        except Exception as error:
+            raise step_error(self._optimizer, error) from error
+        self.seed(number)
+        before = all_generators() if refuse_noise else None
+        seen = (rates_seen(self._parts), self._trained()) if may_draw(self._optimizer) else None
+        try:
+            if self._exact:
+                step_optimizer(self._optimizer)
+            else:
+                with fused(self._optimizer):
+                    step_optimizer(self._optimizer)
+                self._learn()
+        except Exception as error:
+            raise step_error(self._optimizer, error) from error
+        if seen is not None:
+            self._settle(*seen)
+        if before is not None and all_generators() != before:
+            raise JobError(
+                given="an optimizer that draws random numbers, where ranks update different parts of a model",
+                conflict="what is drawn for one part would depend on the layout",
+                remedy="use the data axis alone, or an optimizer without noise",
+            )
+
+    def capture_step(self, good: Tensor, rates: Sequence[Tensor] | None) -> None:
+        """Step the optimizer within a graph capture, masked by `good`: bool [].
+
+        `rates`: learning rates on the device, or None if they are constant.
+        """
+        with captured(self._optimizer, good, rates):
+            step_optimizer(self._optimizer)
+
+    @property
+    def queues(self) -> bool:
+        """Whether `queue_step` supports the parameters that have gradients now."""
+        return not self._exact and maskable(self._optimizer)
+
+    def queue_step(self, good: Tensor) -> None:
+        """Queue an optimizer step that changes nothing if `good`, bool [] on the device, is False.
+
+        Raises: UserCodeError.
+        """
+        try:
+            with masked(self._optimizer, good):
+                step_optimizer(self._optimizer)
+        except Exception as error:
+            raise step_error(self._optimizer, error) from error
+
+
+def as_float32(rate: float) -> float:
+    """Return a learning rate rounded to float32."""
+    return float(np.float32(rate))
+
+
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a step may draw random numbers. Only torch's own classes without hooks never do."""
+    return not is_torchs(optimizer) or is_hooked(optimizer)
+
+
+class Updater:
+    """Update of the parameters by one optimizer. Inputs and decisions are the same on all ranks."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        observer: Observer,
+        strategy: Strategy,
+        sharded_model: ShardedModel,
+        *,
+        exact: bool = False,
+        stepper: Stepper | None = None,
+    ) -> None:
+        """Prepare the update, and divide the optimizer's parameters by the strategy.
+
+        `exact`: use the kernels of the optimizer's own defaults. `stepper`: replaces the default Stepper.
+        """
+        self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
+        self._hooks = sharded_model.hooks
+        for part in parts(optimizer).values():
+            for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
+                del part.state[parameter]  # made for a parameter of another rank
+        divided = strategy.divide(optimizer)
+        whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
+        complex_one = next((name for name, p in whole if p.is_complex()), None)
+        if complex_one is not None and job.clip_value is not None:
+            raise JobError(
+                given=f"clip_value={job.clip_value:g} with the complex parameter {complex_one}",
+                conflict="complex numbers have no order, by which torch could clip them",
+                remedy="use clip_norm",
+            )
+        self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
+        self._places, self._num_gradients = list(_places(sharded_model)), -1
+        self._parameters += [(part, True) for part in divided.values() if part is not None]
+        refuse_divided(optimizer, sharded_model, strategy.updates)
+        # The fast path avoids a function call for each parameter in every step.
+        self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
+        self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
+        self._job, self._observer, self._judged = job, observer, False
+        self.num_begun = 0  # updates, including one that has raised before its end
+        self.stepper = stepper or Stepper(optimizer, job, exact=exact)
+
+    def step(
+        self, loss: float, weight: float, loss_scale: LossScale, progress: Progress, norm: float | None = None
+    ) -> Update:
+        """Divide the summed gradients by `weight` and the loss factor, clip them, and step the optimizer.
+
+        A skipped update changes nothing. `loss`: the mean loss over the global batch. `norm`: the value of
+        `norm_tensor` for all gradients if it is known, which counts each trainable parameter once.
+        Raises: LossError for a weight that is not valid.
+        Collective: as the strategy's `norm` and `update`.
+        """
+        rate = self.stepper.set_rates(progress)
+        if refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
+            return Update(0.0, rate, "weightless")
+        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        if self._looks:
+            self._observer.reduced(loss, weight, scale)
+        self._strategy.own_gradients()
+        gradients, counted = self._gradients()
+        rest = scale
+        if self._hooks.by_name:  # hooks see the mean, as on one process with the whole batch
+            if gradients:
+                torch._foreach_mul_(gradients, scale)
+            key = random_key(self._job.seed, "hooks", progress.step)
+            self._hooks.call(dict(self._sharded_model.parameters()), key)
+            (gradients, counted), rest, norm = self._gradients(), 1.0, None
+        own = global_norm(counted) if norm is None else settled(counted, norm)
+        norm = self._strategy.norm(own) * abs(rest)
+        skipped = judged(loss, norm, scale, loss_scale)
+        if skipped is not None:
+            return Update(norm, rate, skipped)
+        rest *= clipping(self._job.clip_norm, norm)
+        if gradients and rest != 1.0:  # exactly 1 if each of 2^n samples has weight 1
+            torch._foreach_mul_(gradients, rest)
+        if self._job.clip_value is not None:
+            clip_values(gradients, self._job.clip_value)
+        if self._looks:
+            self._strategy.gradients_settle()
+            self._observer.clipped(norm)
+        self.num_begun += 1
+        self._strategy.update(lambda: self.stepper.step(progress.step, refuse_noise=self._divides_state))
+        if not self._judged:
+            self._refuse_whole_state()
+            self._judged = True
+        return Update(norm, rate, None)
+
+    @property
+    def queues(self) -> bool:
+        """Whether `queue` supports the parameters that have gradients on this rank now."""
+        return self._judged and self.stepper.queues and not self._hooks.by_name
+
+    def queue(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale, progress: Progress) -> QueuedUpdate:
+        """Queue the work of `step` on the device without a wait.
+
+        The update changes nothing if `fine` is False, or if `step` would skip the update or compute the norm again.
+        Collective: as the strategy's `queued_norm` and `update`.
+        """
+        rate = self.stepper.set_rates(progress)
+        good, norm = self.prepare(sums, fine, loss_scale)
+        self.num_begun += 1
+        self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
+        return QueuedUpdate(rate, good, norm)
+
+    def prepare(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
+        """Queue the work of `queue` before the optimizer's step; return whether the update is good, and the norm."""
+        gradients, counted = self._gradients()
+        summed_norm = self._strategy.queued_norm(norm_tensor(counted))
+        weight = sums.sums[WEIGHT]
+        scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
+        norm = rounded_tensor(summed_norm) * scale.abs()
+        finite = torch.stack((sums.sums[TOTAL] / weight, scale, norm)).isfinite().all()
+        good = fine & finite & (weight > 0) & is_settled(summed_norm)
+        if self._job.clip_norm is not None:
+            scale = scale * (torch.full_like(norm, self._job.clip_norm) / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+        if gradients:
+            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        clip_values(gradients, self._job.clip_value)
+        return good, summed_norm
+
+    def queued(self, weight: float, loss_scale: LossScale, norm: float, rate: float) -> Update:
+        """Return the result of a good queued update. `norm`: as in QueuedUpdate."""
+        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        return Update(rounded(norm, ()) * abs(scale), rate, None)
+
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's detached gradients, and the gradients that count in its norm.
+
+        Raises: JobError if the job's code has replaced a parameter, which then has no gradient.
+        """
+        if self._whole:
+            found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
+            self._watch_places(len(found))
+            return found, found
+        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        self._watch_places(len(held))
+        return [gradient for gradient, _ in held], [g for g, counts in held if counts and g.numel()]
+
+    def _watch_places(self, num_gradients: int) -> None:
+        if num_gradients != self._num_gradients:
+            self._num_gradients = num_gradients
+            for name, home, key, parameter in self._places:
+                if home.get(key) is not parameter:
+                    raise replaced(name)
+
+    def _refuse_whole_state(self) -> None:
+        """Raise JobError for optimizer state of a divided parameter that is not divided in the same way."""
+        refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
+        tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
+        self._sharded_model.state(tensors)
+
+
+def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:
+    """Yield name, home, key and value of each parameter that is not gathered from other ranks."""
+    for name, parameter in model.parameters():
+        if not hasattr(parameter, "to_local"):
+            module, _, key = name.rpartition(".")
+            yield name, model.model.get_submodule(module)._parameters, key, parameter
+
+
+def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:
+    """Return the reason to skip an update, as in Update, or None."""
+    if not math.isfinite(loss) or not math.isfinite(scale):
+        return "nonfinite"
+    if not math.isfinite(norm):
+        return "overflow" if loss_scale.can_fall else "nonfinite"
+    return None
+
+
+def clipping(limit: float | None, norm: float) -> float:
+    """Return the factor that clips a gradient of norm `norm` to `limit`."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
