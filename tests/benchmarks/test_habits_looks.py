@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.habits import programs
 from benchmarks.habits.fingerprint import fingerprint
-from tests.unit.training.test_engine import engine
+from tests.unit.training.setup.test_engine import engine
 from tests.usual import parametrize
 
 from shoal.errors import ShoalError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.jobs.read_late import Course, job, trained
-from tests.unit.training.test_captured_step import JOBS, PLAN, REFUSED, normed, said_of_graph, same, spoilt
+from tests.unit.training.loop.test_captured_step import JOBS, PLAN, REFUSED, normed, said_of_graph, same, spoilt
 
 import shoal
 from shoal.distributed.mesh import alone
