@@ -29,7 +29,7 @@ LARGE = "2.weight"
 
 def parts(engine: Engine) -> Any:
     """The bytes of the large parameter that this rank steps, and the shapes of its state on this rank."""
-    owner = engine.strategy._owners
+    owner = engine.strategy.update_division
     assert isinstance(owner, OneCopyUpdate)
     assert owner._pieces is not None
     [part] = owner._pieces.parts.values()

@@ -395,7 +395,7 @@ class Keeper:
 
     def _restore(self, saved: SavedCheckpoint, loss_scale: LossScale) -> RunState:
         trained, document = self._trained, saved.document
-        sharded_model, strategy = trained.sharded_model, trained.strategy
+        sharded_model, division = trained.sharded_model, trained.strategy.update_division
         held, parameters, absent = sharded_model.tensors(), dict(sharded_model.parameters()), sharded_model.absent()
         refuse_other_model(saved, held, absent)
         # `load_optimizer` reports names that are no longer parameters.
@@ -403,7 +403,7 @@ class Keeper:
             trained.trainable.restore(document["trainable"])
         taken_up = of_parameters(
             document["optimizer"],
-            lambda name: name not in absent and (name not in parameters or strategy.updates(parameters[name])),
+            lambda name: name not in absent and (name not in parameters or division.updates(parameters[name])),
         )
         held_states = {name for own in documents_of(taken_up).values() for name in own["state"]}
         targets = sharded_model.room(document["tensors"]["optimizer"], held_states)

@@ -26,6 +26,7 @@ from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
+from shoal.parallel.shard.update_division import UpdateDivision
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
@@ -274,18 +275,18 @@ def assemble(
         collective = open_shared(mesh)
         # A gradient in the dtype of the sums is the sum itself, so each rank may take a part of it.
         in_pieces = reduce == torch.float32 and not plan.execution.exact
-        owner = OneCopyUpdate(sharded_model.model, trained, mesh, collective, mark, in_pieces=in_pieces)
+        division: UpdateDivision = OneCopyUpdate(sharded_model, trained, collective, mark, in_pieces=in_pieces)
         if plan.execution.exact:
             shared_tree = SharedTreeSum(num_grains, _flat(parameters, reduce), collective, one_sum=True)
-            return ExactDataParallel(sharded_model, parameters, shared_tree, mark, owner)
-        return DataParallel(sharded_model, parameters, reduce, mark, owner, plan=plan, collective=collective)
-    owners = None
+            return ExactDataParallel(sharded_model, parameters, shared_tree, mark, division)
+        return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan, collective=collective)
+    division = UpdateDivision(sharded_model)
     if plan.layout.shard > 1:  # `parameters` may belong to one of several optimizers
-        owners = ShardedOptimizer(parameters, mesh, mark, trained)
+        division = ShardedOptimizer(sharded_model, parameters, mark, trained)
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
-        return ExactDataParallel(sharded_model, parameters, tree, mark, owners)
-    return DataParallel(sharded_model, parameters, reduce, mark, owners, plan=plan)
+        return ExactDataParallel(sharded_model, parameters, tree, mark, division)
+    return DataParallel(sharded_model, parameters, reduce, mark, division, plan=plan)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

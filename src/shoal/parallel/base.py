@@ -1,6 +1,6 @@
 """Interface of parallelism strategies: backward passes of microbatches, and sums of gradients and losses over ranks.
 
-The module also sums gradients that are partial over a mesh axis, and computes the gradient norm of a divided model.
+The module also sums gradients that are partial over a mesh axis.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from shoal.data.loader import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS
 from shoal.numerics import device_reads
-from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.numerics.losses import refuse_weight
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.parallel.shard.update_division import UpdateDivision
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
-    from shoal.parallel.shard.owners import DividedUpdate, Parts
 
 # Indices of a step's sums: loss total, weight, samples, number of microbatches with a gradient, and the words of the
 # sample digest. Weighted buffers follow (see numerics/batch_statistics.py).
@@ -183,7 +182,7 @@ class Strategy(ABC):
     """Interface of a step on every rank, also on a rank without samples: begin, a backward per microbatch, finish.
 
     After `finish`, each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight. It is
-    None if no rank's loss depends on the parameter.
+    None if no rank's loss depends on the parameter. The update then works through `update_division`.
     """
 
     compression: Compression | None = None  # compresses the gradients before they are sent
@@ -192,9 +191,10 @@ class Strategy(ABC):
     # Whether `backward` takes the unscaled total and starts its gradient with the factor that `begin` received.
     begins_with_factor = False
 
-    def __init__(self, model: ShardedModel, mark: Mark, owners: DividedUpdate | None = None) -> None:
-        """Set the model, the `mark` to call before communication waits, and the `owners` of a divided update."""
-        self._model, self._mesh, self._mark, self._owners = model, model.mesh, mark, owners
+    def __init__(self, model: ShardedModel, mark: Mark, update_division: UpdateDivision | None = None) -> None:
+        """Set the model, the `mark` to call before communication waits, and the division of the update, if any."""
+        self._model, self._mesh, self._mark = model, model.mesh, mark
+        self.update_division = update_division or UpdateDivision(model)
         # From the last good step that was read at once: what `add_partial` summed, and which parameters had a gradient
         # before.
         self._added: PartialSums = []
@@ -206,10 +206,9 @@ class Strategy(ABC):
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """Start a step, or start it again, without gradients or sums. Loss totals are multiplied by `factor`.
 
-        Collective: as `DividedUpdate.begin`.
+        Collective: as `UpdateDivision.begin`.
         """
-        if self._owners is not None:
-            self._owners.begin()
+        self.update_division.begin()
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
@@ -275,76 +274,6 @@ class Strategy(ABC):
                 odd += 1
                 parameter.grad = torch.zeros_like(parameter) if had else None
         return odd
-
-    def queued_norm(self, own: Tensor | None) -> Tensor:
-        """Return `norm` as float64 [] on the device, not rounded; NaN if a rank must compute its part on the host.
-
-        `own`: `norm_tensor` of the gradients that this rank `counts`. Collective: all ranks, as `norm`, of two numbers.
-        """
-        if not self._model.divided:
-            return self._zeros(1)[0] if own is None else own
-        told = self._zeros(2)
-        if own is not None:
-            told[0], told[1] = own.square(), ~is_settled(own) & (own != 0)  # a part without a gradient adds nothing
-        dist.all_reduce(told)
-        return torch.where(told[1] > 0, torch.nan, told[0].sqrt())
-
-    def _zeros(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.float64, device=self._mesh.device)
-
-    def own_gradients(self) -> None:
-        """Keep on each rank only the gradients that the rank scales, clips and counts in `norm`."""
-        if self._owners is not None:
-            self._owners.own_gradients()
-
-    def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
-        """Return, for each parameter with a divided update, the part that this rank's optimizer steps in its place.
-
-        The trainer calls it once, after it has built the optimizer.
-        """
-        return {} if self._owners is None else self._owners.divide(optimizer)
-
-    def gradients_settle(self) -> None:
-        """Wait until every gradient of this rank is scaled and clipped.
-
-        Collective: as the owners' `gradients_settle`.
-        """
-        if self._owners is not None:
-            self._owners.gradients_settle()
-
-    def norm(self, own: float) -> float:
-        """Return the Euclidean norm of the whole gradient, `rounded`, from the norm `own` over what each rank `counts`.
-
-        Collective: all ranks, one all-reduce of a number, if the model is divided or the update has owners.
-        """
-        if self._owners is not None:
-            own = self._owners.norm(own)
-        if self._model.divided:
-            squared = torch.tensor(own, dtype=torch.float64).square()
-            dist.all_reduce(squared)
-            own = float(squared.sqrt().numpy())  # it is on the host
-        return rounded(own, self._model.dtypes)
-
-    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
-        """Call the optimizer's `step` so that every rank ends with every parameter's new value.
-
-        `queued`: the ranks do not exchange whether `step` raised. Collective: the ranks that divide the update. Raises:
-        what `step` raises.
-        """
-        if self._owners is None:
-            step()
-        else:
-            self._owners.update(step, queued=queued)
-        if self.compression is not None:  # the withheld part of the gradients changes only now
-            self.compression.commit()
-
-    def updates(self, parameter: Tensor) -> bool:
-        """Check whether this rank updates the parameter and so has its optimizer state."""
-        return self._owners is None or self._owners.updates(parameter)
-
-    def own_part(self, num_bytes: int) -> int:
-        """Return how many of `num_bytes` parameter bytes count on this rank: all, unless ranks share one copy."""
-        return num_bytes if self._owners is None else self._owners.own_part(num_bytes)
 
     def rest(self) -> None:
         """Free what forwards without a backward, for example in an evaluation, have gathered."""

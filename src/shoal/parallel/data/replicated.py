@@ -32,7 +32,7 @@ from shoal.parallel.base import (
 )
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.shard.owners import DividedUpdate
+from shoal.parallel.shard.update_division import UpdateDivision
 from shoal.plans.plan import Plan
 
 
@@ -47,13 +47,13 @@ class DataParallel(AccumulatingStrategy):
         parameters: Sequence[Tensor],
         reduce: torch.dtype,
         mark: Mark,
-        owners: DividedUpdate | None = None,
+        update_division: UpdateDivision | None = None,
         *,
         plan: Plan | None = None,
         collective: Collective | None = None,
     ) -> None:
         """Build the gradient buckets. `collective`: an open collective; by default the plan's algorithm is opened."""
-        super().__init__(model, mark, owners)
+        super().__init__(model, mark, update_division)
         plan, mesh = plan or Plan(), model.mesh
         if mesh.num_data_ranks > 1 and collective is None:
             parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
@@ -109,7 +109,7 @@ class DataParallel(AccumulatingStrategy):
 
     @property
     def queues(self) -> bool:
-        return self.compression is None and (self._owners is None or self._owners.queues)
+        return self.compression is None and self.update_division.queues
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         sums, device = device_reads.sent(self._own_sums(num_sums), self._mesh.device), self._mesh.device
@@ -172,9 +172,9 @@ class ExactDataParallel(Strategy):
         parameters: Sequence[Tensor],
         tree: TreeSum,
         mark: Mark,
-        owners: DividedUpdate | None = None,
+        update_division: UpdateDivision | None = None,
     ) -> None:
-        super().__init__(model, mark, owners)
+        super().__init__(model, mark, update_division)
         self._parameters, self._tree = list(parameters), tree
         self._num_grains = tree.num_grains
         self.begin()

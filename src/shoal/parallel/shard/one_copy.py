@@ -28,8 +28,9 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, open_copied, places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
-from shoal.parallel.shard.owners import DividedUpdate, Parts, error_of
+from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.parameter_pieces import ParameterPieces, can_divide
+from shoal.parallel.shard.update_division import Parts, UpdateDivision, error_of, owners
 from shoal.plans.accounting.partition import shared_part
 
 
@@ -122,14 +123,15 @@ def _laid_out(memory: Tensor, like: Tensor) -> Tensor:
     return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-class OneCopyUpdate(DividedUpdate):
+class OneCopyUpdate(UpdateDivision):
     """Update of shared parameters in place, each by its owner."""
+
+    queues = False
 
     def __init__(
         self,
-        model: nn.Module,
+        model: ShardedModel,
         parameters: Sequence[Tensor],
-        mesh: Mesh,
         collective: SharedMemory,
         mark: Callable[[str], None],
         *,
@@ -139,10 +141,12 @@ class OneCopyUpdate(DividedUpdate):
 
         Collective: as SharedParameters.
         """
-        super().__init__(parameters, parameters, range(mesh.world_size), mesh.rank)
-        self._mesh, self._collective, self._mark = mesh, collective, mark
-        self._shared = SharedParameters(model, collective)
+        super().__init__(model)
+        self._mesh, self._collective, self._mark, self._parameters = model.mesh, collective, mark, list(parameters)
+        self._owners = owners(parameters, range(self._mesh.world_size))
+        self._shared = SharedParameters(model.model, collective)
         self._owned = [parameter for parameter in parameters if self.updates(parameter)]
+        self._others = [parameter for parameter in parameters if not self.updates(parameter)]
         self._is_written = False  # whether any rank has written to its view of a parameter
         self._is_read = False  # whether other ranks may still read what this rank's next backward writes
         self._in_pieces = in_pieces
@@ -153,8 +157,8 @@ class OneCopyUpdate(DividedUpdate):
         if not self._in_pieces or not can_divide(optimizer):
             return {}
         trained = [p for p in self._parameters if isinstance(p, nn.Parameter)]
-        memory, owners = self._shared.memory_of, self._owner
-        self._pieces = ParameterPieces(optimizer, trained, self._collective, self._mesh, memory=memory, owners=owners)
+        memory, owner = self._shared.memory_of, self._owner
+        self._pieces = ParameterPieces(optimizer, trained, self._collective, self._mesh, memory=memory, owners=owner)
         return self._pieces.parts
 
     def gradients_settle(self) -> None:
@@ -162,14 +166,14 @@ class OneCopyUpdate(DividedUpdate):
             self._collective.barrier()
 
     def updates(self, parameter: Tensor) -> bool:
-        """Check whether this rank owns the parameter. Rank 0 owns the untrained ones."""
-        return self._owner(parameter) == self._rank
+        """Return True if this rank owns the parameter. Rank 0 owns the untrained ones."""
+        return self._owner(parameter) == self._mesh.rank
 
     def _owner(self, parameter: Tensor) -> int:
-        return self._root.get(id(parameter), 0)
+        return self._owners.get(id(parameter), 0)
 
-    def own_part(self, num_bytes: int) -> int:
-        return shared_part(num_bytes, len(self._ranks), self._rank)
+    def own_bytes(self, num_bytes: int) -> int:
+        return shared_part(num_bytes, self._mesh.world_size, self._mesh.rank)
 
     def begin(self) -> None:
         """Wait for ranks that still read the last step's sums, if that step had no update. Collective: a barrier."""
@@ -180,21 +184,21 @@ class OneCopyUpdate(DividedUpdate):
     def own_gradients(self) -> None:
         if self._pieces is not None:
             self._pieces.take_gradients()
-        self._drop_others()
+        for parameter in self._others:
+            parameter.grad = None
 
     def norm(self, own: float) -> float:
-        """Return the norm over all ranks' own gradients. Collective: all ranks, one all-reduce of three numbers."""
+        """Return the norm over all ranks' own gradients.
+
+        Collective: all ranks, one all-reduce of three numbers, then as UpdateDivision.
+        """
         is_replaced = self._pieces is not None and self._pieces.is_replaced()
         summed = torch.tensor([own * own, self._shared.is_written(), is_replaced], dtype=torch.float64)
         self._mark("exposed_communication")
         self._collective.all_reduce(summed)
         self._is_written, self._is_replaced = bool(summed[1]), bool(summed[2])
         self._mark("optimizer")
-        return math.sqrt(float(summed[0]))
-
-    @property
-    def queues(self) -> bool:
-        return False
+        return super().norm(math.sqrt(float(summed[0])))
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Call `step` for this rank's parameters, and return when all ranks have called it.
@@ -205,7 +209,6 @@ class OneCopyUpdate(DividedUpdate):
         Collective: all ranks, one all-reduce of two numbers; more if there is state that other ranks do not see yet.
         Raises: on every rank, if `step` raised on any.
         """
-
         pieces = self._pieces
         if self._is_written:
             self._shared.publish(self.updates)

@@ -1,6 +1,6 @@
 """ZeRO stage 1: optimizer states divided among the ranks of the shard axis.
 
-Rajbhandari et al., arXiv 1910.02054. Ranks divide whole parameters, not slices of them: see owners.py.
+Rajbhandari et al., arXiv 1910.02054. Ranks divide whole parameters, not slices of them: see update_division.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.agreement import raise_together
-from shoal.distributed.mesh import Mesh
 from shoal.numerics.flat import views_of
-from shoal.parallel.shard.owners import DividedUpdate, error_of
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.shard.update_division import UpdateDivision, error_of, owners
 from shoal.plans.accounting.partition import PIECE_BYTES, pack
 
 # Number of concurrent broadcasts. Their buffers are the only memory that the exchange adds.
@@ -32,7 +32,7 @@ class _Piece:
     sent: Tensor
 
 
-class ShardedOptimizer(DividedUpdate):
+class ShardedOptimizer(UpdateDivision):
     """Update of ZeRO stage 1: each rank of a shard group updates the parameters that it owns.
 
     After the update the owners broadcast the new values within the group.
@@ -40,15 +40,16 @@ class ShardedOptimizer(DividedUpdate):
 
     def __init__(
         self,
+        model: ShardedModel,
         parameters: Sequence[Tensor],
-        mesh: Mesh,
         mark: Callable[[str], None],
         among: Sequence[Tensor] | None = None,
     ) -> None:
         """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest."""
-        ranks = next(ranks for ranks in mesh.layout.groups("shard") if mesh.rank in ranks)
-        super().__init__(parameters, parameters if among is None else among, ranks, mesh.rank)
-        self._mesh, self._mark = mesh, mark
+        super().__init__(model)
+        self._mesh, self._mark, self._rank, self._parameters = model.mesh, mark, model.mesh.rank, list(parameters)
+        self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
+        self._owners = owners(parameters if among is None else among, self._ranks)
 
     def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
         """Call the optimizer's `step` for this rank's parameters, then exchange the new values.
@@ -58,7 +59,9 @@ class ShardedOptimizer(DividedUpdate):
         Raises: on every rank, if `step` raised on any. `queued` skips the gather, and only the failed rank raises.
         """
         updated = [p for p in self._parameters if p.grad is not None]
-        self._drop_others()
+        for parameter in updated:
+            if not self.updates(parameter):
+                parameter.grad = None
         error = error_of(step)
         self._mark("exposed_communication")
         if not queued:
@@ -78,7 +81,7 @@ class ShardedOptimizer(DividedUpdate):
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
         for root in self._ranks:
-            owned = [p.detach() for p in parameters if self._root[id(p)] == root]
+            owned = [p.detach() for p in parameters if self._owners[id(p)] == root]
             sizes = [p.numel() * p.itemsize for p in owned]
             alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
             for members in pack(sizes, alone, [p.dtype for p in owned]):
@@ -93,11 +96,11 @@ class ShardedOptimizer(DividedUpdate):
                 yield _Piece(together, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
-        """Check whether this rank owns the parameter.
+        """Return True if this rank owns the parameter.
 
         Every rank owns untrained parameters that have optimizer state.
         """
-        return self._root.get(id(parameter), self._rank) == self._rank
+        return self._owners.get(id(parameter), self._rank) == self._rank
 
 
 def _arrive(piece: _Piece, work: dist.Work) -> None:

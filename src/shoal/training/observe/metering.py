@@ -61,7 +61,10 @@ class StepMeter(Observer):
         stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
         """Attach the meters before the first step. `stage_groups`: groups for messages between pipeline stages."""
-        self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer, strategy.own_part), strategy
+        self._memory, self._strategy = (
+            MemoryMeter(sharded_model.model, optimizer, strategy.update_division.own_bytes),
+            strategy,
+        )
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
         self._left, self.attached = MEASURED_STEPS, True
 

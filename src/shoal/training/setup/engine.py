@@ -229,7 +229,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
-    updates = _of_first_server(plan, parameters) if plan.serves else strategy.updates
+    updates = _of_first_server(plan, parameters) if plan.serves else strategy.update_division.updates
     together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, updates))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     stepper = Stepper(optimizer, job, exact=plan.execution.exact, captured=plan.execution.cuda_graph)

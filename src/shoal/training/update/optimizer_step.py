@@ -279,16 +279,17 @@ class Updater:
         exact: bool = False,
         stepper: Stepper | None = None,
     ) -> None:
-        """Prepare the update, and divide the optimizer's parameters by the strategy.
+        """Prepare the update, and divide the optimizer's parameters by the strategy's division of the update.
 
         `exact`: use the kernels of the optimizer's own defaults. `stepper`: replaces the default Stepper.
         """
-        self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
+        self.optimizer, self._sharded_model = optimizer, sharded_model
+        self._division, self._compression = strategy.update_division, strategy.compression
         self._hooks = sharded_model.hooks
         for part in parts(optimizer).values():
-            for parameter in [p for p in part.state if isinstance(p, Tensor) and not strategy.updates(p)]:
+            for parameter in [p for p in part.state if isinstance(p, Tensor) and not self._division.updates(p)]:
                 del part.state[parameter]  # made for a parameter of another rank
-        divided = strategy.divide(optimizer)
+        divided = self._division.divide(optimizer)
         whole = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad and p not in divided]
         complex_one = next((name for name, p in whole if p.is_complex()), None)
         if complex_one is not None and job.clip_value is not None:
@@ -300,7 +301,7 @@ class Updater:
         self._parameters = [(p, sharded_model.counts(name)) for name, p in whole]
         self._places, self._num_gradients = list(_places(sharded_model)), -1
         self._parameters += [(part, True) for part in divided.values() if part is not None]
-        refuse_divided(optimizer, sharded_model, strategy.updates)
+        refuse_divided(optimizer, sharded_model, self._division.updates)
         # The fast path avoids a function call for each parameter in every step.
         self._whole = all(counts and not hasattr(p, "to_local") for p, counts in self._parameters)
         self._divides_state, self._looks = sharded_model.divides_state, observer.has_hooks
@@ -316,7 +317,7 @@ class Updater:
         A skipped update changes nothing. `loss`: the mean loss over the global batch. `norm`: the value of
         `norm_tensor` for all gradients if it is known, which counts each trainable parameter once.
         Raises: LossError for a weight that is not valid.
-        Collective: as the strategy's `norm` and `update`.
+        Collective: as `norm` and `update` of the division.
         """
         rate = self.stepper.set_rates(progress)
         if refuse_weight(weight) == 0.0:  # only the sum: no wait in each microbatch
@@ -324,7 +325,7 @@ class Updater:
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         if self._looks:
             self._observer.reduced(loss, weight, scale)
-        self._strategy.own_gradients()
+        self._division.own_gradients()
         gradients, counted = self._gradients()
         rest = scale
         if self._hooks.by_name:  # hooks see the mean, as on one process with the whole batch
@@ -334,7 +335,7 @@ class Updater:
             self._hooks.call(dict(self._sharded_model.parameters()), key)
             (gradients, counted), rest, norm = self._gradients(), 1.0, None
         own = global_norm(counted) if norm is None else settled(counted, norm)
-        norm = self._strategy.norm(own) * abs(rest)
+        norm = self._division.norm(own) * abs(rest)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None:
             return Update(norm, rate, skipped)
@@ -344,10 +345,12 @@ class Updater:
         if self._job.clip_value is not None:
             clip_values(gradients, self._job.clip_value)
         if self._looks:
-            self._strategy.gradients_settle()
+            self._division.gradients_settle()
             self._observer.clipped(norm)
         self.num_begun += 1
-        self._strategy.update(lambda: self.stepper.step(progress.step, refuse_noise=self._divides_state))
+        self._division.update(lambda: self.stepper.step(progress.step, refuse_noise=self._divides_state))
+        if self._compression is not None:  # the withheld part of the gradients changes only now
+            self._compression.commit()
         if not self._judged:
             self._refuse_whole_state()
             self._judged = True
@@ -362,18 +365,18 @@ class Updater:
         """Queue the work of `step` on the device without a wait.
 
         The update changes nothing if `fine` is False, or if `step` would skip the update or compute the norm again.
-        Collective: as the strategy's `queued_norm` and `update`.
+        Collective: as `queued_norm` and `update` of the division.
         """
         rate = self.stepper.set_rates(progress)
         good, norm = self.prepare(sums, fine, loss_scale)
         self.num_begun += 1
-        self._strategy.update(lambda: self.stepper.queue_step(good), queued=True)
+        self._division.update(lambda: self.stepper.queue_step(good), queued=True)
         return QueuedUpdate(rate, good, norm)
 
     def prepare(self, sums: QueuedSums, fine: Tensor, loss_scale: LossScale) -> tuple[Tensor, Tensor]:
         """Queue the work of `queue` before the optimizer's step; return whether the update is good, and the norm."""
         gradients, counted = self._gradients()
-        summed_norm = self._strategy.queued_norm(norm_tensor(counted))
+        summed_norm = self._division.queued_norm(norm_tensor(counted))
         weight = sums.sums[WEIGHT]
         scale = (weight * loss_scale.factor(self._job.global_batch)).reciprocal()
         norm = rounded_tensor(summed_norm) * scale.abs()
@@ -413,7 +416,7 @@ class Updater:
 
     def _refuse_whole_state(self) -> None:
         """Raise JobError for optimizer state of a divided parameter that is not divided in the same way."""
-        refuse_divided(self.optimizer, self._sharded_model, self._strategy.updates)
+        refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
         tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
         self._sharded_model.state(tensors)
 

@@ -130,7 +130,7 @@ def one_step(strategy: Strategy, held: list[nn.Parameter], grains: tuple[int, ..
         microbatch = Microbatch(0, (Grain(grain, 0, 1),), (), None, lambda *_: None)
         strategy.backward(microbatch, total, torch.zeros(NUM_SUMS, dtype=torch.float64), grain == grains[-1])
     strategy.finish(Flags(), NUM_SUMS, [0.0] * ROW_NUMBERS)
-    strategy.update(lambda: None)
+    strategy.update_division.update(lambda: None)
 
 
 def ignore(span: str) -> None:
@@ -178,9 +178,8 @@ def test_zero_1_adds_the_owners_broadcasts(layout: Layout, shapes: Shapes) -> No
     held.append(nn.Parameter(torch.ones(9, dtype=torch.bfloat16)))
     gradients = Gradients(tuple(map(array, held)))
     with world(layout) as mesh, Traffic(mesh.groups) as traffic:
-        strategy = DataParallel(
-            undivided(mesh, held), held, torch.float32, ignore, ShardedOptimizer(held, mesh, ignore)
-        )
+        model = undivided(mesh, held)
+        strategy = DataParallel(model, held, torch.float32, ignore, ShardedOptimizer(model, held, ignore))
         one_step(strategy, held)
         strategy.close()
     sent = list(sharded_optimizer(gradients, layout))

@@ -229,7 +229,8 @@ class TraceRecorder(Observer):
             self._trace.optimizer = merged_optimizers(sharded_model.mesh.gather_json(self._trace.optimizer))
         self._trace.divided = sharded_model.divided
         if not sharded_model.divided and sharded_model.divides_state:
-            self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
+            updates = self._strategy.update_division.updates
+            self._trace.updates[self._rank] = [name for name, p in self._named if updates(p)]
         parameters = {name for name, _ in sharded_model.model.named_parameters()}
         self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
 
