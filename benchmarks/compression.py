@@ -122,7 +122,7 @@ def train(task: str, name: str, seed: int, folder: Path) -> Cell:
 def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
     from shoal.plans.accounting.all_reduce import compressed_calls
-    from shoal.training.microbatch.computation import MicrobatchPolicy
+    from shoal.training.microbatch.policy import MicrobatchPolicy
     from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
     from shoal.training.observe.step_records import Surroundings
     from shoal.training.observe.telemetry import RecordWriter

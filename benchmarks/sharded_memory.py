@@ -32,7 +32,7 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, return_freed_memory
 from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
-from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import Shares, StepMeter, describe, predicted
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter

@@ -34,8 +34,8 @@ from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
 from shoal.parallel.shard.zero1 import ShardedOptimizer
-from shoal.training.microbatch.computation import LossComputer
 from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.microbatch.loss import LossComputer
 from shoal.training.update import optimizer_step
 from shoal.training.update.optimizer_step import Stepper, Updater
 

@@ -38,7 +38,7 @@ from shoal.plans.accounting.memory import (
     sharded_parameters,
 )
 from shoal.plans.layout import Layout
-from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.memory_meter import MemoryMeter
 from shoal.training.observe.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
 from shoal.training.observe.step_records import Surroundings

@@ -25,9 +25,9 @@ from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
-from shoal.training.microbatch.computation import MicrobatchPolicy
 from shoal.training.microbatch.coupling import MIXES, by_grain, meaning
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.trace.traces import PHASES, StepTrace, identical
 from shoal.training.setup.default_grains import with_grains
 from shoal.training.setup.engine import seeded_model

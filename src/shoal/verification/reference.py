@@ -37,8 +37,9 @@ from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.plans.grains import random_key
-from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy
 from shoal.training.microbatch.coupling import compare as coupling
+from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.trace.recorder import ForwardRecorder
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 from shoal.training.setup.job_optimizer import Parameters, build_optimizer

@@ -52,7 +52,7 @@ from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
-from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import Outcome, Surroundings

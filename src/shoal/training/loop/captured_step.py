@@ -30,8 +30,9 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
 from shoal.training.loop.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
-from shoal.training.microbatch.computation import MicrobatchPolicy, no_gradient
-from shoal.training.microbatch.forward_backward import ForwardBackward
+from shoal.training.microbatch.compute import ForwardBackward
+from shoal.training.microbatch.loss import no_gradient
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
 from shoal.training.observe.step_records import TrainingParts
 from shoal.training.update.fused_step import maskable
@@ -152,15 +153,13 @@ class StepGraph:
         A replay repeats only the tensor operations. All other Python code runs in the capture alone.
         """
         parts, updater = self._parts, self._parts.updater
-        passes = ForwardBackward(parts, self._factor)
+        passes = ForwardBackward(parts, self._factor, sums_of=self._sums)
         passes.begin(self._microbatch.step)
         with parts.precision.products(), self._draws if self._is_scoped else contextlib.nullcontext():
             total, weight = parts.computer.loss(tree_unflatten(self._leaves, self.shape.spec))
             if not total.requires_grad:
                 raise no_gradient(1.0)
-            parts.computer.check_buffers(parts.buffers)
-            sums = self._sums(total.detach(), weight, parts.buffers.zeros())
-            passes.backward(self._microbatch, total, sums, last=True)
+            passes.add(self._microbatch, total, weight, last=True)
         parts.buffers.restore()
         queued = parts.strategy.queue(Flags(), NUM_SUMS + parts.buffers.num_values, [])
         good, norm = updater.prepare(queued, (queued.failures == 0).all() & ~self._masked, self.shape.scale)

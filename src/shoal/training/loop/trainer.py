@@ -14,7 +14,7 @@ from shoal.job import Progress
 from shoal.parallel.base import StepSums
 from shoal.training.loop.incidents import NOTICED, RankIncidents
 from shoal.training.loop.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
-from shoal.training.microbatch.computation import MicrobatchPolicy
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, FetchedStep, StepRunner
 from shoal.training.observe.step_records import Outcome, StepRecords, Surroundings, TrainingParts
 from shoal.training.observe.telemetry import RecordWriter, StepTime

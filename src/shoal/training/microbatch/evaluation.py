@@ -29,8 +29,8 @@ from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
-from shoal.training.microbatch.computation import Evaluate, LossPair
 from shoal.training.microbatch.look import differ, distance, find_state
+from shoal.training.microbatch.loss import Evaluate, LossPair
 from shoal.training.setup.preflight import refuse_other_samples
 
 T = TypeVar("T")

@@ -33,8 +33,9 @@ from shoal.numerics.precision import Precision
 from shoal.numerics.python_state import same_bits
 from shoal.parallel.backward import run_backward, run_engine
 from shoal.parallel.model.sharded_model import replaced
-from shoal.training.microbatch.computation import BufferLook, GrainLoss, LossComputer, ProbeResult
 from shoal.training.microbatch.coupling import compare
+from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.policy import BufferLook, GrainLoss, ProbeResult
 from shoal.training.setup.optimizer_trial import OptimizerTrial, refuse_read
 
 # Fused and separate computations differ by rounding: at most about one unit in the last place per operation before the

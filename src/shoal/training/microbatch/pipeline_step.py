@@ -12,7 +12,7 @@ from shoal.errors import JobError
 from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
 from shoal.plans.schedule import Action
-from shoal.training.microbatch.forward_backward import ForwardBackward, labelled
+from shoal.training.microbatch.compute import ForwardBackward, labelled
 
 
 class StageStep:
@@ -93,5 +93,6 @@ class StageStep:
             self._strategy.add(buffer_sums(written))
             return None
         total, weight = result
-        self._strategy.add(self._passes.sums(microbatch, total, weight, written))
-        return total * self._passes.scale if total.requires_grad else None
+        sums, total = self._passes.terms(microbatch, total, weight, written)
+        self._strategy.add(sums)
+        return total if total.requires_grad else None

@@ -22,17 +22,11 @@ from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.isolation import generators_kept, without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums, buffer_sums
-from shoal.training.microbatch.computation import (
-    BufferLook,
-    MicrobatchPolicy,
-    ProbeResult,
-    RedoError,
-    no_gradient,
-    refuse_other_losses,
-)
-from shoal.training.microbatch.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
+from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums
+from shoal.training.microbatch.compute import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.microbatch.look import LATER_STEPS, Look
+from shoal.training.microbatch.loss import no_gradient
+from shoal.training.microbatch.policy import BufferLook, MicrobatchPolicy, ProbeResult, RedoError, refuse_other_losses
 
 
 @dataclass
@@ -351,7 +345,9 @@ class StepRunner:
         return ComputedStep(done.passes, done.seen, done.following, done.proposal, done.error, sums)
 
     def _passes(self, fetched: FetchedStep, factor: float) -> StepPasses:
-        parts, passes = self._parts, ForwardBackward(self._parts, factor, self._draws)
+        parts = self._parts
+        together = self._with_gradient if parts.strategy.syncs_every_microbatch and parts.pipeline is None else None
+        passes = ForwardBackward(parts, factor, self._draws, with_gradient=together)
         passes.begin(fetched.step)
         if parts.observer_looks:
             parts.observer.begin(fetched.step, factor)
@@ -404,7 +400,8 @@ class StepRunner:
     def _in_turn(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
         parts, own = self._parts, fetched.data.num_microbatches if fetched.data is not None else 0
         most = self._loader.most_microbatches(fetched.step) if parts.strategy.syncs_every_microbatch else own
-        microbatches = fetched.microbatches(parts.precision.inputs)
+        inputs = parts.precision.inputs
+        microbatches = fetched.microbatches(inputs)
         is_read = fetched.first is not None
         for number in range(most):
             if number or not is_read:
@@ -413,9 +410,11 @@ class StepRunner:
             if number < own:
                 loaded = next(microbatches)
                 seen.append(loaded.microbatch.without_batch())
-                self._microbatch(passes, loaded, last)
             else:
-                self._fill(self._loader.filler(fetched.step), last)
+                filler = self._loader.filler(fetched.step)
+                loaded = LoadedMicrobatch(filler, functools.partial(inputs, filler.batch))
+            self._output = None  # for example, from a look
+            passes.compute(loaded, last=last, counts=number < own)
 
     def _in_stages(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
         """Compute all microbatches in this rank's stages. Collective: the pipeline's ranks, with the same data."""
@@ -434,32 +433,11 @@ class StepRunner:
         parts.clock.mark("forward")
         StageStep(passes, [one.microbatch for one in loaded], batches, own=len(seen)).run(parts.pipeline)
 
-    def _microbatch(self, passes: ForwardBackward, loaded: LoadedMicrobatch, last: bool) -> None:
-        parts, microbatch = self._parts, loaded.microbatch
-        batch = passes.enter(loaded)
-        self._output = None  # for example, from a look
-        with passes.scope(microbatch):
-            total, weight = parts.computer.loss(batch)
-            change = not parts.buffers.is_empty
-            if change:
-                parts.computer.check_buffers(parts.buffers)
-            zeros = parts.buffers.zeros() if change else parts.buffers.nothing
-            sums = passes.sums(microbatch, total, weight, zeros)
-            if parts.strategy.syncs_every_microbatch and not total.requires_grad:
-                total = self._nothing(microbatch.step)
-            self._output = None
-            passes.backward(microbatch, total, sums, last=last)
-        passes.leave()
-
-    def _fill(self, microbatch: Microbatch, last: bool) -> None:
-        """Compute a microbatch with weight zero, in step with ranks that have more microbatches."""
-        parts, self._output = self._parts, None
-        with parts.computer.scope(microbatch):
-            total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
-            total = total * 0.0 if total.requires_grad else self._nothing(microbatch.step)
-            self._output = None
-            parts.strategy.backward(microbatch, total, buffer_sums(parts.buffers.zeros()), last)
-        parts.buffers.restore()
+    def _with_gradient(self, step: int, total: Tensor) -> Tensor:
+        """Return a total, or a zero with a gradient in its place, where the other ranks synchronize in the backward."""
+        found = total if total.requires_grad else self._nothing(step)
+        self._output = None  # the graph is about to be freed
+        return found
 
     def _nothing(self, step: int) -> Tensor:
         """Return a zero with a backward through the model, where the other ranks synchronize.

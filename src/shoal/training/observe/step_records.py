@@ -29,8 +29,8 @@ from shoal.runs.records import StepRecord
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.replicas import ReplicaCheck
+from shoal.training.microbatch.compute import StepParts
 from shoal.training.microbatch.evaluation import EvaluationSets
-from shoal.training.microbatch.forward_backward import StepParts
 from shoal.training.observe.rank_waits import RankWaits
 from shoal.training.observe.stragglers import WINDOW, StragglerWatch
 from shoal.training.observe.telemetry import RecordWriter, StepTime

@@ -22,7 +22,8 @@ from shoal.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
-from shoal.training.microbatch.computation import MicrobatchPolicy, no_gradient
+from shoal.training.microbatch.loss import no_gradient
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.step_records import Outcome, Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent

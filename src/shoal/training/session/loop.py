@@ -20,7 +20,7 @@ from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCo
 from shoal.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
-from shoal.training.microbatch.computation import no_gradient
+from shoal.training.microbatch.loss import no_gradient
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet

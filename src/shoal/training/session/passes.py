@@ -26,8 +26,9 @@ from shoal.parallel.base import Flags, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
-from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
-from shoal.training.microbatch.forward_backward import ForwardBackward, LoadedMicrobatch, Observer, StepParts
+from shoal.training.microbatch.compute import ForwardBackward, LoadedMicrobatch, Observer, StepParts
+from shoal.training.microbatch.loss import LossComputer, check_pair
+from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
 from shoal.training.observe.telemetry import StepClock
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
@@ -255,7 +256,7 @@ class BatchPasses:
                 self._microbatch, self._taken = next(microbatches), False
                 self._last = number == count - 1
                 loaded = LoadedMicrobatch(self._microbatch, functools.partial(precision.inputs, self._microbatch.batch))
-                with self._passes.microbatch(loaded) as batch, precision.autocast():
+                with self._passes.scope(loaded) as batch, precision.autocast():
                     yield batch
                     if not self._taken:
                         raise UserCodeError(
@@ -294,8 +295,7 @@ class BatchPasses:
         unknown = sorted(self.buffers.moved(every=not self._base.training.fuse))
         if unknown:
             raise without_rule(unknown[0])
-        sums = self._passes.sums(microbatch, total, weight, self.buffers.zeros())
-        self._passes.backward(microbatch, total, sums, last=self._last)
+        self._passes.add(microbatch, total, weight, last=self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:

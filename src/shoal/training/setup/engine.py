@@ -56,9 +56,10 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.device_graph import refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.trainer import Trainer
-from shoal.training.microbatch.computation import LossComputer, LossPair, MicrobatchPolicy
+from shoal.training.microbatch.compute import Observer
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
-from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.microbatch.loss import LossComputer, LossPair
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
 from shoal.training.observe.step_records import Surroundings, TrainingParts
 from shoal.training.observe.telemetry import RecordWriter, StepClock, StepListener

@@ -25,7 +25,7 @@ from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.microbatch.computation import LossPair
+from shoal.training.microbatch.loss import LossPair
 
 _aten = torch.ops.aten
 

@@ -33,7 +33,7 @@ from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local, replaced
 from shoal.plans.grains import random_key
 from shoal.training.loop.direct_step import DirectStep
-from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.microbatch.compute import Observer
 from shoal.training.setup.job_optimizer import refuse_divided, step_error
 from shoal.training.update.fused_step import captured, fused, maskable, masked
 from shoal.training.update.lr_schedule import Schedule

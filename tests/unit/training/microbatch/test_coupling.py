@@ -19,9 +19,10 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy
 from shoal.training.microbatch.coupling import MIXES, PADS, REREAD, meaning
 from shoal.training.microbatch.look import Look
+from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.policy import MicrobatchPolicy
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
 Loss = Callable[[nn.Module, Any], Any]

@@ -17,7 +17,8 @@ from shoal.distributed.mesh import alone
 from shoal.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.computation import LossComputer, MicrobatchPolicy
+from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.update.nonfinite import NonFiniteSearch
 
 DEVICE = torch.device("cpu")

@@ -16,7 +16,7 @@ from shoal.data.loader import Microbatch
 from shoal.numerics.flat import is_strided
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, whole_tensors
-from shoal.training.microbatch.forward_backward import Observer
+from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's microbatches on this rank, and the interface of a step's observers."""
+"""Computation of a step's microbatches on this rank, and the interface of a step's observers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, QueuedSums, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.microbatch.computation import LossComputer, refuse_past_the_model
+from shoal.training.microbatch.loss import LossComputer, refuse_past_the_model
 from shoal.training.observe.telemetry import StepClock
 
 if TYPE_CHECKING:
@@ -136,14 +136,21 @@ class LoadedMicrobatch:
 
 @dataclass  # made in every step
 class ForwardBackward:
-    """Forwards and backwards of a step. Loss totals are multiplied by `factor` before the backward.
+    """Computation of a step's microbatches, for jobs, pipeline stages, captured steps and Sessions.
 
-    `draws`: a watch over the random draws of all steps.
+    Args:
+        parts: the parts of the step.
+        factor: multiplier of the loss totals before the backward.
+        draws: a watch over the random draws of all steps.
+        sums_of: returns a microbatch's terms of the step's sums from total, weight and buffers, in place of `terms`.
+        with_gradient: returns the total of a step's backward, in place of one that may have no gradient.
     """
 
     parts: StepParts
     factor: float
     draws: DrawWatch | None = None
+    sums_of: Callable[[Tensor, Tensor | float, Tensor], Tensor] | None = None
+    with_gradient: Callable[[int, Tensor], Tensor] | None = None
     scale: float = 1.0  # of the loss total in the backward: 1.0 if the strategy applies the factor
 
     def begin(self, step: int) -> None:
@@ -154,40 +161,105 @@ class ForwardBackward:
         if not parts.buffers.is_empty:
             parts.buffers.begin()
 
-    @contextlib.contextmanager
-    def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
-        """Open a context for the forward and backward of one microbatch, and yield its batch.
+    def compute(self, loaded: LoadedMicrobatch, *, last: bool, counts: bool = True) -> None:
+        """Compute a microbatch: forward, loss and backward. Add its gradients, sums and buffers to the step's.
 
-        Raises: RedoError if the microbatch needs a more conservative policy.
+        Args:
+            loaded: the microbatch.
+            last: whether it is the step's last on this rank.
+            counts: False for a filler of weight zero, which keeps this rank in step with ranks that have more.
+
+        Raises: RedoError if the microbatch needs a more conservative policy; JobError, LossError, UserCodeError.
         """
-        batch = self.enter(loaded)
-        with self.scope(loaded.microbatch):
-            yield batch
-        self.leave()
+        batch = self._enter(loaded, counts)
+        with self._context(loaded.microbatch):
+            total, weight = self.parts.computer.loss(batch)
+            self.add(loaded.microbatch, total, weight, last=last, counts=counts)
+        self._leave(counts)
 
-    def enter(self, loaded: LoadedMicrobatch) -> Any:
-        """Begin a microbatch and return its batch. The caller computes it within `scope`."""
+    @contextlib.contextmanager
+    def scope(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
+        """Yield the batch of a microbatch to code that computes the loss itself and calls `add`. Raises: RedoError."""
+        batch = self._enter(loaded, True)
+        with self._context(loaded.microbatch):
+            yield batch
+        self._leave(True)
+
+    def _enter(self, loaded: LoadedMicrobatch, counts: bool) -> Any:
         parts = self.parts
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
         parts.clock.mark("forward")
-        if parts.observer_looks:
+        if counts and parts.observer_looks:
             parts.observer.microbatch(loaded.microbatch, batch)
         return batch
 
-    def scope(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a microbatch's forward and backward. Raises: RedoError, as `microbatch`."""
-        parts = self.parts
-        own = parts.computer.scope(microbatch, draws=self.draws)
-        return _within(labelled(parts.clock, microbatch), own) if parts.clock.is_listened_to else own
+    def _context(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a microbatch's forward and backward."""
+        clock, own = self.parts.clock, self.parts.computer.scope(microbatch, draws=self.draws)
+        return _within(labelled(clock, microbatch), own) if clock.is_listened_to else own
 
-    def leave(self) -> None:
-        """End a microbatch after its `scope`."""
+    def _leave(self, counts: bool) -> None:
         parts = self.parts
-        if parts.observer_looks:
+        if counts and parts.observer_looks:
             parts.observer.computed()
         if not parts.buffers.is_empty:
             parts.buffers.restore()
+
+    def add(
+        self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, *, last: bool, counts: bool = True
+    ) -> None:
+        """Run the backward of a microbatch's loss. Add its gradients, sums and buffers to the step's.
+
+        Buffers are read after the backward, because it also writes them if the job recomputes modules itself.
+
+        Args:
+            microbatch: the microbatch of the loss.
+            total: scalar, the sum of the losses.
+            weight: the number of samples or tokens in `total`.
+            last: whether it is the step's last microbatch on this rank.
+            counts: False for a filler, which adds zeros.
+
+        Raises: RedoError, JobError, LossError, UserCodeError.
+        """
+        parts = self.parts
+        buffers, strategy = parts.buffers, parts.strategy
+        if counts and not buffers.is_empty:
+            parts.computer.check_buffers(buffers)
+        zeros = buffers.nothing if buffers.is_empty else buffers.zeros()
+        sums, total = self.terms(microbatch, total, weight, zeros) if counts else (buffer_sums(zeros), total * 0.0)
+        if self.with_gradient is not None:
+            total = self.with_gradient(microbatch.step, total)
+        parts.clock.mark("backward")
+        try:
+            strategy.backward(microbatch, total, sums, last)
+        except (NotFusibleError, ShoalError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) or is_lost_peer(error):
+                raise
+            refuse_past_the_model("loss", error)
+            raise user_error("the backward", error) from error
+        if counts and buffers.names:
+            strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
+
+    def terms(
+        self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return a microbatch's terms of the step's sums, and the total of its backward. Raises: LossError.
+
+        `buffers`: the terms of the buffers.
+        """
+        parts = self.parts
+        if self.sums_of is not None:
+            sums = self.sums_of(total.detach(), weight, buffers)
+        elif parts.mesh.counts_loss:
+            sums = microbatch_sums(microbatch, total, weight, buffers)
+        else:
+            sums = buffer_sums(buffers)
+        if parts.observer_looks:
+            parts.observer.loss(total.detach(), weight)
+        return sums, total if self.scale == 1.0 else total * self.scale
 
     def weighted_buffers(self, microbatch: Microbatch, *, again: bool = False) -> Tensor:
         """Return the buffers' terms of the step's sums after a microbatch. `again`: for a later stage on this rank."""
@@ -197,34 +269,6 @@ class ForwardBackward:
         return buffers.weighted(
             microbatch.num_samples, step=microbatch.step, grain=microbatch.grains[-1].index, again=again
         )
-
-    def sums(self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-        """Return what a microbatch adds to the step's sums. Raises: LossError."""
-        parts, counts_loss = self.parts, self.parts.mesh.counts_loss
-        sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
-        if parts.observer_looks:
-            parts.observer.loss(total.detach(), weight)
-        return sums
-
-    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, *, last: bool) -> None:
-        """Run a microbatch's backward. Add its gradients, sums and buffers to the step's. Raises: UserCodeError.
-
-        Buffers are read after the backward, because it also writes them if the job recomputes modules itself.
-        `last`: this microbatch is the step's last on this rank.
-        """
-        strategy = self.parts.strategy
-        self.parts.clock.mark("backward")
-        try:
-            strategy.backward(microbatch, total if self.scale == 1.0 else total * self.scale, sums, last)
-        except (NotFusibleError, ShoalError):
-            raise
-        except Exception as error:
-            if is_out_of_memory(error) or is_lost_peer(error):
-                raise
-            refuse_past_the_model("loss", error)
-            raise user_error("the backward", error) from error
-        if self.parts.buffers.names:
-            strategy.add_buffers(microbatch, self.weighted_buffers(microbatch))
 
     def finish(self, flags: Flags, row: list[float]) -> StepSums:
         """Return the sums over all ranks, and complete every parameter's gradient. Collective: all ranks."""

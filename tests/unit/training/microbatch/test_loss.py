@@ -23,16 +23,9 @@ from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision
 from shoal.numerics.wide_products import ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
-from shoal.training.microbatch.computation import (
-    GrainLoss,
-    LossComputer,
-    MicrobatchPolicy,
-    ProbeResult,
-    RedoError,
-    check_pair,
-    refuse_other_losses,
-)
 from shoal.training.microbatch.look import Look
+from shoal.training.microbatch.loss import LossComputer, check_pair
+from shoal.training.microbatch.policy import GrainLoss, MicrobatchPolicy, ProbeResult, RedoError, refuse_other_losses
 
 X = torch.linspace(-1, 1, 96).view(32, 3)
 Loss = Callable[[nn.Module, Any], Any]
@@ -221,7 +214,7 @@ def test_a_model_that_raises_is_told_with_its_place() -> None:
 
     with pytest.raises(UserCodeError) as caught:
         computer(nn.Linear(3, 1), broken).loss([X, X])
-    assert "test_computation.py:" in caught.value.conflict
+    assert "test_loss.py:" in caught.value.conflict
     assert "in broken" in caught.value.conflict
 
 
