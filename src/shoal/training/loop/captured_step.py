@@ -30,10 +30,10 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
 from shoal.training.loop.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
-from shoal.training.microbatch.compute import ForwardBackward
+from shoal.training.microbatch.compute import FetchedStep, ForwardBackward
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
+from shoal.training.microbatch.step import StepRunner, UnreadStep
 from shoal.training.observe.step_records import TrainingParts
 from shoal.training.update.fused_step import maskable
 

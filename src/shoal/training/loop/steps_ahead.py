@@ -24,7 +24,8 @@ from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.loop.captured_step import LaunchedStep, captured_step
-from shoal.training.microbatch.step import FetchedStep, StepRunner, UnreadStep
+from shoal.training.microbatch.compute import FetchedStep
+from shoal.training.microbatch.step import StepRunner, UnreadStep
 from shoal.training.observe.step_records import StepRecords, TrainingParts
 from shoal.training.observe.telemetry import StepTime
 from shoal.training.update.optimizer_step import Update
@@ -132,7 +133,7 @@ class StepsAhead:
         scale, samples = state.loss_scale, state.samples
         while True:
             try:
-                fetched = self._runner.looked_at(fetched)
+                fetched = self._runner.probe.before_step(fetched)
                 queued = self._queue(state, fetched, (scale, samples), unread)
             except Exception:
                 with contextlib.suppress(Exception):  # the first error is the reason to end

@@ -14,8 +14,9 @@ from shoal.job import Progress
 from shoal.parallel.base import StepSums
 from shoal.training.loop.incidents import NOTICED, RankIncidents
 from shoal.training.loop.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
+from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.microbatch.step import ComputedStep, FetchedStep, StepRunner
+from shoal.training.microbatch.step import ComputedStep, StepRunner
 from shoal.training.observe.step_records import Outcome, StepRecords, Surroundings, TrainingParts
 from shoal.training.observe.telemetry import RecordWriter, StepTime
 from shoal.training.setup.preflight import compare_streams
@@ -33,7 +34,7 @@ class Trainer:
         self._mesh, self._clock, self._buffers = parts.mesh, parts.clock, parts.buffers
         self._runner = StepRunner(parts, parts.loader, around.note, rests=not may_draw(parts.updater.optimizer))
         if state.computation is not None:
-            self._runner.recall(state.computation)
+            self._runner.probe.restore(state.computation)
         self._records = StepRecords(parts, around, writer)
         hooks = TrainerHooks(self._report, self._advance_late, around.note)
         self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.data.loader import Microbatch
+from shoal.data.loader import Microbatch, StepData
 from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ShoalError
@@ -132,6 +132,25 @@ class LoadedMicrobatch:
 
     microbatch: Microbatch
     batch: Callable[[], Any]
+
+
+@dataclass
+class FetchedStep:
+    """This rank's part of a step, with the first microbatch already read; `error`: why the read has failed."""
+
+    step: int
+    data: StepData | None = None
+    first: LoadedMicrobatch | None = None
+    error: ShoalError | None = None
+
+    def microbatches(self, move: Callable[[Any], Any]) -> Iterator[LoadedMicrobatch]:
+        """Yield each microbatch once, without a reference that would keep its batch in memory until the step's end."""
+        first, self.first = self.first, None
+        if first is not None:
+            yield first
+        del first
+        for microbatch in self.data.microbatches if self.data is not None else ():
+            yield LoadedMicrobatch(microbatch, functools.partial(move, microbatch.batch))
 
 
 @dataclass  # made in every step

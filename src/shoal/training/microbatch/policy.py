@@ -1,4 +1,4 @@
-"""Microbatch policy of a run: whether several grains share a forward, and what ranks find out about it.
+"""Microbatch policy of a run, which says whether several grains share a forward, and the values that lead to it.
 
 The first batch determines the policy. Later steps may only make it more conservative. No policy changes the result.
 """

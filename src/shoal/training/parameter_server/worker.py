@@ -109,7 +109,7 @@ class Worker:
         if task["era"] != self._era:  # the run was rolled back: pulled versions are obsolete
             self._era, self._versions = task["era"], [-1] * len(self._servers)
         if task["computation"] is not None:
-            self._runner.recall(task["computation"])
+            self._runner.probe.restore(task["computation"])
             names = MicrobatchPolicy.from_json(task["computation"]).buffers
             computation = self._engine.computer.computation
             self._engine.buffers.watch(computation.buffers, dict(computation.rules))

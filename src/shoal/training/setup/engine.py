@@ -301,7 +301,7 @@ def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
                 one = build(job, judged(job, exact).plan, alone(torch.device("cpu")), own)
                 one.rehearse()
                 runner = StepRunner(one, one.loader, notes.append)
-                runner.looked_at(runner.fetch(0))
+                runner.probe.before_step(runner.fetch(0))
         except JobError as error:
             return {"refusal": {"given": error.given, "conflict": error.conflict, "remedy": error.remedy}}
         return {"notes": [*one.unseeded, *(note for note in notes if note.startswith("grain by grain"))]}

@@ -296,6 +296,6 @@ def begin(engine: Engine) -> None:
     try:
         engine.rehearse()
         runner = StepRunner(engine, engine.loader, print)
-        runner.looked_at(runner.fetch(0))
+        runner.probe.before_step(runner.fetch(0))
     finally:
         engine.close()

@@ -138,7 +138,7 @@ def test_exact_mode_says_that_a_loss_is_no_sum_over_samples() -> None:
     engine = build(made, plan, alone(torch.device("cpu")), Options())
     notes: list[str] = []
     runner = StepRunner(engine, engine.loader, notes.append)
-    runner.looked_at(runner.fetch(0))
+    runner.probe.before_step(runner.fetch(0))
     engine.close()
     assert any("the mean of theirs, and not the sum" in note for note in notes), notes
 
