@@ -23,7 +23,7 @@ from shoal.training.microbatch.look import LATER_STEPS, Look
 from shoal.training.microbatch.policy import BufferLook, MicrobatchPolicy, ProbeResult, refuse_other_losses
 
 
-class Probe:
+class PolicyProbe:
     """Probe of a job for a safe microbatch policy, which all ranks adopt.
 
     `note`: takes a line for people. `fetch_again`: fetches a step again under the current policy.

@@ -22,7 +22,7 @@ from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums
 from shoal.training.microbatch.compute import FetchedStep, ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
-from shoal.training.microbatch.probe import Probe
+from shoal.training.microbatch.probe import PolicyProbe
 
 
 @dataclass  # made in every step
@@ -73,7 +73,7 @@ class StepRunner:
     def __init__(self, parts: StepParts, loader: Loader, note: Callable[[str], None], *, rests: bool = False) -> None:
         self._parts, self._loader = parts, loader
         self._transfer = Transfer(parts.mesh.device, parts.precision.inputs)
-        self.probe = Probe(parts, loader, note, self._fetch_again)
+        self.probe = PolicyProbe(parts, loader, note, self._fetch_again)
         together = parts.strategy.syncs_every_microbatch or parts.sharded_model.divided
         self._output: Any = None  # of the model's last call in a microbatch, if ranks synchronize in each microbatch
         if parts.strategy.syncs_every_microbatch and parts.pipeline is None:
