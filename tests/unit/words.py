@@ -155,19 +155,20 @@ def bare_participles(source: str) -> list[str]:
 SHRINKING: list[Rule] = [first_lines_not_imperative, bare_participles]
 
 
-def offenders(rule: Rule, package: Path) -> dict[str, int]:
-    """How many a rule finds in each module of a package, by its path."""
-    counts = {p.relative_to(package).as_posix(): len(rule(p.read_text("utf-8"))) for p in sorted(package.rglob("*.py"))}
-    return {path: count for path, count in counts.items() if count}
+def offenders(rule: Rule, package: Path) -> list[str]:
+    """Return what a rule finds in a package, each with its module's path."""
+    return [
+        f"{path.relative_to(package).as_posix()}: {text}"
+        for path in sorted(package.rglob("*.py"))
+        for text in rule(path.read_text("utf-8"))
+    ]
 
 
 def main() -> None:
     """Write the numbers that have fallen."""
     package = Path(__file__).resolve().parents[2] / "src" / "shoal"
-    left = json.loads(LEFT.read_text("utf-8")) if LEFT.exists() else {}
-    for rule in SHRINKING:
-        now, before = offenders(rule, package), left.get(rule.__name__)
-        left[rule.__name__] = now if before is None else {p: min(n, before.get(p, 0)) for p, n in now.items()}
+    left = json.loads(LEFT.read_text("utf-8"))
+    left = {rule.__name__: min(len(offenders(rule, package)), left[rule.__name__]) for rule in SHRINKING}
     LEFT.write_text(json.dumps(left, indent=1) + "\n", encoding="utf-8")
 
 
