@@ -1,4 +1,4 @@
-"""Claim: see docs/recovery.md. What a checkpoint costs the training: the copy, and steps while it is written.
+"""Claim: a snapshot of 200 MB costs a step 13 ms, and steps beside the thread that writes it take 1.02 times as long.
 
 Repeat with `python -m benchmarks.checkpoints`: a state of 200 MB (tensors of 1 MB) is copied into fresh memory, and
 into memory that is kept; then steps of a small model, whose time is Python's as much as its kernels', run alone, beside

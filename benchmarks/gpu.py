@@ -1,4 +1,6 @@
-"""Claim: none: this runs the parts of `benchmarks.gpu_parts` on a GPU, and each leaves a record.
+"""Claim: on one H200 a step as a CUDA graph takes 0.6 (LeNet) to 1.0 (ResNet-18, GPT-2) of a bare eager loop's.
+
+This runs the parts of `benchmarks.gpu_parts` on a GPU, and each leaves a record.
 
 Repeat with `scripts/gpu` on a machine with a GPU. Each part runs in a process of its own, which is ended at the part's
 time limit. A record is written when its part ends, so that a later part that fails or hangs takes nothing along.

@@ -1,4 +1,4 @@
-"""Claim: see docs/recovery.md. What a checkpoint of one copy on two ranks costs a step, in memory and written together.
+"""Claim: a checkpoint of one copy on two ranks holds up training for 40 ms, and for 50 ms with a copy each.
 
 An MLP of 16.8 M parameters with AdamW, 201 MB of state, two processes of one thread. Each row is a save between two
 steps once the one before is written: until both ranks could go on. By turns of 5: a snapshot in memory that all ranks

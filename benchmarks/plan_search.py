@@ -1,4 +1,4 @@
-"""Claim: results/plan_search.json. What `shoal plan` takes for a GPT of 8 billion parameters on 8 to 16,384 H100.
+"""Claim: `shoal plan` takes 3.5 s for a GPT of 8 billion parameters on 512 H100, and 14 s on 16,384.
 
 Seconds of processor time on one core, by part: the profile of the job, the choice (with the next best layouts and the
 reasons of the others), the scaling curve; and of all three by the clock, with the search on all cores. The aims are 5 s

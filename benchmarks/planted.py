@@ -1,4 +1,4 @@
-"""Claim: see docs/doctor.md. What `shoal doctor` expects of mending nine planted slownesses, and what that brings.
+"""Claim: `shoal doctor` names each of nine planted slownesses first, and expects of its remedy what a trial brings.
 
 Repeat with `python -m benchmarks.planted`, all or some by name. Each is run; the doctor names its first cause, and that
 cause's best remedy is tried as `--try` does it, in turn with the run as it is. Numbers that are read back are the job's

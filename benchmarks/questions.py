@@ -1,4 +1,4 @@
-"""Claim: docs/questions.md. Twenty questions as people ask them: a public model, a batch, a cluster, and defaults.
+"""Claim: `shoal plan` answers each of twenty questions about public models in 30 s, and says what keeps the share low.
 
 Each is `shoal plan` in a process of its own, with nothing but the model, the batch, the length, the cluster and the
 precision that such models are trained in. The table has the seconds of the answer, the plan, its share of the peak
@@ -34,7 +34,7 @@ from shoal.plans.plan import Plan, described
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "questions.json"
-PAGE = ROOT / "docs" / "questions.md"
+PAGE = ROOT / "benchmarks" / "results" / "questions.md"
 BEGIN, END = "<!-- written by benchmarks/questions.py -->", "<!-- end of what it writes -->"
 PUBLISHED = ROOT / "benchmarks" / "published" / "data"
 JOBS = "benchmarks/question_jobs.py"

@@ -1,4 +1,4 @@
-"""Claim: see docs/recovery.md. How long a run stands still after one of its ranks was killed, and what watching costs.
+"""Claim: after a kill two ranks take 0.5 s to a new step, four 0.9 s; torchrun takes 4.3 s where it recovers.
 
 Repeat with `python -m benchmarks.recovery --devices 2 --out benchmarks/results/recovery_2.json`, the same
 for 4, and `python -m benchmarks.recovery --cost --out benchmarks/results/recovery_cost.json`. A small GPT

@@ -43,7 +43,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the files outside of docs/ that its pages name: texts as pages, others as they are."""
     for name in AT_ROOT:
         files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
-    for page in [file for file in files if file.src_uri.endswith(".md")]:
+    pages = [file for file in files if file.src_uri.endswith(".md")]
+    while pages:
+        page = pages.pop()
         for target in _outside(page.content_string, page.src_uri):
             uri = _uri(target)
             if files.get_file_from_path(uri) is not None:
@@ -54,13 +56,17 @@ def on_files(files: Files, config: Any) -> Files:
                 content = f"# `{target}`\n\n```` {LANGUAGES[path.suffix]}\n{text}````\n"
                 files.append(File.generated(config, uri, content=content))
             else:
-                files.append(File.generated(config, uri, abs_src_path=str(path)))
+                file = File.generated(config, uri, abs_src_path=str(path))
+                files.append(file)
+                if path.suffix == ".md":
+                    pages.append(file)  # a page of results, whose links are followed too
     return files
 
 
 def _target(link: str, uri: str) -> str:
     """A link's path from the repository's root; pages of docs/ begin with docs/."""
-    home = "" if uri in AT_ROOT else "docs"
+    home = "" if uri in AT_ROOT or uri.startswith("source/") else "docs"
+    uri = uri.removeprefix("source/")
     return posixpath.normpath(posixpath.join(home, posixpath.dirname(uri), link))
 
 
@@ -85,8 +91,8 @@ def _uri(target: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as the site has the files; the list of decisions under their page."""
     uri = page.file.src_uri
-    if uri.startswith("source/"):
-        return markdown
+    if uri.startswith("source/") and not (ROOT / uri.removeprefix("source/")).is_file():
+        return markdown  # the listing of a program
     if uri.startswith("coming-from/"):
         page.meta["hide"] = ["toc"]  # its place goes to two programs side by side
 

@@ -34,7 +34,7 @@ GONE_WITHIN_SECONDS = 2.0
 AT_ONCE = 2
 
 _MARK = "SHOAL_TEST_MARK"
-# A file for the messages of failures, from which docs/faults.md has its table.
+# A file for the messages of failures, from which benchmarks/results/faults.md has its table.
 TOLD = "SHOAL_TEST_TOLD"
 _ERROR = re.compile(
     r"^error(?: on rank (?P<rank>\d+)(?: \((?P<host>[^)]+)\))?| on (?P<alone>\S+))?: (?P<kind>\w+)"

@@ -1,7 +1,7 @@
 """Claim: `shoal verify` calls none of the corpus' right models wrong, and refuses in words what it cannot do.
 
 Every row in fast and exact mode, in float32 and bfloat16, on two processes, and one hash on 1, 2 and 3; every third row
-also divided. Cells are kept in benchmarks/results/corpus.jsonl as they come, and docs/corpus.md is made of them.
+also divided. Cells are kept in benchmarks/results/corpus.jsonl as they come, and corpus.md there is made of them.
 
     python -m benchmarks.corpus                        # all of it again, then the page
     python -m benchmarks.corpus --resume               # what is not verified yet

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SESSIONS = (ROOT / "docs" / "session.md").read_text()
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"])
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(page for folder in ("docs", "benchmarks/results") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
 
 
 def blocks(language: str, text: str = README) -> list[str]:

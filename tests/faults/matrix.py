@@ -1,7 +1,7 @@
 """The matrix of faults: what befalls a run, and the tests that show what becomes of it.
 
 Q: shown in every run of the tests. N: shown by `scripts/soak`. `python -m tests.faults.matrix` prints the table that
-docs/faults.md has, and with `files` the files of its tests.
+benchmarks/results/faults.md has, and with `files` the files of its tests.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ ROWS = (
         "Q",
         "a slow rank",
         "named within 20 steps, and nobody else",
-        _in("unit/training/test_stragglers", "test_a_slow_rank_is_named_within_twenty_steps_and_once"),
+        _in("unit/training/observe/test_stragglers", "test_a_slow_rank_is_named_within_twenty_steps_and_once"),
         _in(INCIDENTS, "test_a_straggler_is_named_and_nobody_else"),
     ),
     Row(
@@ -431,7 +431,7 @@ ROWS = (
 
 
 def page() -> str:
-    """The table, as docs/faults.md has it."""
+    """The table, as benchmarks/results/faults.md has it."""
     lines = [
         "| # | Fault | What becomes of it | In every run of the tests | In the soak besides |",
         "|---|---|---|---|---|",

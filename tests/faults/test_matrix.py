@@ -76,4 +76,4 @@ def test_what_is_wrong_in_a_row_is_told(tier: str, usual: Any, soak: Any, told: 
 
 
 def test_the_page_has_the_table() -> None:
-    assert page() in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert page() in (ROOT / "benchmarks" / "results" / "faults.md").read_text(encoding="utf-8")

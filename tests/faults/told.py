@@ -1,4 +1,4 @@
-"""What failures say, by the matrix's rows: a table of messages that tests have seen, for docs/faults.md.
+"""What failures say, by the matrix's rows: a table of messages that tests have seen, for benchmarks/results/faults.md.
 
 Repeat with `SHOAL_TEST_TOLD=told.jsonl scripts/test --all tests/faults`, then `python -m tests.faults.told told.jsonl`.
 """

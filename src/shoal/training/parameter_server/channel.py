@@ -2,7 +2,7 @@
 
 Received data is never executed, and a peer's data is read only after the peer has proven that it knows the secret. The
 bytes are not encrypted. `multiprocessing.connection` does not fit: it copies messages twice, its handshake has no time
-limit, and the handshake is HMAC-MD5 before Python 3.12 (docs/log.md).
+limit, and the handshake is HMAC-MD5 before Python 3.12 (benchmarks/results/experiments.md).
 """
 
 from __future__ import annotations
