@@ -68,8 +68,8 @@ def configuration(name: str) -> dict[str, Any]:
 
 def row(name: str) -> str:
     """A line of the table, measured in this process."""
+    from shoal.jobs.configured_job import configured_job
     from shoal.planner.answer.answer import question
-    from shoal.planner.configured_job import configured_job
     from shoal.plans.plan import Plan
     from shoal.plans.resolve import Wishes, apply_wishes
 

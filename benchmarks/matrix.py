@@ -111,7 +111,7 @@ def verify_cell(row: str, column: str) -> dict[str, Any]:
 
     import shoal
     from shoal.errors import ShoalError
-    from shoal.runs.job_file import load, parse_target
+    from shoal.jobs.job_file import load, parse_target
 
     torch.set_num_threads(1)
     began = time.monotonic()

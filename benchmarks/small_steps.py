@@ -32,13 +32,13 @@ import torch
 
 from shoal.cli.bench import busy_seconds
 from shoal.hardware.fastest_all_reduce import all_reduce_here
+from shoal.jobs.job_file import load, parse_target
 from shoal.planner.answer.answer import question
 from shoal.planner.calibrate.comparison import PARTS
 from shoal.planner.measure.clock import sample
 from shoal.planner.measure.probes import probes
 from shoal.planner.predict.step_time import Predictor
 from shoal.plans.plan import Plan, plan_text
-from shoal.runs.job_file import load, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "small_steps.csv"

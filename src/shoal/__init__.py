@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 # Public name -> the module that defines it. Modules load on first use, so that `import shoal` does not import torch.
 _HOMES = {
     "__version__": "shoal.runs.version",
-    "Job": "shoal.job",
-    "Epochs": "shoal.job",
-    "Steps": "shoal.job",
-    "Samples": "shoal.job",
-    "Progress": "shoal.job",
-    "warmup_cosine": "shoal.job",
+    "Job": "shoal.jobs.job",
+    "Epochs": "shoal.jobs.job",
+    "Steps": "shoal.jobs.job",
+    "Samples": "shoal.jobs.job",
+    "Progress": "shoal.jobs.job",
+    "warmup_cosine": "shoal.jobs.job",
     "Plan": "shoal.plans",
     "Layout": "shoal.plans",
     "StepRecord": "shoal.runs.records",
@@ -38,7 +38,7 @@ _HOMES = {
     "Parquet": "shoal.data.parquet",
     "from_spark": "shoal.data.parquet",
     "load": "shoal.checkpoint.weights",
-    "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
+    "from_training_arguments": "shoal.jobs.training_arguments",
     "weights_sha256": "shoal.checkpoint",
     "Answer": "shoal.planner.answer.shown",
     "Run": "shoal.cli.finished_run",
@@ -100,9 +100,9 @@ if TYPE_CHECKING:
     from shoal.cli.from_python_weights import evaluate, export, predict
     from shoal.data.parquet import Parquet, from_spark
     from shoal.errors import ExitCode, ShoalError
-    from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
+    from shoal.jobs.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
+    from shoal.jobs.training_arguments import from_training_arguments
     from shoal.numerics.losses import accuracy, cross_entropy, mse
-    from shoal.parallel.model.adapters.training_arguments import from_training_arguments
     from shoal.planner.answer.shown import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord

@@ -26,7 +26,7 @@ import shoal
 from shoal.data import loader
 from shoal.data.order import Order
 from shoal.distributed.mesh import Mesh
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.numerics import grain_randomness
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums

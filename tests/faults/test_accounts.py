@@ -13,7 +13,7 @@ from tests.launching import JOBS, Ended, Gate, Run, run, start
 from tests.sharing import Shared
 
 from shoal.cli.main import main
-from shoal.cli.report import account_of
+from shoal.planner.calibrate.comparison import account_of
 from shoal.report.account import Account
 from shoal.runs.run_files import read_run
 

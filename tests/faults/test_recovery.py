@@ -16,7 +16,7 @@ from tests.launching import JOBS, Ended, Gate, Run, run, start
 from tests.sharing import Shared
 from tests.usual import parametrize
 
-from shoal.cli.report import account_of
+from shoal.planner.calibrate.comparison import account_of
 from shoal.runs.run_files import read_run
 
 pytestmark = pytest.mark.faults

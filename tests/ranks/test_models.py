@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.runs.job_file import load, parse_target
+from shoal.jobs.job_file import load, parse_target
 
 pytestmark = pytest.mark.ranks
 

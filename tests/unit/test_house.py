@@ -120,7 +120,7 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
 # A job object on its way from a program to the ranks that it starts, docs/decisions/0031; what the processes of one
 # search tell each other over their pipes, docs/decisions/0059.
 PICKLES_FOR_ITS_OWN_PROCESSES = {
-    "src/shoal/runs/job_object.py: imports cloudpickle",
+    "src/shoal/jobs/job_object.py: imports cloudpickle",
     "src/shoal/planner/search/part.py: imports pickle",
 }
 
@@ -361,9 +361,9 @@ def test_import_contracts() -> None:
     ("module", "source", "broken"),
     [
         ("", "", 0),
-        ("job", "import numpy", 1),
+        ("jobs.job", "import numpy", 1),
         ("launch", "from torch import nn", 1),
-        ("errors", "from shoal.job import Job", 1),
+        ("errors", "from shoal.jobs.job import Job", 1),
         ("training", "def f():\n    import shoal.cli", 1),
         ("data", "import shoal.parallel", 1),
         ("plans", "from shoal import distributed", 2),  # points up, and reaches torch through it
@@ -383,7 +383,8 @@ def test_broken_contract_is_found(tmp_path: Path, module: str, source: str, brok
         (package / parent / "__init__.py").touch()
     (package / "distributed" / "__init__.py").write_text("import torch")
     if module:
-        (package / module).mkdir(exist_ok=True)
-        (package / module / "__init__.py").write_text(source)
+        folder = package.joinpath(*module.split("."))
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text(source)
     run = _lint_imports(tmp_path, tmp_path)
     assert f"{2 - broken} kept, {broken} broken" in run.stdout, run.stdout + run.stderr

@@ -13,13 +13,13 @@ from shoal.cli.options import EvaluateOptions
 from shoal.cli.trained_engine import EvaluateRequest, handed_over, in_ranks, on_this_host, trained_engine
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
+from shoal.jobs.job_file import JobRequest, parse_target
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.environments.detect import joined
 from shoal.plans.plan import described
 from shoal.plans.resolve import Judged
 from shoal.runs.address import is_address
 from shoal.runs.directory import write_file
-from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import devices_here
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import JobFileError, RunDirectoryError, ShoalError
+from shoal.jobs.job_file import JobRequest, called, load, parse_target
+from shoal.jobs.job_module import is_path, split_target
+from shoal.jobs.job_object import is_job
 from shoal.launch.environment import inside_run
 from shoal.runs.address import copy_to_read, is_address
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.job_file import JobRequest, called, load, parse_target
-from shoal.runs.job_module import is_path, split_target
-from shoal.runs.job_object import is_job
 from shoal.runs.records import StepRecord, read_steps
 from shoal.runs.run_files import run_reader
 
@@ -108,7 +108,7 @@ class Run:
         return f"<shoal.Run {str(self.out)!r}: {told or 'not ended'}>"
 
     def _repr_html_(self) -> str:
-        from shoal.cli.report import account_of
+        from shoal.planner.calibrate.comparison import account_of
         from shoal.report.notebook import shown
 
         rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(_text(v))}</td></tr>" for n, v in self._rows())

@@ -22,7 +22,9 @@ from shoal.cli.run.ray_train import is_worker, trained_in_worker
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
 from shoal.cli.run.submit import submitted
 from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import JobRequest, Setting, called, parameters_of, setting_of
+from shoal.jobs.job_object import function_name, hand_over, is_job, place_of
 from shoal.launch.environment import inside_run
 from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
@@ -31,8 +33,6 @@ from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
-from shoal.runs.job_file import JobRequest, Setting, called, parameters_of, setting_of
-from shoal.runs.job_object import function_name, hand_over, is_job, place_of
 from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:

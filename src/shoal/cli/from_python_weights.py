@@ -15,11 +15,11 @@ from shoal.cli.finished_run import Run
 from shoal.cli.from_python import JobLike, PathText, settings_of, target_of
 from shoal.cli.options import EvaluateOptions, ExportOptions, PredictOptions, option_names, options_from
 from shoal.errors import CommandError, ExitCode
+from shoal.jobs.job_object import hand_over_value
 from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
 from shoal.runs.directory import read_json
-from shoal.runs.job_object import hand_over_value
 from shoal.runs.request import devices_here
 
 if TYPE_CHECKING:

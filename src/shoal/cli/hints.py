@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.errors import nearest
-from shoal.runs.job_file import parameters_of
+from shoal.jobs.job_file import parameters_of
 
 # Options of other tools by the equivalent options here. The first one that a command has is suggested.
 _SAME: dict[tuple[str, ...], tuple[str, ...]] = {

@@ -6,18 +6,17 @@ This module imports nothing heavy, since `shoal --help` reads it.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Container, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
-from shoal.runs.job_module import JobModule
+from shoal.jobs.job_module import JobModule
 
 if TYPE_CHECKING:
+    from shoal.jobs.job_file import JobRequest, Setting
     from shoal.plans import Plan
-    from shoal.runs.job_file import JobRequest, Setting
 
 T = TypeVar("T")
 
@@ -323,6 +322,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             continue
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, tuple):  # a job's setting
+                from shoal.jobs.job_file import setting_text  # imported late: pydantic
+
                 one = f"{one[0]}={setting_text(*one)}"
             if not isinstance(one, str | int | float):
                 raise CommandError(
@@ -346,18 +347,6 @@ def _job_by_name(job: JobRequest) -> dict[str, Any]:
             remedy='write the job function into a file of its own, and give its path: shoal.run("file.py:job", ...)',
         )
     return {"job": f"{job.target}:{job.function}" if job.function else job.target, "set": job.settings}
-
-
-def setting_text(name: str, setting: Setting) -> str:
-    """Return a setting in the form that `--set` takes. Raises: CommandError for a text that `--set` would convert."""
-    held = setting["value"] if isinstance(setting, dict) else setting
-    if isinstance(setting, str) or not isinstance(held, str):
-        return setting if isinstance(setting, str) else "none" if held is None else json.dumps(held)
-    raise CommandError(
-        given=f"{name}={held!r:.60}",
-        conflict="as a word of a command that text would be another value",
-        remedy="give another text, or set it in the job function",
-    )
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -13,18 +13,18 @@ from typing import TextIO
 from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
-from shoal.job import Job
+from shoal.jobs.configured_job import PREFIX, configured_job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import load, parse_target, written
 from shoal.launch.environment import inside_run
 from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import console_of_width, show
 from shoal.planner.answer.memory_format import with_chosen_format
 from shoal.planner.answer.shown import Answer
 from shoal.planner.calibrate.lessons import learn_from
-from shoal.planner.configured_job import PREFIX, configured_job
 from shoal.planner.search.aims import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
-from shoal.runs.job_file import load, parse_target, written
 
 _QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
 _STEPS = 64  # of a search between two checks of the clock

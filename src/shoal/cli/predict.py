@@ -16,11 +16,11 @@ from shoal.data.source import Opened
 from shoal.distributed.agreement import together
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode, nearest
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import JobRequest, parse_target
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.runs.address import is_address
-from shoal.runs.job_file import JobRequest, parse_target
 from shoal.training.microbatch.evaluation import Evaluator
 from shoal.training.microbatch.predictions import Predictions, of_first_part, refuse_file
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from shoal.cli.options import ReportOptions
 from shoal.errors import CommandError, ExitCode
-from shoal.planner.calibrate.comparison import MeasuredStep, beside
-from shoal.report.account import Account, account
+from shoal.planner.calibrate.comparison import account_of
 from shoal.report.page import render_report
 from shoal.report.quantities import seconds
 from shoal.report.run_page import run_page
@@ -48,14 +47,3 @@ def report(options: ReportOptions) -> ExitCode:
 def _read(run: str) -> RunFiles:
     with run_reader(run) as reader:
         return reader.read()
-
-
-def account_of(files: RunFiles) -> Account:
-    """Return the account of a run. Its steps are compared with the plan's prediction, even without a result."""
-    told = files.plan.get("prediction")
-    predicted = told if isinstance(told, dict) else {}
-    device = files.attempts[-1].device if files.attempts else ""
-    kind = "cpu" if device == "cpu" else "gpu" if device else predicted.get("device_kind", "")
-    last = files.records[-1].ranks.get("memory_bytes") if files.records else None
-    steps = [MeasuredStep(record.seconds, record.spans) for record in files.records[-1000:]]
-    return account(files, beside(predicted, steps, int(last.max) if last is not None else None, str(kind)))

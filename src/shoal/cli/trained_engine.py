@@ -21,7 +21,9 @@ from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.hardware.detect import cores
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import JobRequest, LoadedJob, load
+from shoal.jobs.job_object import HandedJob
 from shoal.launch.environment import REQUEST_FILE, Environment
 from shoal.launch.local import LaunchEnd, launch
 from shoal.launch.rank_processes import LocalRun
@@ -32,8 +34,6 @@ from shoal.plans.plan import ServerSection, read_plan
 from shoal.plans.relaid import relaid
 from shoal.plans.resolve import Judged
 from shoal.runs.directory import read_json
-from shoal.runs.job_file import JobRequest, LoadedJob, load
-from shoal.runs.job_object import HandedJob
 from shoal.runs.request import dumped, loaded
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged, with_judged_grains

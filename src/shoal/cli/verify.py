@@ -15,10 +15,10 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process, seed_loading
 from shoal.errors import ExitCode, PlanError
 from shoal.hardware.detect import cores
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import load
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.job_file import load
 from shoal.runs.request import RunRequest
 from shoal.training.setup.engine import Options
 from shoal.training.setup.preflight import with_judged_grains

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.cli.options import WatchOptions
-from shoal.cli.report import account_of
 from shoal.errors import CommandError, ExitCode, RunDirectoryError
+from shoal.planner.calibrate.comparison import account_of
 from shoal.report.account import Account, status_of
 from shoal.report.openmetrics import openmetrics
 from shoal.report.terminal import cut, head, lines

@@ -24,7 +24,7 @@ from shoal.data.order import Order
 from shoal.data.source import Collate, MapSource, Opened, built, is_stream, source_of
 from shoal.data.stream import StreamLoader
 from shoal.errors import DataError, JobError
-from shoal.job import Epochs, Job, Length
+from shoal.jobs.job import Epochs, Job, Length
 
 if TYPE_CHECKING:
     from shoal.distributed.mesh import Mesh

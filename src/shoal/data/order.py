@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.data.sample_digest import Ids
-from shoal.job import Epochs, Length, Samples
+from shoal.jobs.job import Epochs, Length, Samples
 from shoal.plans.grains import Grain, divide, random_key
 
 # Positions permuted at once, since a step may have few and a numpy call costs as much as some thousand elements.

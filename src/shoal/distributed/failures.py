@@ -20,9 +20,9 @@ from shoal.errors import (
     UserCodeError,
     text_of,
 )
+from shoal.jobs.remedies import remedy
+from shoal.jobs.user_frames import place_of, traceback_of
 from shoal.numerics.out_of_memory import is_out_of_memory
-from shoal.runs.remedies import remedy
-from shoal.runs.user_frames import place_of, traceback_of
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -36,6 +37,45 @@ def measured_file() -> Path:
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the number of cores that this process's cgroup and its parents allow at a time; None: all."""
+    text = file_text(root / "proc/self/cgroup") or ""
+    own: dict[str, str] = dict(re.findall(r"^\d+:([^:]*):(.*)$", text, re.MULTILINE))
+    quotas: list[float] = []
+    for folder in upwards(root / "sys/fs/cgroup", own.get("", "/")):
+        quota, _, period = (file_text(folder / "cpu.max") or "max 1").partition(" ")
+        if quota.isdecimal():
+            quotas.append(int(quota) / int(period or 100_000))
+    for folder in upwards(root / "sys/fs/cgroup/cpu", own.get("cpu", own.get("cpu,cpuacct", "/"))):
+        quota, period = file_text(folder / "cpu.cfs_quota_us") or "", file_text(folder / "cpu.cfs_period_us") or ""
+        if quota.isdecimal() and period.isdecimal():
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def within_quota(number: int, quota: float | None) -> float:
+    """Return how many of `number` cores a process can use under its cgroup's quota."""
+    return min(number, quota or number)
+
+
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Return the whole cores that this process can use under its affinity and its cgroup's quota; at least one."""
+    return max(1, int(within_quota(cores(), cpu_quota(root))))
+
+
+def upwards(top: Path, place: str) -> list[Path]:
+    """Return the folder `place` below `top`, and its parents up to `top`."""
+    parts = [part for part in place.split("/") if part and part != ".."]
+    return [top.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def file_text(path: Path) -> str | None:
+    """Return a file's text without surrounding blanks; None if it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return None
 
 
 def processor() -> str:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from shoal.errors import JobError
-from shoal.job import BUFFER_RULES, matches
+from shoal.numerics.buffer_names import BUFFER_RULES, matches
 
 # Rules that select the value of one microbatch, which ranks exchange bit by bit.
 TAKEN = ("last", "same", "min", "max")

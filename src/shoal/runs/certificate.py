@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CertificateError
-from shoal.runs.job_sources import changed
+from shoal.jobs.job_sources import changed
 
 SCHEMA = 2  # since 2, certificates name the code of the job's modules
 # Sections of a plan that do not affect the computation.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from shoal.errors import InUseError, LaunchError
 from shoal.hardware.detect import cores, visible_gpus
+from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import conflicts, refuse
@@ -21,7 +22,6 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
 from shoal.runs.generation import Fence
 from shoal.runs.initial_weights import InitialWeights
-from shoal.runs.job_file import JobRequest
 from shoal.runs.resize import resized
 from shoal.runs.sound_values import adapter
 from shoal.runs.trace_steps import TraceSteps

@@ -15,14 +15,14 @@ from typing import Any
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import versions
 from shoal.errors import JobError, ShoalError
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import LoadedJob
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import numbers
 from shoal.plans.conflicts import idle
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete, warn_of
 from shoal.runs.certificate import SCHEMA
-from shoal.runs.job_file import LoadedJob
 from shoal.training.observe.trace.traces import Replay, StepTrace, read, read_changes
 from shoal.training.setup.default_grains import with_grains
 from shoal.verification.compare import References, compare

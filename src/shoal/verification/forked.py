@@ -19,7 +19,7 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.hardware.detect import GPU_FOLDER
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment
 from shoal.launch.environments.detect import joined
 from shoal.launch.in_child import fork

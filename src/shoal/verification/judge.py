@@ -22,7 +22,7 @@ from shoal.data.source import MapSource
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
 from shoal.hardware.detect import cores
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
 from shoal.training.microbatch.coupling import MIXES, by_grain, meaning

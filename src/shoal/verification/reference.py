@@ -27,7 +27,7 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.process_setup import step_optimizer
 from shoal.errors import ShoalError
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import real_numel

@@ -17,7 +17,7 @@ import torch
 
 from shoal.distributed.mesh import alone, open_mesh
 from shoal.distributed.process_setup import has_drawn_since_loading
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.launch.environment import Environment
 from shoal.numerics.gradient_norm import clip_values
 from shoal.parallel.base import Strategy

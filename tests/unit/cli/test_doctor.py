@@ -12,8 +12,8 @@ from tests.run_folders import RunFolder
 from shoal.cli import doctor as command
 from shoal.cli.doctor import doctor
 from shoal.cli.options import DoctorOptions
+from shoal.doctor.health import HealthCheck, Severity
 from shoal.errors import CommandError, ExitCode
-from shoal.hardware.health import HealthCheck, Severity
 from shoal.plans.plan import read_plan
 
 

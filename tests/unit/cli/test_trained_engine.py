@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.cli.trained_engine import EvaluateRequest
+from shoal.jobs.job_file import JobRequest
 from shoal.plans.plan import Plan, plan_text
-from shoal.runs.job_file import JobRequest
 
 
 def test_a_captured_step_is_no_matter_of_an_evaluation(tmp_path: Path) -> None:

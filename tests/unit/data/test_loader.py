@@ -14,7 +14,7 @@ from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import DataError
-from shoal.job import Epochs, Length, Samples
+from shoal.jobs.job import Epochs, Length, Samples
 
 
 class Noisy:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.order import Order, permute
-from shoal.job import Epochs, Length, Samples, Steps
+from shoal.jobs.job import Epochs, Length, Samples, Steps
 from shoal.plans.grains import random_key
 
 HUGE = 10**10

@@ -14,7 +14,7 @@ from shoal.data.loader import DataRank
 from shoal.data.order import Order
 from shoal.data.stream import StreamLoader
 from shoal.errors import DataError
-from shoal.job import Length, Samples, Steps
+from shoal.jobs.job import Length, Samples, Steps
 from shoal.numerics.grain_randomness import seed_everything
 
 ENDLESS = 1 << 62

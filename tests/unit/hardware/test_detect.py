@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.hardware import cluster, detect, dump
-from shoal.hardware.detect import cores, detected, kind_of, measured_file, memory_bytes
+from shoal.hardware.detect import allowed_cores, cores, cpu_quota, detected, kind_of, measured_file, memory_bytes
 
 
 def test_what_was_measured_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +57,43 @@ def test_gpus_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.device.name, found.devices_per_host) == ("H200", 4)
     monkeypatch.setattr(detect, "gpus", lambda: ["NVIDIA H200", "Voodoo 2"])
     assert any("Voodoo 2" in note for note in detected().notes)
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}, 0.5),
+        ({"sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/box\n1:memory:/\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+    ],
+)
+def test_the_quota_of_a_cgroup(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    assert cpu_quota(plant(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max", 4), ("250000", 2), ("50000", 1), ("900000", 4)])
+def test_cores_whose_time_a_process_gets(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.hardware.detect.cores", lambda: 4)
+    assert allowed_cores(plant(tmp_path, {"sys/fs/cgroup/cpu.max": f"{quota} 100000\n"})) == cores

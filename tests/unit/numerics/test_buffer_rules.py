@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobError
-from shoal.job import matches
+from shoal.numerics.buffer_names import matches
 from shoal.numerics.buffer_rules import (
     COARSE,
     FINE,

@@ -9,8 +9,8 @@ import pytest
 from tests.run_folders import BEGAN, STORIES, RunFolder, one_process, resumed_twice, served
 
 from shoal.cli.main import main
-from shoal.cli.report import account_of
 from shoal.errors import RunDirectoryError
+from shoal.planner.calibrate.comparison import account_of
 from shoal.report.account import Account, account
 from shoal.report.limits import causes
 from shoal.report.wall_clock import PARTS

@@ -17,12 +17,12 @@ import torch
 
 from shoal.checkpoint.run_state import RunState
 from shoal.errors import JobMismatchError
-from shoal.job import Epochs, Length, Progress, Samples, Steps
+from shoal.jobs.job import Epochs, Length, Progress, Samples, Steps
+from shoal.jobs.job_file import JobRequest, file_sha256, load
+from shoal.jobs.job_sources import FREE, LENGTHS, changed
+from shoal.jobs.same_job import differing_fields
 from shoal.numerics.isolation import generators_kept
-from shoal.runs.job_file import JobRequest, file_sha256, load
-from shoal.runs.job_sources import FREE, LENGTHS, changed
 from shoal.training.setup.engine import Engine
-from shoal.training.setup.same_job import differing_fields
 
 # Entries that a resume may change, such as the length and the policy for bad steps.
 _MAY_CHANGE = (

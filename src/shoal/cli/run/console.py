@@ -12,11 +12,11 @@ import torch
 
 from shoal.cli.notebook_progress import record_line
 from shoal.hardware.detect import cores
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import told
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory
-from shoal.runs.job_file import LoadedJob
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import wished

@@ -8,13 +8,13 @@ from typing import Any
 
 from shoal.distributed.process_setup import versions
 from shoal.errors import RunDirectoryError
+from shoal.jobs.job_file import LoadedJob
+from shoal.jobs.read_files import digests_of
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory
 from shoal.runs.generation import Fence
-from shoal.runs.job_file import LoadedJob
-from shoal.runs.read_files import digests_of
 from shoal.runs.request import RunRequest
 from shoal.training.microbatch.data_digests import data_digests
 from shoal.training.setup.engine import Engine

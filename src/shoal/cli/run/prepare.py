@@ -17,6 +17,7 @@ from shoal.cli.run.device_range import range_of, with_number
 from shoal.cli.run.start import claimed, judged_request, resized, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
+from shoal.jobs.job_file import JobRequest, parse_target
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
 from shoal.launch.environments.detect import detected, restarts
 from shoal.launch.signals import Signals, stop_signals
@@ -27,7 +28,6 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
-from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
 from shoal.runs.sound_values import adapter
 from shoal.runs.trace_steps import TraceSteps

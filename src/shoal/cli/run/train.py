@@ -36,7 +36,8 @@ from shoal.distributed.process_setup import has_drawn_since_loading, prepare_pro
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import ExitCode, LaunchError
 from shoal.hardware.detect import cores
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import LoadedJob, load
 from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import in_child
@@ -47,7 +48,6 @@ from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.effective_time import call_began_at
 from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.generation import withdraw
-from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import ResizeWish

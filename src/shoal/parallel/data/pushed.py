@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.collectives.fixed_tree import evaluate
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.numerics.flat import raw_bytes, views_of
 from shoal.numerics.gradient_norm import global_norm
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums

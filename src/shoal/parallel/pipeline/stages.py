@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.jobs.user_frames import raised_in_derivative
 from shoal.numerics.grain_randomness import active_scope
 from shoal.numerics.isolation import without_modes
 from shoal.numerics.no_trace import NoTrace
@@ -31,7 +32,6 @@ from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
 from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
 from shoal.parallel.pipeline.stage_shapes import StageShapes
 from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
-from shoal.runs.user_frames import raised_in_derivative
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]

@@ -21,9 +21,9 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import PlanError, ShoalError
 from shoal.hardware import cluster as find_cluster
+from shoal.hardware.detect import allowed_cores
 from shoal.hardware.fastest_all_reduce import fastest_on
-from shoal.hardware.host_facts import allowed_cores
-from shoal.job import Epochs, Job, Samples
+from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stage_places import places

@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.data.opened import opened
 from shoal.hardware import cluster as find_cluster
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision
 from shoal.planner.profile.profiles import is_small
 from shoal.plans.plan import Plan

@@ -11,6 +11,8 @@ from statistics import median
 from typing import Any
 
 from shoal.planner.predict.workload import Prediction
+from shoal.report.account import Account, account
+from shoal.runs.run_files import RunFiles
 
 # For each part of a step: the planner's terms, and the spans of a rank's clock that measure them. The clock cannot
 # separate exchanges and waits within a forward or backward from compute.
@@ -117,3 +119,14 @@ def against(measured: float, predicted: float) -> str:
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return median(found) if found else None
+
+
+def account_of(files: RunFiles) -> Account:
+    """Return the account of a run. Its steps are compared with the plan's prediction, even without a result."""
+    given = files.plan.get("prediction")
+    predicted = given if isinstance(given, dict) else {}
+    device = files.attempts[-1].device if files.attempts else ""
+    kind = "cpu" if device == "cpu" else "gpu" if device else predicted.get("device_kind", "")
+    last = files.records[-1].ranks.get("memory_bytes") if files.records else None
+    steps = [MeasuredStep(record.seconds, record.spans) for record in files.records[-1000:]]
+    return account(files, beside(predicted, steps, int(last.max) if last is not None else None, str(kind)))

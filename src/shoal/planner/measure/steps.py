@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.distributed.mesh import Mesh
 from shoal.hardware.fastest_all_reduce import shares_memory
 from shoal.hardware.values import SHARED_MEMORY
-from shoal.job import Job, Steps
+from shoal.jobs.job import Job, Steps
 from shoal.planner.measure.probes import LAYER_OPERATORS
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, small_batch
 from shoal.errors import ShoalError, UserCodeError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.flat import is_strided
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import replace_leaves, tensors_in

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.parallel.model.sharded_model import ShardedModel, local, whole_tensors
 from shoal.plans.plan import Plan
 from shoal.runs.events import Events

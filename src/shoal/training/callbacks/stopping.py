@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shoal.errors import JobError
-from shoal.job import Job, meant_metric
+from shoal.jobs.job import Job, meant_metric
 from shoal.training.callbacks.base import Callback, RunControl
 
 Mode = Literal["min", "max"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.data.loader import Microbatch
 from shoal.errors import JobError, text_of
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
 from shoal.numerics.grain_randomness import all_generators

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.checkpoint.run_state import RunState
 from shoal.distributed.agreement import Agreement, Report, agree, from_rows, interrupts, measures, to_row
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums

@@ -10,7 +10,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.distributed.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.parallel.base import StepSums
 from shoal.training.loop.incidents import NOTICED, RankIncidents
 from shoal.training.loop.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks

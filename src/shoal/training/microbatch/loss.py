@@ -15,7 +15,7 @@ from shoal.data.loader import Microbatch
 from shoal.data.source import NoSamples
 from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.errors import JobError, LossError, ShoalError, text_of
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.draw_watch import DrawWatch
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything

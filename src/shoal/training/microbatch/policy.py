@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from shoal.errors import JobError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.plans.grains import FEW_GRAINS
 
 # none: the model draws no random numbers and has no batch statistics. scoped: it computes under a GrainScope. opaque:

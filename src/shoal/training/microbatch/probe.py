@@ -15,7 +15,7 @@ from shoal.data.loader import Loader, MapLoader, Microbatch
 from shoal.distributed.agreement import collectively
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import OutOfMemoryError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.buffer_rules import LOOKED_GRAINS, in_words, no_rule
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.training.microbatch.compute import FetchedStep, StepParts

@@ -21,7 +21,7 @@ from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import StorageError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.parallel.base import StepSums
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.events import Events

@@ -18,7 +18,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import MapLoader
 from shoal.distributed.agreement import raise_peer
 from shoal.errors import InternalError, JobError, LaunchError, StorageError
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share

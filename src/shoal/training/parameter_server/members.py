@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import LaunchError, PeerError, ShoalError, from_json
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
 from shoal.runs.version import __version__

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import PeerError, PlanError
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.launch.environment import Environment
 from shoal.numerics.gradient_norm import clip_values, rounded
 from shoal.numerics.precision import Precision

@@ -15,7 +15,7 @@ from shoal.distributed.agreement import Report, measures, to_row
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import alone, choose_device
 from shoal.errors import JobError, PeerError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.data.pushed import ExactPart, FastPart, unpack

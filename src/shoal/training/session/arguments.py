@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.checkpoint.whole_optimizer import begin, groups, to_train
 from shoal.errors import JobError, nearest
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.wrappers import refuse_wrapped
 from shoal.training.setup.job_optimizer import refuse_optimizer, without_optimizer

@@ -17,7 +17,7 @@ from shoal.data.order import Order
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
 from shoal.training.microbatch.loss import no_gradient

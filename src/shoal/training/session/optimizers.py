@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.whole_optimizer import groups as groups_of
 from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.distributed.process_setup import step_optimizer
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import random_key
 from shoal.training.update.fused_step import fused

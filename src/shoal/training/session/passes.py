@@ -17,7 +17,7 @@ from shoal.data.loader import Microbatch
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError, ShoalError, UserCodeError
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.buffer_rules import without_rule
 from shoal.numerics.precision import LossScale, Precision

@@ -22,7 +22,7 @@ from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import JobError, PlanError
-from shoal.job import Epochs, Job, Length
+from shoal.jobs.job import Epochs, Job, Length
 from shoal.launch.environment import Environment
 from shoal.launch.environments.detect import joined
 from shoal.numerics.precision import Precision

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, Opened, small_batch
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred

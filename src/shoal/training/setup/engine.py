@@ -32,7 +32,7 @@ from shoal.distributed.mesh import Mesh, alone
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import JobError, ShoalError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.launch.heartbeat import Heartbeat
 from shoal.launch.in_child import look_in_child
 from shoal.numerics.batch_statistics import StepBuffers

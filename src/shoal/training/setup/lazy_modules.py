@@ -14,7 +14,7 @@ from shoal.data.opened import opened, order_of
 from shoal.data.source import MapSource, small_batch
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.init_recorder import InitRecorder

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.distributed.failures import user_error
 from shoal.errors import ShoalError
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in

@@ -24,13 +24,13 @@ from shoal.data.stream import StreamLoader
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError, JobError, LaunchError
-from shoal.job import Job
+from shoal.jobs.job import Job
+from shoal.jobs.job_file import LoadedJob, load
 from shoal.launch.host_process import MOST_APART_SECONDS
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Judged, judge
-from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.request import RunRequest, dumped
 from shoal.runs.version import __version__
 from shoal.training.setup.default_grains import grains_of, outline

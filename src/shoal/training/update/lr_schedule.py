@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 
 
 class Schedule:

@@ -16,7 +16,7 @@ from shoal.checkpoint.whole_optimizer import OWN_RATE, groups, parts, rated, rat
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
-from shoal.job import Job, Progress
+from shoal.jobs.job import Job, Progress
 from shoal.numerics.gradient_norm import (
     clip_values,
     global_norm,

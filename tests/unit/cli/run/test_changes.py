@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.run.changes import fields_changed
-from shoal.runs.job_file import JobRequest, load
-from shoal.runs.job_module import JobModule
-from shoal.runs.job_sources import changed, code
+from shoal.jobs.job_file import JobRequest, load
+from shoal.jobs.job_module import JobModule
+from shoal.jobs.job_sources import changed, code
 
 JOB = """
 import shoal

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shoal.cli.run.console import Reporter, conclude, introduce
+from shoal.jobs.job_file import JobRequest
 from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
-from shoal.runs.job_file import JobRequest
 from shoal.runs.resize import wish
 
 

@@ -14,9 +14,9 @@ from shoal.cli.options import RunOptions, arguments_of, options_of
 from shoal.cli.run.prepare import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
+from shoal.jobs.job_file import JobRequest, setting_of
+from shoal.jobs.job_object import HandedJob
 from shoal.plans import Plan
-from shoal.runs.job_file import JobRequest, setting_of
-from shoal.runs.job_object import HandedJob
 
 GIVEN = [
     "job.py:made",

@@ -12,8 +12,8 @@ import pytest
 
 from shoal.cli.run import train
 from shoal.errors import ExitCode
+from shoal.jobs.job_file import JobRequest
 from shoal.launch.signals import Signals
-from shoal.runs.job_file import JobRequest
 
 
 def test_a_request_to_stop_while_jobs_are_compared_is_the_runs_own(

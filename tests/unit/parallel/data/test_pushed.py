@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import alone
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 from shoal.parallel.base import Flags
 from shoal.parallel.data.pushed import (
     FastPart,

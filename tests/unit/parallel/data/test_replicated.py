@@ -15,7 +15,7 @@ from shoal.data.sample_digest import DIGEST_WORDS, grain_words
 from shoal.data.source import MapSource
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PlanError
-from shoal.job import Steps
+from shoal.jobs.job import Steps
 from shoal.numerics.losses import mse
 from shoal.parallel.assemble import assemble
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums

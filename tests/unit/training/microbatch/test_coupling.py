@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.order import Order
 from shoal.data.source import MapSource, source_of
-from shoal.job import Job, Steps
+from shoal.jobs.job import Job, Steps
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision

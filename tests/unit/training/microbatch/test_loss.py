@@ -17,7 +17,7 @@ from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import JobError, LossError, UserCodeError
-from shoal.job import Job, Steps
+from shoal.jobs.job import Job, Steps
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
 from shoal.numerics.precision import Precision

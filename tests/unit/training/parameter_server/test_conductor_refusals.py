@@ -13,9 +13,9 @@ import shoal
 from shoal.cli.verify import verify
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, PlanError
+from shoal.jobs.job_file import JobRequest
 from shoal.launch.environment import Environment
 from shoal.plans.resolve import Wishes
-from shoal.runs.job_file import JobRequest
 from shoal.runs.request import RunRequest
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter

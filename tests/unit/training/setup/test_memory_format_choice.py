@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import shoal
 from shoal.data.opened import opened
-from shoal.job import Job
+from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.setup.engine import build_model

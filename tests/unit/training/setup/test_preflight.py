@@ -10,9 +10,9 @@ from torch import nn
 
 import shoal
 from shoal.errors import JobError, PlanError
+from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
 from shoal.plans.resolve import Wishes
-from shoal.runs.job_file import JobRequest
 from shoal.runs.request import RunRequest
 from shoal.training.setup.default_grains import outline
 from shoal.training.setup.preflight import judged, judged_for, one_grain, with_judged_grains

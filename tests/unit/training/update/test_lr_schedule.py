@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as torchs
 
 import shoal
 from shoal.errors import JobError, ShoalError, UserCodeError
-from shoal.job import Progress
+from shoal.jobs.job import Progress
 
 STEPS = 24
 

@@ -14,7 +14,7 @@ from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.mesh import alone
-from shoal.job import Job, Steps
+from shoal.jobs.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.loss import LossComputer

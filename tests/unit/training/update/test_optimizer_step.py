@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.state import optimizer_state
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, LossError, UserCodeError
-from shoal.job import Job, Progress, warmup_cosine
+from shoal.jobs.job import Job, Progress, warmup_cosine
 from shoal.numerics.grain_randomness import all_generators
 from shoal.numerics.precision import LossScale
 from shoal.parallel.data.replicated import DataParallel

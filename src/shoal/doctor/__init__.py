@@ -1,0 +1,1 @@
+"""Diagnosis of a machine, or of a run's lost time."""

@@ -1,0 +1,374 @@
+"""Causes of lost time in a run with their cost, and remedies with their expected gain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.doctor.fewer_devices import on_devices, planned_ratio
+from shoal.doctor.run_times import RunTimes
+
+# Smallest share of time that is reported: less is not worth a change, and accounts are not that exact.
+WORTH = 0.03
+_CHEAP = 0.75  # share of the device-hours
+_RARER = 10
+_CHECKPOINT_SHARE = 0.01  # share of the time that shoal's default checkpoint interval costs
+_MOST_WORKERS = 8
+# Share of a writing thread's seconds that training loses even if a core is free, measured on two cores with one memory.
+_WRITING = 0.4
+_EACH_FEW = 4
+# A sample that takes less time is computed; one that waits for a disk or a network takes longer.
+_COMPUTED = 2e-4
+_HANDED_OVER = 5e-3  # to pass a microbatch from a data worker, measured on two cores
+# A rank is slow if it is the slowest in this share of steps, by this share of a step.
+_OFTEN, _SLOWER = 0.8, 0.05
+_BUCKET_BYTES = 1 << 20
+_FEW_MESSAGES = 4
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Change of a run that would save time: `gain` is a fraction of the training time.
+
+    `sections`: changes of the plan. `devices`: a new number of devices. `arguments`: options of `shoal run`.
+    `variables`: environment variables (None: unset). A remedy without any of these is for people to apply.
+    `period`: steps between two occurrences of a periodic event.
+    `planned`: the gain by the planner's predictions of both plans, if requested.
+    `cost`: device time relative to the run if the number of devices changes, before the gain.
+    """
+
+    name: str
+    words: str
+    gain: float
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    devices: int | None = None
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    period: int = 0
+    planned: float | None = None
+    cost: float = 1.0
+
+    @property
+    def device_time(self) -> float:
+        """Device-hours of the same training relative to the run."""
+        return self.cost * (1.0 - self.gain)
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether a trial run of the same job can measure the gain."""
+        return bool(self.sections or self.devices or self.arguments or self.variables)
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """Cause of lost time: `seconds` per step, its `share` of the training time, and the observation.
+
+    `could`: the share that would be saved if there is no remedy.
+    """
+
+    cause: str
+    title: str
+    seconds: float
+    share: float
+    seen: str
+    remedies: tuple[Remedy, ...] = ()
+    could: float = 0.0
+
+    @property
+    def regained(self) -> float:
+        """Fraction of the training time that the best remedy saves."""
+        return max((remedy.gain for remedy in self.remedies), default=self.could)
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether a remedy saves time, or takes the same time with far fewer device-hours."""
+        cheap = any(r.gain > -WORTH and r.device_time <= _CHEAP for r in self.remedies)
+        return self.regained >= WORTH or cheap
+
+
+Losses = Iterator[LostTime]
+
+
+def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
+    """Return the causes worth reporting, the largest possible saving first; `more` are causes found elsewhere."""
+    rules: tuple[Callable[[RunTimes], Losses], ...] = (
+        _evaluation,
+        _checkpoints,
+        _data,
+        _threads,
+        _slow_rank,
+        _shares,
+        _bubbles,
+        _messages,
+        _large_sums,
+        _devices,
+        _host,
+    )
+    found = [*more, *(loss for rule in rules for loss in rule(times))]
+    return tuple(sorted((loss for loss in found if loss.is_worth_telling), key=lambda loss: -loss.regained))
+
+
+def _lost(times: RunTimes, cause: str, title: str, seconds: float, seen: str, *remedies: Remedy) -> LostTime:
+    return LostTime(cause, title, seconds, seconds / times.total, seen, remedies, seconds / times.total)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+
+
+def _devices_of(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _evaluation(times: RunTimes) -> Losses:
+    cost = times.evaluation
+    if not cost.per_step or cost.every is None:
+        return
+    every = round(cost.every)
+    rarer = every * _RARER
+    lost = cost.per_step + times.best.per_step
+    gain = lost * (1 - 1 / _RARER) / times.total
+    seen = f"an evaluation of {_ms(cost.each)} after every {every} steps"
+    if times.best.per_step:
+        seen += f", and training waits {_ms(times.best.each)} for a checkpoint where the watched metric is better"
+    words = f"evaluation every {rarer} steps instead of {every}"
+    if times.asks_evaluations:
+        words += ", where the job's callback asks for it"
+        remedy = Remedy("evaluate-rarely", words, gain)
+    else:
+        remedy = Remedy("evaluate-rarely", words, gain, arguments=("--evaluate-every", str(rarer)), period=rarer)
+    yield _lost(times, "evaluation", "evaluation", lost, seen, remedy)
+
+
+def _checkpoints(times: RunTimes) -> Losses:
+    for cost, is_asked in ((times.checkpoint, False), (times.asked, True)):
+        if not cost.per_step or cost.every is None:
+            continue
+        every = round(cost.every)
+        beside = _beside(times, every)
+        lost = cost.per_step + beside
+        gain = (lost - _CHECKPOINT_SHARE * times.step) / times.total
+        rarer = max(every + 1, round(every * lost / (_CHECKPOINT_SHARE * times.step)))
+        after = "step" if every == 1 else f"{every} steps"
+        seen = f"training waits {_ms(cost.each)} for a checkpoint after every {after}"
+        if beside:
+            seen += f", and a thread writes it beside the next ones: {_ms(times.writing or 0.0)} of a core"
+        words = f"a checkpoint every {rarer} steps instead of {every}"
+        if is_asked:
+            remedy = Remedy("checkpoint-rarely", f"{words}, where the job's callback asks for it", gain)
+        else:
+            words += ", or without --checkpoint-every, as costs 1 %"
+            arguments = ("--checkpoint-every", str(rarer))
+            remedy = Remedy("checkpoint-rarely", words, gain, arguments=arguments, period=rarer)
+        yield _lost(times, "checkpoints", "checkpoints", lost, seen, remedy)
+
+
+def _beside(times: RunTimes, every: int) -> float:
+    """Return the seconds per step that a writing thread costs training, if most steps overlap with writing.
+
+    If checkpoints are rarer, the cost shows in the steps that overlap.
+    """
+    if times.writing is None or every > _EACH_FEW:
+        return 0.0
+    spare = _spare_cores(times) > 0 and times.device == "cpu"
+    return times.writing * (_WRITING if spare or times.device != "cpu" else 1.0) / every
+
+
+def _data(times: RunTimes) -> Losses:
+    waits = times.ranks.get("data_wait")
+    wait = max(times.spans.get("data_wait", 0.0), waits.most if waits is not None else 0.0)
+    rest = max(times.step - wait, 1e-9)
+    workers = int(times.section("data").get("workers") or 0)
+    read = (times.step * workers) if workers else wait  # workers read in parallel with the step
+    computes = read < _COMPUTED * times.samples / times.world_size
+    most = _spare_cores(times) // times.world_size if computes else _MOST_WORKERS
+    if most <= workers:
+        return
+    wanted = next((n for n in range(workers + 1, most) if read / n <= rest), most)
+    then = max(rest + _HANDED_OVER * times.microbatches, read / wanted)
+    seen = f"a step waits {_ms(wait)} for its samples, with {workers or 'no'} data workers a rank"
+    words = f"{wanted} data worker{'s' if wanted > 1 else ''} a rank"
+    if not computes and _spare_cores(times) < wanted * times.world_size:
+        words += ", where reading waits; where it computes, each takes a core that the ranks have now"
+    gain = (times.step - then) / times.total
+    remedy = Remedy("workers", words, gain, {"data": {"workers": wanted}})
+    yield _lost(times, "data", "waiting for samples", wait, seen, remedy)
+
+
+def _spare_cores(times: RunTimes) -> int:
+    """Return the number of cores that no rank uses, or a default if the run did not record its cores."""
+    if times.cores is None:
+        return _MOST_WORKERS * times.world_size
+    return max(0, times.cores - times.world_size * (times.threads or 1))
+
+
+def _threads(times: RunTimes) -> Losses:
+    """Find more threads than cores: they take turns, and so do the threads that wait for others."""
+    if times.threads is None or times.cores is None or times.device != "cpu":
+        return
+    fair = max(1, times.cores // times.world_size)
+    if times.threads <= fair:
+        return
+    running = times.threads * times.world_size
+    carried = max(times.cores, fair * times.world_size)
+    busy = times.step - times.spans.get("data_wait", 0.0)
+    # Steps in which the threads happen not to collide are as quick as all steps could be.
+    lost = max(busy * (1 - carried / running), times.step - sum(times.undisturbed.values()))
+    seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
+    words = (
+        f"{fair} thread{'s' if fair > 1 else ''} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
+    )
+    remedy = Remedy("threads", words, lost / times.total, variables={"OMP_NUM_THREADS": str(fair)})
+    yield _lost(times, "threads", "more threads than cores", lost, seen, remedy)
+
+
+def _slow_rank(times: RunTimes) -> Losses:
+    busy = times.ranks.get("busy_seconds")
+    if busy is None or times.world_size < 2 or busy.how_often < _OFTEN or _crowded(times):
+        return
+    fair = busy.most * (1 - 1 / times.share_of_grains)  # a rank with more grains takes this much longer
+    wait = busy.most - busy.least - fair
+    if wait < _SLOWER * times.step:
+        return
+    ratio, often = busy.most / max(busy.least, 1e-9), busy.how_often
+    seen = f"rank {busy.rank_of_most} is {ratio:.2g} times as long busy as the quickest, in {often:.0%} of steps"
+    quick = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
+    found = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
+    remedies = []
+    if found is not None and found < times.step:
+        words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
+        remedies.append(
+            Remedy(
+                "without-slow-rank",
+                words,
+                (times.step - found) / times.total,
+                devices=times.world_size - 1,
+                cost=1 - 1 / times.world_size,
+            )
+        )
+    words = f"rank {busy.rank_of_most} as quick as the others: look at what else runs on its host and cores"
+    remedies.append(Remedy("mend-slow-rank", words, wait / times.total))
+    yield _lost(times, "slow rank", f"waiting for rank {busy.rank_of_most}", wait, seen, *remedies)
+
+
+def _crowded(times: RunTimes) -> bool:
+    """Check whether there are more processes or threads than cores, which makes ranks slow in turns."""
+    if times.cores is None or times.device != "cpu":
+        return False
+    return (times.threads or 1) * times.world_size > times.cores
+
+
+def _shares(times: RunTimes) -> Losses:
+    if times.share_of_grains <= 1.0:
+        return
+    lost = times.computing * (1 - 1 / times.share_of_grains)
+    seen = (
+        f"{times.grains} grains do not divide evenly: the fullest rank has {times.share_of_grains:.2g} times the mean"
+    )
+    words = "a number of devices that divides the grains, or another Job(grains=...), which changes the run"
+    remedy = Remedy("even-shares", words, lost / times.total)
+    yield _lost(times, "shares", "uneven shares", lost, seen, remedy)
+
+
+def _bubbles(times: RunTimes) -> Losses:
+    stages = int(times.section("layout").get("pipeline") or 1)
+    if stages < 2:
+        return
+    per_rank = int(times.section("pipeline").get("stages_per_rank") or 1)
+    bubble = _bubble(stages, per_rank, times.microbatches)
+    lost = times.computing * bubble
+    seen = (
+        f"{stages} stages with {times.microbatches} microbatches stand still for {bubble:.0%} of forward and backward"
+    )
+    held = int(times.section("batch").get("grains_per_microbatch") or 1)
+    remedies = []
+    if held > 1:
+        then = _bubble(stages, per_rank, times.microbatches * 2)
+        gain = times.computing * (1 - (1 - bubble) / (1 - then)) / times.total
+        words = f"{times.microbatches * 2} microbatches instead of {times.microbatches}"
+        remedies.append(Remedy("microbatches", words, gain, {"batch": {"grains_per_microbatch": -(-held // 2)}}))
+    yield _lost(times, "bubbles", "pipeline bubbles", lost, seen, *remedies)
+
+
+def _bubble(stages: int, per_rank: int, microbatches: int) -> float:
+    """Return the share of a pipeline's time in which a rank is idle (1F1B, interleaved over `per_rank` stages)."""
+    waits = (stages - 1) / per_rank
+    return waits / (waits + microbatches)
+
+
+def _communication(times: RunTimes) -> float:
+    """Return the exposed seconds of sums on the rank that waits least, which exclude waits for slower ranks."""
+    exposed = times.ranks.get("exposed_communication")
+    return exposed.least if exposed is not None else times.spans.get("exposed_communication", 0.0)
+
+
+def _messages(times: RunTimes) -> Losses:
+    """Find sums in many small messages, each of which has the latency of a large one."""
+    needed = 1 + times.message_bytes // _BUCKET_BYTES
+    if times.messages is None or times.world_size < 2 or times.messages <= _FEW_MESSAGES * needed:
+        return
+    sums = _communication(times)
+    lost = sums * (1 - needed / times.messages)
+    if times.device == "cpu" and _spare_cores(times) < times.world_size:
+        # Sending and receiving use the cores that compute, so fewer messages speed up the whole step.
+        quiet = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
+        lost = max(lost, times.step - quiet - sums * needed / times.messages)
+    seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {_ms(sums)} exposed"
+    remedies = [Remedy("larger-buckets", f"buckets for {needed} messages a step", lost / times.total)]
+    if times.device == "cpu" and times.section("collectives").get("all_reduce") != "shared_memory":
+        words = "sums in shared memory, where the ranks are of one host"
+        remedies.insert(
+            0, Remedy("shared-memory", words, lost / times.total, {"collectives": {"all_reduce": "shared_memory"}})
+        )
+    yield _lost(times, "messages", "many small sums", lost, seen, *remedies)
+
+
+def _large_sums(times: RunTimes) -> Losses:
+    """Find sums limited by their bytes, which bfloat16 halves."""
+    sums, messages = _communication(times), times.messages or 0
+    plain = times.section("collectives").get("compression", "none") == "none"
+    exact = bool(times.section("execution").get("exact"))
+    if times.world_size < 2 or not messages or times.message_bytes < messages * _BUCKET_BYTES or not plain or exact:
+        return
+    if sums < _SLOWER * times.step:
+        return
+    seen = f"{times.message_bytes / 1e6:.3g} MB of gradients a step and rank, of which {_ms(sums)} are exposed"
+    words = "gradients summed in bfloat16, which rounds them: docs/compression.md"
+    sections = {"collectives": {"compression": "bfloat16"}}
+    yield _lost(times, "sums", "large sums", sums, seen, Remedy("bfloat16", words, 0.5 * sums / times.total, sections))
+
+
+def _devices(times: RunTimes) -> Losses:
+    """Find more ranks than the batch has work for: each adds more in sums and waits than it saves."""
+    if times.world_size < 2 or int(times.section("layout").get("pipeline") or 1) > 1:
+        return
+    if (
+        times.threads is not None
+        and times.cores is not None
+        and times.threads > max(1, times.cores // times.world_size)
+    ):
+        return  # the threads need fixing first
+    others = [n for n in range(1, times.world_size) if times.world_size % n == 0]
+    found = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
+    if not found:
+        return
+    best = min(found, key=lambda n: found[n])
+    # Waits with another cause have their own remedy.
+    mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
+    lost = times.step - mended - found[best]  # may be negative: fewer device-hours for a longer time
+    per_rank = times.samples / times.world_size
+    seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
+    if _crowded(times):
+        seen += f"; {times.world_size} processes on {times.cores} cores"
+    words = f"{_devices_of(best)} instead of {times.world_size}"
+    if (planned := planned_ratio(times, best)) is not None:
+        words += f" (its plan expected {planned:.2g} times the time of a step)"
+    remedy = Remedy("fewer-devices", words, lost / times.total, devices=best, cost=best / times.world_size)
+    yield _lost(times, "devices", "more devices than the batch has work for", max(0.0, lost), seen, remedy)
+
+
+def _host(times: RunTimes) -> Losses:
+    other = times.spans.get("other", 0.0)
+    seen = f"{_ms(other)} a step are neither data, model, sums nor update"
+    yield _lost(times, "host", "the host beside the model", other, seen)

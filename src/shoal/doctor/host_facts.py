@@ -1,0 +1,299 @@
+"""Facts of this host that decide whether and how fast training runs: limits, memory, network, disk, GPUs, versions.
+
+This module only reads what the system reports, tries loopback, and writes one small file. It judges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.hardware.detect import (
+    cores,
+    cpu_quota,
+    file_text,
+    gpus,
+    measured_file,
+    memory_bytes,
+    processor,
+    upwards,
+)
+from shoal.hardware.fastest_all_reduce import why_not_shared
+
+_WRITTEN_BYTES = 32 << 20
+_PATIENCE_SECONDS = 10.0
+# The fields that nvidia-smi reports for each GPU, in this order.
+GPU_FIELDS = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "clocks.sm",
+    "clocks.max.sm",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total",
+)
+_UNSYNCHRONIZED, _TIME_ERROR = 0x40, 5
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """Folder for runs: its file system, free bytes, and a trial write; `error` if the trial failed."""
+
+    folder: str
+    kind: str = ""
+    free_bytes: int = 0
+    bytes_per_second: float | None = None
+    sync_seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ClockFacts:
+    """Clock: its source, and its synchronisation with other hosts; None if unknown."""
+
+    source: str | None = None
+    synchronized: bool | None = None
+    error_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Current state of a host. A limit is None if there is none; `quota_cores` is the cgroup's limit."""
+
+    name: str
+    system: str
+    processor: str
+    cores: int
+    all_cores: int
+    quota_cores: float | None
+    load: float
+    memory_bytes: int
+    available_bytes: int
+    memory_limit_bytes: int | None
+    swap_used_bytes: int
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    open_files: int | None
+    locked_bytes: int | None
+    processes: int | None
+    variables: Mapping[str, str]
+    versions: Mapping[str, str | None]
+    interfaces: tuple[str, ...]
+    loopback_error: str | None
+    name_error: str | None
+    shared_memory_error: str | None
+    governor: str | None
+    clock: ClockFacts
+    disk: DiskFacts
+    is_measured: bool
+    gpus: tuple[str, ...] = ()
+    gpu_rows: tuple[Mapping[str, str], ...] = ()
+    gpu_links: str | None = None
+
+
+def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
+    """Collect the facts of this host.
+
+    Args:
+        folder: the folder for runs, whose disk is tried.
+        root: the folder of /proc and /sys.
+    """
+    memory = _meminfo(root / "proc/meminfo")
+    found = gpus()
+    rows, links = _gpu_rows() if found else ((), None)
+    return HostFacts(
+        name=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()}",
+        processor=processor(),
+        cores=cores(),
+        all_cores=os.cpu_count() or 1,
+        quota_cores=cpu_quota(root),
+        load=os.getloadavg()[0],
+        memory_bytes=memory_bytes(),
+        available_bytes=memory.get("MemAvailable", memory_bytes()),
+        memory_limit_bytes=_memory_limit(root),
+        swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
+        shm_bytes=_shm(root)[0],
+        shm_free_bytes=_shm(root)[1],
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        processes=_least(_limit(resource.RLIMIT_NPROC), _number(root / "sys/fs/cgroup/pids.max")),
+        variables=dict(os.environ),
+        versions=_versions(root),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        loopback_error=_loopback_error(),
+        name_error=_name_error(),
+        shared_memory_error=why_not_shared(),
+        governor=file_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        clock=_clock(root),
+        disk=_disk(folder, root),
+        is_measured=measured_file().is_file(),
+        gpus=tuple(found),
+        gpu_rows=rows,
+        gpu_links=links,
+    )
+
+
+def _memory_limit(root: Path) -> int | None:
+    own = re.search(r"^0::(.*)$", file_text(root / "proc/self/cgroup") or "", re.MULTILINE)
+    limits = [_number(folder / "memory.max") for folder in upwards(root / "sys/fs/cgroup", own[1] if own else "/")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _number(path: Path) -> int | None:
+    text = file_text(path)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(path) or "", re.MULTILINE)
+    return {name: int(kibibytes) * 1024 for name, kibibytes in lines}
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _shm(root: Path) -> tuple[int | None, int | None]:
+    try:
+        found = os.statvfs(root / "dev/shm")
+    except OSError:
+        return None, None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def _versions(root: Path) -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("shoal", "torch", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found["torch_cuda"] = _torch_cuda()
+    driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(root / "proc/driver/nvidia/version") or "")
+    found["driver"] = driver[1] if driver else None
+    return found
+
+
+def _torch_cuda() -> str | None:
+    """Read the CUDA version of torch from its version file, since an import of torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(
+        r"^cuda[^=\n]*=\s*'([\d.]+)'", file_text(Path(spec.origin).with_name("version.py")) or "", re.MULTILINE
+    )
+    return found[1] if found else None
+
+
+def _loopback_error() -> str | None:
+    """Return why processes of this host cannot communicate over 127.0.0.1; None if they can."""
+    try:
+        with contextlib.ExitStack() as opened:
+            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            client = opened.enter_context(socket.create_connection(server.getsockname(), timeout=_PATIENCE_SECONDS))
+            taken = opened.enter_context(server.accept()[0])
+            client.sendall(b"shoal")
+            taken.settimeout(_PATIENCE_SECONDS)
+            return None if taken.recv(5, socket.MSG_WAITALL) == b"shoal" else "other bytes came than were sent"
+    except OSError as error:
+        return str(error)
+
+
+def _name_error() -> str | None:
+    """Return why this host's name does not resolve to an address; None if it does."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _clock(root: Path) -> ClockFacts:
+    source = file_text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "adjtimex"):
+        return ClockFacts(source)
+    buffer = ctypes.create_string_buffer(512)  # struct timex; modes = 0 only reads
+    state = libc.adjtimex(buffer)
+    if state < 0:
+        return ClockFacts(source)
+    _, _, _, worst, _, status = struct.unpack_from("@iqqqqi", buffer)
+    synchronized = state != _TIME_ERROR and not status & _UNSYNCHRONIZED
+    return ClockFacts(source, synchronized, worst / 1e6 if synchronized else None)
+
+
+def _disk(folder: Path, root: Path) -> DiskFacts:
+    place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    kind = _file_system(place, root)
+    try:
+        free = shutil.disk_usage(place).free
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".shoal-doctor-") as file:
+            began = time.perf_counter()
+            for _ in range(_WRITTEN_BYTES >> 20):
+                file.write(os.urandom(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            written = time.perf_counter() - began
+            file.write(b"1")
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            synced = time.perf_counter() - began
+    except OSError as error:
+        return DiskFacts(str(place), kind, error=str(error))
+    return DiskFacts(str(place), kind, free, _WRITTEN_BYTES / written, synced)
+
+
+def _file_system(folder: Path, root: Path) -> str:
+    """Return the kind of file system of the folder: that of the longest mount path above the folder."""
+    mounts = [line.split()[1:3] for line in (file_text(root / "proc/mounts") or "").splitlines() if line.count(" ") > 2]
+    above = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(above, default=(0, ""))[1]
+
+
+def _gpu_rows() -> tuple[tuple[Mapping[str, str], ...], str | None]:
+    """Return nvidia-smi's rows of the GPUs, and its text on the links between them; empty and None without it."""
+    rows = _asked("--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits")
+    return parsed_gpu_rows(rows or ""), _asked("topo", "-m")
+
+
+def parsed_gpu_rows(text: str) -> tuple[Mapping[str, str], ...]:
+    """Parse nvidia-smi's rows into mappings of `GPU_FIELDS`."""
+    lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(dict(zip(GPU_FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(GPU_FIELDS))
+
+
+def _asked(*arguments: str) -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+        )
+        return done.stdout
+    return None

@@ -1,0 +1,311 @@
+"""Diagnosis of a run: its lost time by cause, remedies, and trials of the remedies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.doctor.causes import LostTime, Remedy, causes
+from shoal.doctor.read_backs import lost_in, places_of, read_backs
+from shoal.doctor.run_times import RunTimes, run_times
+from shoal.doctor.trial import TrialJob, TrialResult, changed_plan, tried
+from shoal.errors import CommandError, HardwareError, PlanError, RunDirectoryError, UserCodeError
+from shoal.jobs.job_file import load, parse_target, setting_text
+from shoal.launch.environment import inside_run
+from shoal.planner.calibrate.comparison import MeasuredStep, account_of
+from shoal.plans.plan import Plan, plan_text, read_plan
+from shoal.report.step_times import steady
+from shoal.runs.chrome_trace import read as read_trace
+from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.run_files import RunFiles, RunReader, run_reader
+from shoal.runs.trace_steps import TraceSteps
+
+_BEST = 3
+_LEAST_STEPS, _MOST_STEPS = 40, 400
+_PERIODS = 3
+_MOST_TRACED = 10_000
+_UNSTEADY = 1.5
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """Diagnosis of a run: times, causes, and the planner's choice.
+
+    `unasked`: the reason if the planner could not be used.
+    """
+
+    times: RunTimes
+    causes: tuple[LostTime, ...]
+    chosen: Remedy | None = None
+    unasked: str | None = None
+
+    @property
+    def remedies(self) -> Iterator[Remedy]:
+        """All remedies of the causes, and the planner's choice."""
+        yield from (remedy for loss in self.causes for remedy in loss.remedies)
+        if self.chosen is not None:
+            yield self.chosen
+
+
+def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_json: bool) -> None:
+    """Diagnose a run and print the result, as JSON if `as_json`.
+
+    Args:
+        job: the run's job, which the planner loads and the trials run.
+        try_out: run the best remedies beside the run as it is, for `steps` steps each.
+
+    Raises: RunDirectoryError if there is no run or too few records; CommandError; LaunchError.
+    """
+    with run_reader(run) as reader:
+        if try_out and job is None:
+            raise CommandError(
+                given=f"shoal doctor {run} --try",
+                conflict="a trial trains the job, and a run directory is data: no code that it names is run",
+                remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(reader)}",
+            )
+        files = reader.read()
+        times, losses = diagnosis(files)
+        found = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
+        plans = _write_plans(files, found.remedies)
+        results: list[TrialResult] = []
+        remedies = best_remedies(found.causes, found.chosen)[:_BEST] if try_out else []
+        if remedies:
+            trial = trial_job(str(job), files, times, steps or trial_steps(times, remedies))
+            results = tried(trial, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+        if as_json:
+            print(json.dumps(_document(run, found, plans, results), indent=2))
+        else:
+            print("\n".join(_lines(run, found, plans)))
+            print("\n".join(_result_lines(results)))
+
+
+def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
+    """Return the times of a run and its causes of lost time. Raises: RunDirectoryError if there are too few records."""
+    traced = _traced_steps(files.path)
+    untraced = [record for record in files.records if record.step not in traced]
+    times = run_times(replace(files, records=tuple(untraced)), account_of(files))
+    if times is None:
+        raise RunDirectoryError(
+            given=files.shown,
+            conflict="the run has records of fewer than four steps, from which nothing follows",
+            remedy="train some more steps, without --no-telemetry",
+        )
+    return times, causes(times, *_traced(files, times))
+
+
+def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[LostTime, ...]) -> RunDiagnosis:
+    """Return the diagnosis with the planner's predictions. This loads the job but runs no step."""
+    from shoal.doctor.planned import base_of, planned_run, with_planner
+    from shoal.planner.answer.answer import question  # torch
+
+    request = parse_target(target, _settings(files.job.get("given"))[1::2])
+    kept = RunDirectory(files.path).plan
+    try:
+        with inside_run(os.environ):
+            job = load(request).job
+        plan = read_plan(kept) if kept.exists() else Plan()
+        steps = [MeasuredStep(record.seconds, record.spans) for record in steady(files.records)]
+        asked = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
+        found = with_planner(found, asked)
+        return RunDiagnosis(times, found, asked.best(found))
+    except (PlanError, HardwareError, UserCodeError) as error:
+        return RunDiagnosis(times, found, unasked=f"{error.given}: {error.conflict}")
+
+
+def _traced_steps(path: Path) -> set[int]:
+    """Return the steps that a profiler slowed down."""
+    found: set[int] = set()
+    for file in path.glob("trace-*.json.gz"):
+        with contextlib.suppress(CommandError):
+            steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
+            found |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
+    return found
+
+
+def _named(reader: RunReader) -> str:
+    with contextlib.suppress(RunDirectoryError):
+        job = reader.read().job
+        return f": its job.json says {job.get('file')}:{job.get('function')}"
+    return ""
+
+
+def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
+    """Return the causes that only a trace shows, if the run has a trace."""
+    newest = max(files.path.glob("trace-*.json.gz"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return []
+    try:
+        document = read_trace(newest)
+    except (OSError, ValueError, EOFError, zlib.error):
+        return []
+    reads = read_backs(document, times)
+    return [lost_in(reads, times, places_of(Path(str(files.job.get("file")))))] if reads is not None else []
+
+
+def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]:
+    """Write a plan file for each remedy that changes the plan, if the run directory is writable.
+
+    Return paths by name.
+    """
+    kept, written = RunDirectory(files.path).plan, dict[str, Path]()
+    folder = files.output_folder / "doctor"
+    if not kept.exists() or folder.is_symlink():
+        return written
+    plan = read_plan(kept)
+    for remedy in (remedy for remedy in remedies if remedy.sections or remedy.devices):
+        target = folder / f"{remedy.name}.toml"
+        with contextlib.suppress(OSError):
+            target.parent.mkdir(exist_ok=True)
+            write_file(target, plan_text(changed_plan(plan, remedy)))
+            written[remedy.name] = target
+    return written
+
+
+def best_remedies(found: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
+    """Return each cause's best remedy that can be tried, and the plan that the planner would choose.
+
+    The planner's plan is second, since it belongs to no cause. Each name occurs once.
+    """
+    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
+    named = {remedy.name: remedy for remedy in (*best[:1], chosen, *best[1:]) if remedy is not None}
+    return list(named.values())
+
+
+def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> TrialJob:
+    """Return a run's job for a trial, with the run's plan, settings, options and threads."""
+    last = files.attempts[-1] if files.attempts else None
+    arguments = _settings(files.job.get("given"))
+    for option in ("evaluate_every", "checkpoint_every"):
+        value = getattr(last, option) if last is not None else None
+        if value is not None:
+            arguments += [f"--{option.replace('_', '-')}", str(value)]
+    kept = RunDirectory(files.path).plan
+    plan = read_plan(kept) if kept.exists() else Plan()
+    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=_trial_folder(files))
+
+
+def _settings(given: Any) -> list[str]:
+    """Return a run's settings as command-line words. Raises: CommandError if a setting cannot be written as a word."""
+    words: list[str] = []
+    for name, setting in given.items() if isinstance(given, dict) else ():
+        is_setting = isinstance(setting, str) or (isinstance(setting, dict) and "value" in setting)
+        words += ["--set", f"{name}={setting_text(name, setting if is_setting else {'value': setting})}"]
+    return words
+
+
+def trial_steps(times: RunTimes, remedies: Sequence[Remedy]) -> int:
+    """Return the number of steps of a trial: a few periods of rare events, also if a remedy makes them rarer."""
+    longest = max(times.evaluation.every or 0.0, times.checkpoint.every or 0.0)
+    wanted = max(_PERIODS * longest, 2.0 * max(remedy.period for remedy in remedies))
+    return min(_MOST_STEPS, max(_LEAST_STEPS, round(wanted) + 3))
+
+
+def _variables(times: RunTimes) -> dict[str, str | None]:
+    """Return the environment variables that give a trial the run's number of threads."""
+    if times.threads is None or times.device != "cpu":
+        return {}
+    return {"OMP_NUM_THREADS": str(times.threads)}
+
+
+def _trial_folder(files: RunFiles) -> Path:
+    """Return the folder for trials: on the run's disk, or the current folder for a run at an address."""
+    return files.path.absolute().parent if files.address is None else Path.cwd()
+
+
+def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
+    """Format the diagnosis for people."""
+    times, chosen = found.times, found.chosen
+    computing = f"{times.computing / times.total:.0%} of it forward and backward"
+    ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
+    told = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
+    if not found.causes:
+        told.append("healthy: nothing that could be had back takes 3 % of the time")
+    for number, loss in enumerate(found.causes, 1):
+        told.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
+        told.append(f"   {loss.seen}")
+        for remedy in loss.remedies:
+            told.append(f"   {-remedy.gain:+.0%} of the time{_cost(remedy, times)}: {remedy.words}")
+            if remedy.planned is not None and remedy.planned != remedy.gain:
+                told.append(f"      {-remedy.planned:+.0%} by the planner's predictions of both plans")
+            if remedy.can_be_tried:
+                told.append(f"      {_how(remedy, plans)}")
+    if chosen is not None:
+        told.append(f"{-chosen.gain:+.0%} of the time{_cost(chosen, times)}: {chosen.words}")
+        told.append(f"   {_how(chosen, plans)}")
+    if found.unasked is not None:
+        told.append(f"note: the planner was not asked: {found.unasked}")
+    if times.spread[1] > _UNSTEADY:
+        low, high = times.spread
+        told.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
+        told.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
+    if times.wall > 0.0:
+        share = times.start_up / times.wall
+        told.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")
+    return told
+
+
+def _cost(remedy: Remedy, times: RunTimes) -> str:
+    """Describe the change of cost if a remedy changes the number of devices, in dollars if the plan has a price."""
+    if remedy.cost == 1.0:
+        return ""
+    price = times.section("prediction").get("price_per_hour")
+    told = f" at {remedy.device_time:.0%} of the device time"
+    if isinstance(price, int | float) and times.samples:
+        per_sample = price / 3600 * times.world_size * times.total / times.samples
+        told += f" (${per_sample * 1e6:.3g} for a million samples becomes ${per_sample * remedy.device_time * 1e6:.3g})"
+    return told
+
+
+def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
+    """Return the command that applies a remedy."""
+    variables = [f"{name}={value}" for name, value in remedy.variables.items() if value is not None]
+    plan = ["--plan", str(plans[remedy.name])] if remedy.name in plans else []
+    return " ".join([*variables, "shoal run JOBFILE", *plan, *remedy.arguments])
+
+
+def _result_lines(results: Sequence[TrialResult]) -> list[str]:
+    told = ["tried:"] if results else []
+    for result in results:
+        if result.gain is None:
+            told.append(f"   {result.remedy.words}: it did not run: {result.error}")
+            continue
+        rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
+        beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
+        told.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
+    return told
+
+
+def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: Sequence[TrialResult]) -> dict[str, Any]:
+    def document(remedy: Remedy) -> dict[str, Any]:
+        plan = os.fspath(plans[remedy.name]) if remedy.name in plans else None
+        return {**asdict(remedy), "device_time": remedy.device_time, "plan": plan}
+
+    told = []
+    for loss in found.causes:
+        remedies = [document(remedy) for remedy in loss.remedies]
+        told.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
+    tries = [
+        {"name": r.remedy.name, "expected": r.remedy.gain, "gain": r.gain, "gains": r.gains, "error": r.error}
+        for r in results
+    ]
+    return {
+        "run": path,
+        "healthy": not found.causes,
+        "step_seconds": found.times.total,
+        "computing_share": found.times.computing / found.times.total,
+        "start_up_seconds": found.times.start_up,
+        "causes": told,
+        "planner_chooses": document(found.chosen) if found.chosen is not None else None,
+        "tried": tries,
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"

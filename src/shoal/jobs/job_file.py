@@ -1,0 +1,413 @@
+"""Job files: Python files with a function of typed, defaulted parameters that returns a Job."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from shoal.errors import CommandError, JobFileError, SettingError, ShoalError, nearest
+from shoal.jobs.job import Job
+from shoal.jobs.job_module import JobModule, imported_from, located, split_target
+from shoal.jobs.job_object import HandedJob
+from shoal.jobs.job_sources import code, sources
+from shoal.jobs.read_files import files_read
+from shoal.jobs.remedies import NO_PACKAGE, remedy
+from shoal.jobs.user_frames import place_of, traceback_of
+from shoal.plans.grains import FEW_GRAINS
+
+# A setting: text from the command line, or {"value": JSON} from Python, which keeps the type.
+Setting = str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """Source of a job: a file, a function in it, and its settings.
+
+    `handed`: how a job object reaches the ranks. `path` is then only for messages and is not loaded.
+    `dotted`: the module's name if the target was a dotted name. Otherwise the file's place in packages gives the name.
+    """
+
+    path: Path
+    function: str | None = None
+    settings: tuple[tuple[str, Setting], ...] = ()
+    handed: HandedJob | None = None
+    dotted: str | None = None
+
+    @property
+    def module(self) -> JobModule:
+        """The job's file with its full module name."""
+        known = self.handed.module if self.handed is not None else self.dotted
+        return JobModule.of_file(self.path) if known is None else JobModule.of_name(self.path, known)
+
+    @property
+    def target(self) -> str:
+        """The file or module in the form that the command takes."""
+        return self.dotted or str(self.path)
+
+    @property
+    def name(self) -> str:
+        """A short name for the run: the module's, with the function's unless that is `job`."""
+        extra = f"-{self.function}" if self.function and self.function != "job" else ""
+        return (self.path.stem if self.by_value else self.module.name) + extra
+
+    @property
+    def least_grains(self) -> int | None:
+        """A lower bound of the job's number of grains; None if only running its code shows it."""
+        by_value = self.handed if self.by_value else None
+        return by_value.least_grains if by_value is not None else least_grains(self.module)
+
+    @property
+    def by_value(self) -> bool:
+        """Whether the job is an object that cannot be imported from a file, and is passed as a pickle."""
+        return self.handed is not None and self.handed.module is None
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A Job with the function and the complete settings (JSON values) that created it."""
+
+    job: Job
+    function: str
+    settings: dict[str, Any]
+    file_sha256: str
+    code: dict[str, dict[str, str]] = field(default_factory=dict)  # digests from `job_sources.code`
+    module: str = ""  # full name of the job's module, or "" if the job came by value
+    files: tuple[str, ...] = ()  # paths of files that the job's code read while it was loaded
+    draws: bool = True  # whether it may have drawn unseeded random values while it was loaded
+
+    def describe(self) -> dict[str, Any]:
+        """Return a JSON description of the training problem: names, numbers and code digests."""
+        known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
+        return {**known, "code": self.code, **self.job.describe()}
+
+
+def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:
+    """Parse `FILE[:FUNCTION]` or `MODULE[:FUNCTION]` and settings (`name=value` texts or pairs).
+
+    Raises: JobFileError for a missing file; SettingError for a text that is not name=value.
+    """
+    text, function = split_target(target)
+    if text == "hf" and not Path(text).is_file():
+        raise JobFileError(
+            given=target,
+            conflict="a configuration can be planned, and has no data to train on",
+            remedy="write a job file that builds the model, as examples/hugging_face.py",
+        )
+    module = located(text)
+    module.refuse_hidden_shoal()
+    pairs = [setting for setting in settings if not isinstance(setting, str)]
+    for text in (setting for setting in settings if isinstance(setting, str)):
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise SettingError(
+                given=f"--set {text}", conflict="a setting is name=value", remedy=f"write --set {name or 'name'}=VALUE"
+            )
+        name = name.strip()
+        held = dict(pairs).get(name, value)
+        if held != value:
+            raise SettingError(
+                given=f"{written(name, held)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
+            )
+        pairs.append((name, value))
+    dotted = module.name if module.name != JobModule.of_file(module.path).name else None
+    return JobRequest(module.path, function, tuple(pairs), dotted=dotted)
+
+
+_NONE = ("none", "null")  # texts that stand for None
+# A job must not depend on the number of devices. With these variables, libraries such as Accelerate (in a
+# TrainingArguments) would also join the ranks by themselves, at the address that shoal's ranks use.
+_OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@contextlib.contextmanager
+def _without_devices() -> Iterator[None]:
+    """Hide the environment variables that contain the number of ranks."""
+    hidden = {name: os.environ.pop(name) for name in _OF_DEVICES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def load(request: JobRequest) -> LoadedJob:
+    """Run the job file and its function, with the number of ranks hidden from its environment.
+
+    Raises: JobFileError, SettingError, JobError.
+    """
+    name, handed = request.function or "job", request.handed
+    with _without_devices(), files_read() as files:
+        if handed is not None:
+            given = _fetched(handed, request)
+        else:
+            name, given = _find(_execute(request.module), request)
+        job, settings = called(given, request)
+    if request.by_value:
+        assert handed is not None
+        digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
+        return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
+    module = request.module
+    found = code(module, name, imported_from(module.folders))
+    return LoadedJob(job, name, settings, file_sha256(request.path), found, module.name, tuple(files))
+
+
+def _fetched(handed: HandedJob, request: JobRequest) -> Any:
+    try:
+        return handed.fetch(request.function)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise _raised(str(request.path), error) from error
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file. Raises: OSError."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
+    """Return the Job from a job function with its complete settings. A given Job is returned with no settings.
+
+    Raises: JobFileError, SettingError, JobError.
+    """
+    where = f"{request.target}:{request.function or 'job'}"
+    if isinstance(given, Job):
+        if request.settings:
+            raise SettingError(
+                given=", ".join(written(name, setting) for name, setting in request.settings),
+                conflict="a Job is complete: settings are the parameters of a function that makes one",
+                remedy="give the job function, without calling it",
+            )
+        return given, {}
+    values = parse_settings(given, dict(request.settings), where)
+    try:
+        job = given(**values)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise _raised(where, error) from error
+    if not isinstance(job, Job):
+        raise JobFileError(
+            given=f"{where} returned {type(job).__name__}",
+            conflict="a job function returns a shoal.Job",
+            remedy="end the function with: return shoal.Job(...)",
+        )
+    complete = {name: p.default for name, p in inspect.signature(given).parameters.items()} | values
+    settings: dict[str, Any] = json.loads(json.dumps(complete, default=str))
+    return job, settings
+
+
+def _execute(module: JobModule) -> Any:
+    try:
+        return module.execute()
+    except ShoalError:
+        raise
+    except SystemExit as error:
+        raise _ended(module, error) from error
+    except Exception as error:
+        raise _raised(str(module.path), error) from error
+
+
+def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
+    name = request.function or "job"
+    function = getattr(module, name, None)
+    if callable(function):
+        return name, function
+    own = [
+        n
+        for n, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")
+    ]
+    raise JobFileError(
+        given=f"{request.target}:{name}",
+        conflict=f"the file has no function of that name (it has {', '.join(own) or 'none'})",
+        remedy=f"write {request.target}:FUNCTION with one of them{nearest(name, own)}",
+    )
+
+
+def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], where: str) -> dict[str, Any]:
+    """Convert settings to the types of the function's parameters. Raises: SettingError that lists every mistake."""
+    parameters = inspect.signature(function).parameters
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD,)]
+    missing = [n for n in required if n not in settings]
+    if missing:
+        raise JobFileError(
+            given=f"{where}({', '.join(parameters)})",
+            conflict=f"parameter {', '.join(missing)} has no default",
+            remedy=f"give it one in the file, or write --set {missing[0]}=VALUE",
+        )
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # an annotation that does not resolve: use the default's type instead
+        hints = {}
+    values: dict[str, Any] = {}
+    mistakes: list[tuple[str, str, str]] = []
+    for name, setting in settings.items():
+        said = written(name, setting)
+        if name not in parameters:
+            known = ", ".join(parameters) or "none"
+            hint = nearest(name, list(parameters))
+            mistakes.append((said, f"{where} has no parameter {name}", f"use one of {known}{hint}"))
+            continue
+        default = parameters[name].default
+        untyped = str if isinstance(setting, str) else Any
+        wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else untyped)
+        kind = getattr(wanted, "__name__", str(wanted))
+        try:
+            values[name] = _validated(setting, wanted, default)
+        except PydanticUserError:
+            mistakes.append((said, f"{name} is of type {kind}", "set it in the job file"))
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            form = f"--set {name}=..." if isinstance(setting, str) else f"{name}= with a value of that type"
+            mistakes.append((said, f"{name} is of type {kind}: {message}", f"write {form}"))
+    if mistakes:
+        given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
+        raise SettingError(given=given, conflict=conflict, remedy=remedy)
+    return values
+
+
+def setting_of(name: str, value: Any) -> Setting:
+    """Return a Python value as a setting that keeps its type. Raises: SettingError for values that JSON lacks."""
+    value = str(value) if isinstance(value, Path) else value
+    if isinstance(value, str) and value[:1] not in ("[", "{") and value.lower() not in _NONE:
+        return value
+    try:
+        held = json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        held = None
+    if (held is None and value is not None) or not _has_text_keys(value):
+        raise SettingError(
+            given=f"{name}={value!r:.80}",
+            conflict="a setting is a number, a text, a list or a dict with texts as keys, "
+            f"and no {'other dict' if isinstance(value, dict) else type(value).__name__}",
+            remedy="make that in the job function, or in a function that calls it: shoal.run(lambda: job(...))",
+        )
+    return {"value": held}
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Check whether all dicts in a value have strings as keys, since JSON would convert other keys."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
+    return not isinstance(value, list | tuple) or all(_has_text_keys(inner) for inner in value)
+
+
+def written(name: str, setting: Setting) -> str:
+    """Return a setting in the form in which the user gave it."""
+    return f"--set {name}={setting}" if isinstance(setting, str) else f"{name}={setting['value']!r}"
+
+
+def setting_text(name: str, setting: Setting) -> str:
+    """Return a setting in the form that `--set` takes. Raises: CommandError for a text that `--set` would convert."""
+    value = setting["value"] if isinstance(setting, dict) else setting
+    if isinstance(setting, str) or not isinstance(value, str):
+        return setting if isinstance(setting, str) else "none" if value is None else json.dumps(value)
+    raise CommandError(
+        given=f"{name}={value!r:.60}",
+        conflict="as a word of a command that text would be another value",
+        remedy="give another text, or set it in the job function",
+    )
+
+
+def _validated(setting: Setting, wanted: Any, default: Any) -> Any:
+    """Convert a setting to the wanted type. Python values change only from int to float, or list to tuple."""
+    if isinstance(setting, str):
+        return TypeAdapter(wanted).validate_python(_structured(setting, wanted))
+    value = setting["value"]
+    if value is None and default is None:
+        return None
+    return TypeAdapter(wanted).validate_json(json.dumps(value), strict=True)
+
+
+def _structured(text: str, wanted: Any) -> Any:
+    """Parse a text: JSON for lists, tuples and dicts, `none` for None. Other texts are left to the type."""
+    if wanted in (int, float, str, bool):
+        return text
+    if get_origin(wanted) is Literal:
+        return next((option for option in get_args(wanted) if str(option) == text), text)
+    if text.lower() in _NONE:
+        return None
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    return text
+
+
+def _raised(where: str, error: Exception) -> JobFileError:
+    place = place_of(error)
+    if isinstance(error, SyntaxError):
+        place = f" at {error.filename}:{error.lineno}"
+    told = remedy(error, has_line=bool(place))
+    found = JobFileError(
+        given=where,
+        conflict=f"it raised {type(error).__name__}: {error}{place}",
+        remedy=told if NO_PACKAGE in str(error) else f"{told}; the file must run by itself under `python`",
+    )
+    found.traceback_text = traceback_of(error)
+    return found
+
+
+def _ended(module: JobModule, error: SystemExit) -> JobFileError:
+    """Create the error for a job file that exits while it is imported, for example in an option parser."""
+    place = place_of(error)
+    found = JobFileError(
+        given=str(module.path),
+        conflict=f"it ended the program while it was imported (SystemExit: {error.code}){place}; a file that parses "
+        "its own options at import reads those of `shoal`",
+        remedy="make the options parameters of the job function, and give them with --set NAME=VALUE; call "
+        'parse_args() and exit() below `if __name__ == "__main__":` only',
+    )
+    found.traceback_text = traceback_of(error)
+    return found
+
+
+def least_grains(module: JobModule) -> int | None:
+    """Return a lower bound of the number of grains of the file's job, or None if only running the file shows it.
+
+    The file and the modules that it imports from its own folders are parsed. They show the bound if they call Job and
+    every `grains` in them is a keyword with a literal number.
+    """
+    trees = [tree for _, tree in sources(module)]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
+        return None
+    found = [FEW_GRAINS]  # the default number of grains is never smaller
+    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
+        if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
+            return None
+        found.append(keyword.value.value)
+    if any(_mentions_grains(node) for tree in trees for node in ast.walk(tree)):
+        return None
+    return min(found)
+
+
+def parameters_of(target: str) -> list[str]:
+    """Return the parameter names of a target's function, or [] if the file, module or function is missing."""
+    text, function = split_target(target)
+    function = function or "job"
+    try:
+        body = ast.parse(located(text).path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, JobFileError):
+        return []
+    found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+    if found is None:
+        return []
+    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+
+
+def _mentions_grains(node: ast.AST) -> bool:
+    """Check whether a node is a variable, an attribute, a parameter or a string named `grains`."""
+    named = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}.get(type(node))
+    return named is not None and getattr(node, named) == "grains"
