@@ -79,9 +79,7 @@ GROUPS = {
     ),
     "The package itself": (Row("walks", "2026-11-28", TWO_CORES, ("walks/README.md", "walks/results.json")),),
 }
-OTHER = {
-    "decisions.md": "measurements behind decisions",
-    "experiments.md": "experiments, with their failures",
+OTHER = {  # beside pages, which have a title
     "faults.md": "faults that are tested; `python -m tests.faults.matrix` prints the table",
     "collectives_2.json": "all-reduces of `shoal bench collectives` on two ranks, 2026-11-22, AMD EPYC",
     "collectives_4.json": "the same on four ranks",
@@ -101,6 +99,14 @@ def claim(benchmark: str) -> str:
     if found is None:
         raise ValueError(f"the docstring of {source(benchmark).relative_to(ROOT)} has no sentence after 'Claim:'")
     return found[1][:1].upper() + found[1][1:]
+
+
+def others() -> dict[str, str]:
+    """Return what is in each record without a row: of a page its title."""
+    named = {name for rows in GROUPS.values() for row in rows for name in row.records}
+    pages = {str(path.relative_to(RESULTS)): path for path in RESULTS.rglob("*.md") if path != PAGE}
+    titles = {name: path.read_text(encoding="utf-8").split("\n", 1)[0] for name, path in pages.items()}
+    return dict(sorted({**{n: t.removeprefix("# ") for n, t in titles.items() if n not in named}, **OTHER}.items()))
 
 
 def page() -> str:
@@ -123,7 +129,7 @@ def page() -> str:
                 f"| {claim(row.benchmark)} | {row.last_run} | [`{command}`]"
                 f"(../{source(row.benchmark).relative_to(ROOT / 'benchmarks')}) | {row.hardware} | {records} |"
             )
-    lines += ["", "## Other records", "", *(f"- [{name}]({name}): {text}" for name, text in OTHER.items())]
+    lines += ["", "## Other records", "", *(f"- [{name}]({name}): {text}" for name, text in others().items())]
     return "\n".join(lines) + "\n"
 
 

@@ -8,11 +8,11 @@ from benchmarks import index, loss_curves, questions, sharded_memory
 
 
 def test_the_index_is_as_generated() -> None:
-    assert index.PAGE.read_text(encoding="utf-8") == index.page()
+    assert index.PAGE.read_text(encoding="utf-8") == index.page(), "run python -m benchmarks.index"
 
 
 def test_each_record_is_in_the_index_and_there() -> None:
-    named = {name for rows in index.GROUPS.values() for row in rows for name in row.records} | set(index.OTHER)
+    named = {name for rows in index.GROUPS.values() for row in rows for name in row.records} | set(index.others())
     assert [name for name in sorted(named) if not (index.RESULTS / name).is_file()] == []
     records = {str(path.relative_to(index.RESULTS)) for path in index.RESULTS.rglob("*") if path.is_file()}
     assert records - named - {"README.md"} == set()
