@@ -8,10 +8,11 @@ powersgd (0.064). The guard fires on the planted case of either task and on no o
 0.94 to 1.07 times that of the uncompressed run in the same rounds (five, with quartiles as far apart): over loopback
 compression neither pays nor costs much.
 
-docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
-loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the time of a step
-beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`; each cell is kept
-in benchmarks/results/compression.json as it comes, so that what was cut short goes on (`--seconds`, `--only`).
+benchmarks/results/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in
+a step, the loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the
+time of a step beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`.
+Each cell is kept in benchmarks/results/compression.json as it comes, so that what was cut short goes on (`--seconds`,
+`--only`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "compression.json"
-PAGE = ROOT / "docs" / "compression.md"
+PAGE = ROOT / "benchmarks" / "results" / "compression.md"
 BEGIN, END = "<!-- written by benchmarks/compression.py -->", "<!-- end of what it writes -->"
 
 

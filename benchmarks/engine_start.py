@@ -1,6 +1,7 @@
 """Claim: a run begins no later with shoal's launchers than with the engine's own, but for half a second on Slurm.
 
-Seconds to the first step, medians of 3 on 2 cores without other work, torch 2.13.0: docs/engines/time-to-first-step.md.
+Seconds to the first step, medians of 3 on 2 cores without other work, torch 2.13.0:
+benchmarks/results/engines_first_step.md.
 
 Repeat on an idle machine with `scripts/engines slurm mpi ray spark`, then as root
 `python -m benchmarks.engine_start [NAME ...]`. The same run, two ranks of tests/jobs/tiny.py on this host, is started
@@ -29,7 +30,7 @@ from tests.engines import ray_cluster, slurm_cluster
 TRIALS, LIMIT_SECONDS = 3, 120.0
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "tests" / "jobs" / "tiny.py"
-PAGE = ROOT / "docs" / "engines" / "time-to-first-step.md"
+PAGE = ROOT / "benchmarks" / "results" / "engines_first_step.md"
 SHOAL = [sys.executable, "-m", "shoal"]
 RUN = ["run", str(JOB), "--steps", "2"]
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -46,23 +46,23 @@ GROUPS = {
         Row("step_time", "2026-11-21", TWO_CORES, ("step_time.json",)),
         Row("overhead", "2026-11-26", XEON, ("cpu_steps.md",)),
         Row("memory_format", "2026-11-26", XEON, ("memory_format.json", "memory_format_step.json")),
-        Row("many_grains", "2026-11-23", TWO_CORES, ("many_grains.json",)),
+        Row("many_grains", "2026-11-23", TWO_CORES, ("many_grains.md", "many_grains.json")),
         Row("gpu", "2026-11-26", H200, ("gpu_steps.md", "gpu/README.md", "gpu/earlier.json"), "scripts/gpu"),
-        Row("compression", "2026-11-22", TWO_CORES, ("compression.json",)),
-        Row("parameter_server", "2026-11-22", TWO_CORES, ("parameter_server.json",)),
+        Row("compression", "2026-11-22", TWO_CORES, ("compression.md", "compression.json")),
+        Row("parameter_server", "2026-11-22", TWO_CORES, ("parameter_server.md", "parameter_server.json")),
         Row("two_hosts", "2026-11-22", "2 cores, two network namespaces, 1 Gbit/s"),
     ),
     "Start and recovery": (
         Row("start_up", "2026-11-22", EPYC, ("start_up.json",)),
-        Row("engine_start", "2026-11-24", TWO_CORES, ("../../docs/engines/time-to-first-step.md",)),
+        Row("engine_start", "2026-11-24", TWO_CORES, ("engines_first_step.md",)),
         Row(
             "recovery",
             "2026-11-24",
             TWO_CORES,
-            ("recovery_2.json", "recovery_4.json", "recovery_cost.json", "recovery_hosts.json"),
+            ("recovery.md", "recovery_2.json", "recovery_4.json", "recovery_cost.json", "recovery_hosts.json"),
         ),
-        Row("checkpoints", "2026-11-23", TWO_CORES, ("decisions.md",)),
-        Row("one_copy_checkpoint", "2026-11-25", TWO_CORES, ("decisions.md",)),
+        Row("checkpoints", "2026-11-23", TWO_CORES, ("recovery.md", "decisions.md")),
+        Row("one_copy_checkpoint", "2026-11-25", TWO_CORES, ("recovery.md", "decisions.md")),
         Row("chaos", "2026-11-24", TWO_CORES, ("faults.md",), "python -m benchmarks.chaos --mtbf 60"),
         Row("simulated", "2026-11-24", "simulated", ("faults.md",)),
     ),
@@ -81,6 +81,10 @@ GROUPS = {
 }
 OTHER = {  # beside pages, which have a title
     "faults.md": "faults that are tested; `python -m tests.faults.matrix` prints the table",
+    "published.md": "predictions beside published steps; `python -m benchmarks.published`",
+    "engines_wrong_set_ups.md": "messages of wrong set-ups of engines; `python -m tests.engines.wrong_table`",
+    "report_pages.md": "size and loading time of reports in a browser; `tests/pages`",
+    "collectives.md": "all-reduces of `shoal bench collectives` beside Gloo and MPI",
     "collectives_2.json": "all-reduces of `shoal bench collectives` on two ranks, 2026-11-22, AMD EPYC",
     "collectives_4.json": "the same on four ranks",
 }
@@ -121,10 +125,7 @@ def page() -> str:
         lines += ["", f"## {title}", "", "| Claim | Last run | Command | Hardware | Records |", "|---|---|---|---|---|"]
         for row in rows:
             command = row.command or f"python -m benchmarks.{row.benchmark}"
-            records = (
-                ", ".join(f"[{name.removeprefix('../../docs/')}]({name})" for name in row.records)
-                or "in the benchmark's docstring"
-            )
+            records = ", ".join(f"[{name}]({name})" for name in row.records) or "in the benchmark's docstring"
             lines.append(
                 f"| {claim(row.benchmark)} | {row.last_run} | [`{command}`]"
                 f"(../{source(row.benchmark).relative_to(ROOT / 'benchmarks')}) | {row.hardware} | {records} |"

@@ -40,7 +40,7 @@ import tomli_w
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "parameter_server.json"
-PAGE = ROOT / "docs" / "parameter-server.md"
+PAGE = ROOT / "benchmarks" / "results" / "parameter_server.md"
 BEGIN, END = "<!-- table: benchmarks/parameter_server.py -->\n", "<!-- end of table -->"
 WORKERS, LAST, KILLED_AFTER = 3, 50, 300
 TIME_LIMIT_SECONDS = 400.0

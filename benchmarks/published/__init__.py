@@ -1,1 +1,1 @@
-"""Predictions for published measurements, and what they are worth: see docs/planner.md."""
+"""Predictions for published measurements, and what they are worth: see benchmarks/results/published.md."""

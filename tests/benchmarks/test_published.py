@@ -46,7 +46,8 @@ def errors(rows: list[dict[str, str]], predictors: Predictors) -> list[float]:
     return found
 
 
-# The bounds are what docs/planner.md says of the whole source, and half as much again for the choice of rows.
+# The bounds are what benchmarks/results/published.md says of the whole source, and half as much again for the choice
+# of rows.
 @pytest.mark.parametrize(("rows", "bound"), [(GPT, 0.12), (MPT, 0.08), (LLAMA, 0.08)], ids=["GPT", "MPT", "Llama"])
 def test_seconds_of_published_steps(rows, bound, predictors):
     assert median(abs(error) for error in errors(rows, predictors)) < bound

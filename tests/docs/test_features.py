@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from tests.docs.test_readme import ROOT
+from tests.docs.test_readme import ROOT, anchors
 
 import shoal
 
@@ -24,12 +23,6 @@ def settings() -> dict[str, set[str]]:
     """Section of the page of settings -> names of its rows, which tests of that page hold to the code."""
     sections = re.split(r"^## ", (DOCS / "settings.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {text.splitlines()[0]: set(re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)) for text in sections}
-
-
-def anchors(page: Path) -> set[str]:
-    """Anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def exists(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The program and the command of docs/from-trainer.md are run as they stand there."""
+"""The program and the command of docs/coming-from/trainer.md are run as they stand there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
-PAGE = (ROOT / "docs" / "from-trainer.md").read_text()
+PAGE = (ROOT / "docs" / "coming-from" / "trainer.md").read_text()
 
 
 @pytest.mark.slow

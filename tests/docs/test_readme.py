@@ -18,12 +18,20 @@ pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SESSIONS = (ROOT / "docs" / "session.md").read_text()
+# What a block of code shows in a line beside both columns of the theme, at 1,280 pixels.
+LINE = 88
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
         *(page for folder in ("docs", "benchmarks/results") for page in (ROOT / folder).rglob("*.md")),
     ]
 )
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -110,6 +118,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     """Every relative link of a page names a file that is there."""
     targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in t]
     assert [t for t in targets if t and not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_anchors_are_headings(page: Path) -> None:
+    """Every anchor of a relative link is a heading of the page that it names."""
+    links = [t.split("#") for t in re.findall(r"\]\(([^)\s]*\.md#[^)\s]+)\)", page.read_text()) if "://" not in t]
+    assert [f"{file}#{name}" for file, name in links if name not in anchors(page.parent / file)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_of_programs_fit_a_window_of_1280_pixels(page: Path) -> None:
+    programs = "".join(blocks("python", page.read_text()) + blocks("toml", page.read_text()))
+    assert [line for line in programs.splitlines() if len(line) > LINE] == []
 
 
 def test_commands_exist() -> None:

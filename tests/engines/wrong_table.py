@@ -1,6 +1,6 @@
 """Table of wrong set-ups, from the tests that make them: SHOAL_WRONG_TABLE=ROWS scripts/test-engines ...
 
-Then `python -m tests.engines.wrong_table ROWS` writes docs/engines/wrong-set-ups.md.
+Then `python -m tests.engines.wrong_table ROWS` writes benchmarks/results/engines_wrong_set_ups.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import textwrap
 import time
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines" / "wrong-set-ups.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "engines_wrong_set_ups.md"
 _BEATS = re.compile(r"you gave: +(?P<given>.*?)\n +conflicts with: +(?P<conflict>.*?)\n +write instead:", re.DOTALL)
 _HEAD = """\
 # Wrong set-ups
