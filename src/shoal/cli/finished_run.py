@@ -109,14 +109,14 @@ class Run:
 
     def _repr_html_(self) -> str:
         from shoal.planner.calibrate.comparison import account_of
-        from shoal.report.notebook import shown
+        from shoal.report.run_page import notebook_view
 
         rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(_text(v))}</td></tr>" for n, v in self._rows())
         table = f"<table><caption>{escape(str(self.out))}</caption>{rows}</table>"
         try:
             with run_reader(str(self.out)) as reader:
                 files = reader.read()
-            return f"{table}{shown(account_of(files))}"
+            return f"{table}{notebook_view(account_of(files))}"
         except (ShoalError, OSError):  # the run was removed or is incomplete
             return table
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shoal.doctor.run_times import RunTimes
 from shoal.errors import HardwareError
 from shoal.hardware.detect import here
-from shoal.report.json_values import section
+from shoal.report.account import section
 
 _FLOPS_PER_PARAMETER = 6.0  # a multiply-add forward, two backward
 _REACHED = 0.4  # share of a device's peak that products of a small model reach

@@ -21,7 +21,7 @@ from shoal.jobs.job_file import load, parse_target, setting_text
 from shoal.launch.environment import inside_run
 from shoal.planner.calibrate.comparison import MeasuredStep, account_of
 from shoal.plans.plan import Plan, plan_text, read_plan
-from shoal.report.step_times import steady
+from shoal.report.account import steady
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.run_files import RunFiles, RunReader, run_reader

@@ -11,8 +11,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from shoal.report.account import Account
-from shoal.report.step_times import steady
+from shoal.report.account import Account, steady
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 

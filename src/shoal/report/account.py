@@ -6,17 +6,35 @@ It is built from the files of a run directory alone. Pages, terminals and diagno
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
 from typing import Any
 
-from shoal.report.incidents import Incident, incidents, told
-from shoal.report.json_values import number, numbers, section
-from shoal.report.limits import limit
-from shoal.report.step_times import RankExtremes, StepTimes, rank_extremes, steady, step_times
-from shoal.report.volumes import CollectiveTraffic, MemoryCategory, memory, traffic
+from shoal.report.incidents import Incident, error_line, incidents
 from shoal.report.wall_clock import WallClock, wall_clock
+from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
+
+# The first steps of a run are slower, because they fill caches and choose kernels.
+_WARM_UP = 2
+# Causes: parts of the wall clock, and a description.
+_CAUSES: dict[str, tuple[tuple[str, ...], str]] = {
+    "computing": (("forward", "backward"), "the model's forward and backward"),
+    "communication": (("exposed_communication",), "waiting for sums and for other ranks"),
+    "data": (("data_wait", "host_to_device"), "waiting for samples"),
+    "optimizer": (("optimizer",), "the optimizer's update"),
+    "host": (("other", "between_steps"), "what the host does beside the model"),
+    "evaluation": (("evaluation",), "evaluation"),
+    "checkpoints": (("checkpoint",), "checkpoints"),
+    "start-up": (("start_up",), "start-up"),
+    "recovery": (("trained_again", "lost"), "steps that were lost and trained again"),
+    "shut-down": (("shut_down",), "the end of the run: hashing weights, writing the result"),
+}
+_STEPS = ("computing", "communication", "data", "optimizer", "host")
+# Share of a step from which a wait for the slowest rank is mentioned.
+_UNEVEN = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,6 +49,55 @@ class Beside:
     def ratio(self) -> float | None:
         """Measured over predicted, or None if one is missing."""
         return self.measured / self.predicted if self.predicted and self.measured is not None else None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the recorded steps without the first ones; `spans` are means of rank 0."""
+
+    count: int
+    median: float | None = None
+    p10: float | None = None
+    p90: float | None = None
+    mean: float | None = None
+    spans: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankExtremes:
+    """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most.
+
+    `share_of_steps`: by rank, among the steps in which ranks differ.
+    """
+
+    name: str
+    least: float
+    most: float
+    rank_of_most: int
+    share_of_steps: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class MemoryCategory:
+    """Bytes of a category on the rank that has the most."""
+
+    name: str
+    rank: int
+    measured: int | None
+    predicted: int | None
+
+
+@dataclass(frozen=True)
+class CollectiveTraffic:
+    """Messages and bytes of one collective on one axis in a step, on the rank that has the most bytes."""
+
+    group: str
+    collective: str
+    rank: int
+    messages: int
+    bytes: int
+    predicted_messages: int | None
+    predicted_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -119,47 +186,61 @@ class Account:
 
     def to_json(self) -> dict[str, Any]:
         """Return the account as a JSON value; numbers that are not finite become null."""
-        found = asdict(self)
-        found["wall"] |= {"busy_seconds": self.wall.busy_seconds, "ettr": self.wall.ettr}
-        plain: dict[str, Any] = _plain(found)
-        return plain
+        document = asdict(self)
+        document["wall"] |= {"busy_seconds": self.wall.busy_seconds, "ettr": self.wall.ettr}
+        finite: dict[str, Any] = _finite(document)
+        return finite
 
 
 def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Account:
     """Return the account of a run; `compared`: predictions and measurements to use if the result has none yet."""
     wall, result, plan = wall_clock(files), files.result if not _is_open(files) else {}, files.plan
     compared = result.get("prediction") or compared or {}
-    times = step_times(files.records)
     status = status_of(files)
-    elsewhere = _is_elsewhere(compared)
-    world, ranks = _world_size(files), rank_extremes(files.records)
+    kinds, prediction = compared.get("device_kind") or {}, section(plan, "prediction")
+    elsewhere = kinds.get("predicted") not in (None, kinds.get("measured"))
+    last_attempt = files.attempts[-1] if files.attempts else None
+    last_record = files.records[-1] if files.records else None
+    ranks = rank_extremes(files.records)
+    world_size = last_attempt.world_size if last_attempt is not None else int(result.get("world_size") or 1)
     # With attempts on different numbers of devices, neither the price nor the share of the peak is a single number.
     resized = len({attempt.world_size for attempt in files.attempts}) > 1
-    found = Account(
+    terms, price = compared.get("terms"), number(prediction.get("price_per_hour"))
+    cost = None
+    if price is not None and not elsewhere and not resized:
+        cost = RunCost(price * world_size * wall.busy_seconds / 3600.0, price, world_size)
+    parts = tuple(_beside(name, value) for name, value in section(compared, "parts").items())
+    if not terms:  # without a prediction of the run, the parts have measurements only
+        parts = tuple(Beside(part.name, None, part.measured) for part in parts)
+    checkpoints = {r.step - 1 for r in files.records if r.spans.get("checkpoint", 0.0) > 0.0}
+    checkpoints |= {r.step for r in files.records if (r.after or {}).get("checkpoint", 0.0) > 0.0}
+    checkpoints |= {a.step for a in files.attempts if a.step is not None and a.after.get("checkpoint", 0.0) > 0.0}
+    checkpoints |= {step for step in (files.saved_step, *(a.resumed_from for a in files.attempts)) if step}
+    return Account(
         path=files.shown,
         name=files.name,
         status=status,
         ending=_ending(files, status),
-        steps=files.records[-1].step if files.records else int(result.get("steps") or 0),
-        num_steps=files.attempts[-1].num_steps if files.attempts else None,
-        world_size=world,
-        device=_device(files, compared),
+        steps=last_record.step if last_record is not None else int(result.get("steps") or 0),
+        num_steps=last_attempt.num_steps if last_attempt is not None else None,
+        world_size=world_size,
+        device=last_attempt.device if last_attempt and last_attempt.device else str(kinds.get("measured") or ""),
         wall=wall,
-        step_times=times,
+        step_times=step_times(files.records),
         ranks=ranks,
-        parts=_parts(compared),
-        predicted_terms=numbers(compared.get("terms") or section(plan, "prediction").get("terms")),
+        parts=parts,
+        predicted_terms=numbers(terms or prediction.get("terms")),
         step_seconds=_beside("step_seconds", compared.get("step_seconds")),
         elsewhere=elsewhere,
         memory=memory(result),
         peak_bytes=_beside("peak_bytes", compared.get("peak_bytes")),
         traffic=traffic(result),
-        rates=_rates(files, wall, elsewhere or resized, world),
-        cost=None if elsewhere or resized else _cost(plan, wall, world),
+        rates=_rates(files, wall, elsewhere or resized, world_size),
+        cost=cost,
         samples=_samples(files, result),
-        loss=files.records[-1].loss if files.records else result.get("train_loss"),
+        loss=last_record.loss if last_record is not None else result.get("train_loss"),
         evaluations=_evaluations(files, result),
-        checkpoints=_checkpoints(files),
+        checkpoints=tuple(sorted(checkpoints)),
         incidents=incidents(files),
         start_ups=tuple(numbers(attempt.phases) for attempt in files.attempts),
         limit=limit(wall, ranks),
@@ -168,7 +249,6 @@ def account(files: RunFiles, compared: Mapping[str, Any] | None = None) -> Accou
         versions=result.get("versions") or section(files.job, "versions"),
         result=result,
     )
-    return found
 
 
 def status_of(files: RunFiles) -> str:
@@ -190,7 +270,7 @@ def _ending(files: RunFiles, status: str) -> str:
         return "no end of it is at the address: it trains, or was killed since it last saved"
     error = files.result.get("error")
     if status == "failed" and isinstance(error, dict):
-        return told(error)
+        return error_line(error)
     return {
         "running": "a process trains it",
         "killed": "it ended without a word: killed, or its host is gone",
@@ -199,38 +279,15 @@ def _ending(files: RunFiles, status: str) -> str:
     }.get(status, status)
 
 
-def _world_size(files: RunFiles) -> int:
-    if files.attempts:
-        return files.attempts[-1].world_size
-    return int(files.result.get("world_size") or 1)
-
-
-def _device(files: RunFiles, compared: Mapping[str, Any]) -> str:
-    if files.attempts and files.attempts[-1].device:
-        return files.attempts[-1].device
-    return str((compared.get("device_kind") or {}).get("measured") or "")
-
-
-def _parts(compared: Mapping[str, Any]) -> tuple[Beside, ...]:
-    parts, has_terms = section(compared, "parts"), bool(compared.get("terms"))
-    found = (_beside(name, value) for name, value in parts.items())
-    return tuple(one if has_terms else Beside(one.name, None, one.measured) for one in found)
-
-
 def _beside(name: str, value: Any) -> Beside:
-    found = value if isinstance(value, dict) else {}
-    return Beside(name, number(found.get("predicted")), number(found.get("measured")))
-
-
-def _is_elsewhere(compared: Mapping[str, Any]) -> bool:
-    kinds = compared.get("device_kind") or {}
-    return kinds.get("predicted") not in (None, kinds.get("measured"))
+    pair = value if isinstance(value, dict) else {}
+    return Beside(name, number(pair.get("predicted")), number(pair.get("measured")))
 
 
 def _rates(files: RunFiles, wall: WallClock, elsewhere: bool, world_size: int) -> Rates:
-    samples = sum(record.num_samples for record in files.records)
-    stepping = sum(record.seconds for record in steady(files.records))
-    step = sum(r.num_samples for r in steady(files.records)) / stepping if stepping > 0 else None
+    samples, steps = sum(record.num_samples for record in files.records), steady(files.records)
+    step_seconds = sum(record.seconds for record in steps)
+    step = sum(record.num_samples for record in steps) / step_seconds if step_seconds > 0 else None
     overall = samples / wall.busy_seconds if wall.busy_seconds > 0 and files.records else None
     predicted = section(files.plan, "prediction")
     tokens, peak = number(predicted.get("sample_tokens")), number(predicted.get("peak_flops"))
@@ -251,23 +308,15 @@ def _rates(files: RunFiles, wall: WallClock, elsewhere: bool, world_size: int) -
     )
 
 
-def _cost(plan: Mapping[str, Any], wall: WallClock, world_size: int) -> RunCost | None:
-    price = number(section(plan, "prediction").get("price_per_hour"))
-    if price is None:
-        return None
-    return RunCost(price * world_size * wall.busy_seconds / 3600.0, price, world_size)
-
-
 def _samples(files: RunFiles, result: Mapping[str, Any]) -> SampleAccount:
     last = files.records[-1] if files.records else None
     trained = last.samples if last is not None else int(result.get("samples") or 0)
     dataset = files.job.get("train_samples")
-    undone = sum(u.samples for attempt in files.attempts for u in attempt.undone)
     return SampleAccount(
         trained=trained,
         dataset=dataset if isinstance(dataset, int) else None,
         passes=trained / dataset if isinstance(dataset, int) and dataset else None,
-        trained_again=undone,
+        trained_again=sum(u.samples for attempt in files.attempts for u in attempt.undone),
         not_applied=sum(record.num_samples for record in files.records if record.skipped),
         evaluated=int(result.get("eval_samples") or 0),
         digest=last.digest if last is not None else result.get("sample_digest"),
@@ -275,25 +324,141 @@ def _samples(files: RunFiles, result: Mapping[str, Any]) -> SampleAccount:
 
 
 def _evaluations(files: RunFiles, result: Mapping[str, Any]) -> tuple[Evaluation, ...]:
-    found = [Evaluation(record.step, record.metrics, record.at) for record in files.records if record.metrics]
+    evaluations = [Evaluation(record.step, record.metrics, record.at) for record in files.records if record.metrics]
     last, metrics = int(result.get("steps") or 0), numbers(result.get("metrics"))
-    if metrics and (not found or found[-1].step < last):
-        found.append(Evaluation(last, metrics, files.attempts[-1].trained_at if files.attempts else None))
-    return tuple(found)
+    if metrics and (not evaluations or evaluations[-1].step < last):
+        evaluations.append(Evaluation(last, metrics, files.attempts[-1].trained_at if files.attempts else None))
+    return tuple(evaluations)
 
 
-def _checkpoints(files: RunFiles) -> tuple[int, ...]:
-    """Return the steps after which a checkpoint was taken, from the records' spans and from resumes."""
-    found = {r.step - 1 for r in files.records if r.spans.get("checkpoint", 0.0) > 0.0}
-    found |= {r.step for r in files.records if (r.after or {}).get("checkpoint", 0.0) > 0.0}
-    found |= {a.step for a in files.attempts if a.step is not None and a.after.get("checkpoint", 0.0) > 0.0}
-    found |= {step for step in (files.saved_step, *(a.resumed_from for a in files.attempts)) if step}
-    return tuple(sorted(found))
-
-
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _finite(inner) for key, inner in value.items()}
     if isinstance(value, str) or not isinstance(value, Iterable):
         return None if isinstance(value, float) and not math.isfinite(value) else value
-    return [_plain(inner) for inner in value]
+    return [_finite(inner) for inner in value]
+
+
+def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the steps without the first ones, if enough others remain."""
+    return records[_WARM_UP:] if len(records) > 2 * _WARM_UP else records
+
+
+def step_times(of: Sequence[StepRecord]) -> StepTimes:
+    """Return the median, deciles, mean and mean spans of steps."""
+    records = steady(of)
+    seconds = [record.seconds for record in records]
+    if not seconds:
+        return StepTimes(0)
+    tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    spans = dict.fromkeys(SPANS, 0.0)
+    for record in records:
+        for name, value in record.spans.items():
+            spans[name] = spans.get(name, 0.0) + value
+    spans = {name: value / len(records) for name, value in spans.items()}
+    return StepTimes(len(seconds), median(seconds), tenths[0], tenths[8], sum(seconds) / len(seconds), spans)
+
+
+def rank_extremes(records: Sequence[StepRecord]) -> tuple[RankExtremes, ...]:
+    """Return the extremes of each quantity that the records have for all ranks."""
+    least, most, counts = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    slowest: dict[str, Counter[int]] = {}
+    for record in steady(records):
+        for name, spread in record.ranks.items():
+            least[name] += spread.min
+            most[name] += spread.max
+            counts[name] += 1
+            ranks = slowest.setdefault(name, Counter())
+            if spread.max > spread.min:  # otherwise no rank has the most, as on one process
+                ranks[spread.rank_of_max] += 1
+    extremes = []
+    for name, ranks in slowest.items():
+        shares = {rank: count / ranks.total() for rank, count in sorted(ranks.items())}
+        often = max(shares, key=lambda rank: shares[rank], default=0)
+        extremes.append(RankExtremes(name, least[name] / counts[name], most[name] / counts[name], often, shares))
+    return tuple(extremes)
+
+
+def memory(result: Mapping[str, Any]) -> tuple[MemoryCategory, ...]:
+    """Return each memory category of a result, on the rank that has the most."""
+    fullest: dict[str, MemoryCategory] = {}
+    for rank in _ranks_of(result, "memory"):
+        predicted = rank.get("predicted") or {}
+        for name, value in (rank.get("measured") or {}).items():
+            if name not in fullest or (value or 0) > (fullest[name].measured or 0):
+                fullest[name] = MemoryCategory(name, int(rank.get("rank", 0)), value, predicted.get(name))
+    return tuple(fullest.values())
+
+
+def traffic(result: Mapping[str, Any]) -> tuple[CollectiveTraffic, ...]:
+    """Return each collective of a result, on the rank that has the most bytes."""
+    fullest: dict[tuple[str, str], CollectiveTraffic] = {}
+    for rank in _ranks_of(result, "traffic"):
+        predicted = rank.get("predicted")
+        for group, collectives in (rank.get("measured") or {}).items():
+            for collective, volume in collectives.items():
+                known = fullest.get((group, collective))
+                if known is not None and volume["bytes"] <= known.bytes:
+                    continue
+                expected = None if predicted is None else predicted.get(group, {}).get(collective, {})
+                fullest[group, collective] = CollectiveTraffic(
+                    group,
+                    collective,
+                    int(rank.get("rank", 0)),
+                    volume["messages"],
+                    volume["bytes"],
+                    None if expected is None else expected.get("messages", 0),
+                    None if expected is None else expected.get("bytes", 0),
+                )
+    return tuple(fullest.values())
+
+
+def _ranks_of(result: Mapping[str, Any], block: str) -> list[dict[str, Any]]:
+    ranks = section(result, block).get("ranks")
+    return [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+
+
+def causes(wall: WallClock) -> dict[str, float]:
+    """Return shares of the time for which the run had its devices, by cause, the largest first."""
+    busy = wall.busy_seconds
+    shares = {name: wall.of(*parts) / busy if busy > 0 else 0.0 for name, (parts, _) in _CAUSES.items()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def limit(wall: WallClock, ranks: Sequence[RankExtremes]) -> str:
+    """Return a sentence on the largest part of the time and, for waits, on the slowest rank."""
+    shares = causes(wall)
+    name, share = next(iter(shares.items()))
+    if share <= 0.0:
+        return "Nothing is recorded of where the time went."
+    sentence = f"{share:.0%} of the time went to {_CAUSES[name][1]}"
+    if name not in _STEPS:
+        inside = next(other for other in shares if other in _STEPS)
+        return f"{sentence}; within steps most went to {_CAUSES[inside][1]} ({shares[inside]:.0%})."
+    if name == "communication":
+        known = {extremes.name: extremes for extremes in ranks}
+        busy, step = known.get("busy_seconds"), known.get("step_seconds")
+        wait = (busy.most - busy.least) / step.most if busy is not None and step is not None and step.most else 0.0
+        if busy is not None and wait >= _UNEVEN:
+            sentence += f", {wait:.0%} of a step for the slowest rank (most often rank {busy.rank_of_most})"
+    second = next(other for other in shares if other != name)
+    return f"{sentence}; next is {_CAUSES[second][1]} ({shares[second]:.0%})."
+
+
+def section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of a document, empty if missing."""
+    table = document.get(name)
+    return table if isinstance(table, dict) else {}
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """Return the finite numbers of a table."""
+    table = value if isinstance(value, dict) else {}
+    return {str(name): finite for name, v in table.items() if (finite := number(v)) is not None}
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number as float, or None for any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

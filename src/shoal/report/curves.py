@@ -73,8 +73,8 @@ class Chart:
 def _digits(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
-    found = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
-    return int(found) if found == int(found) else found
+    rounded = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def buckets(count: int, most: int = BUCKETS) -> list[range]:
@@ -86,53 +86,49 @@ def buckets(count: int, most: int = BUCKETS) -> list[range]:
 
 def thinned(values: Sequence[float | None], groups: Sequence[range]) -> list[float | None]:
     """Return two values for a group of several, its least and greatest in their order; one value for a single."""
-    found: list[float | None] = []
+    drawn: list[float | None] = []
     for group in groups:
-        known = [(values[place], place) for place in group]
-        present = [(value, place) for value, place in known if value is not None and math.isfinite(value)]
+        present = [(v, place) for place in group if (v := values[place]) is not None and math.isfinite(v)]
         if len(group) == 1:
-            found.append(present[0][0] if present else None)
+            drawn.append(present[0][0] if present else None)
             continue
         ends = sorted((min(present), max(present)), key=lambda pair: pair[1]) if present else [(None, 0), (None, 0)]
-        found += [value for value, _ in ends]
-    return found
+        drawn += [value for value, _ in ends]
+    return drawn
 
 
 def at_groups(steps: Sequence[float], groups: Sequence[range]) -> list[float]:
     """Return the x of `thinned` values: a group's first step and its middle."""
-    found: list[float] = []
+    xs: list[float] = []
     for group in groups:
-        found.append(steps[group[0]])
+        xs.append(steps[group[0]])
         if len(group) > 1:
-            found.append((steps[group[0]] + steps[group[-1]]) / 2)
-    return found
-
-
-@dataclass(frozen=True)
-class Line:
-    """A curve to draw: its name, and a function that reads its value from a record."""
-
-    name: str
-    read: Reader
+            xs.append((steps[group[0]] + steps[group[-1]]) / 2)
+    return xs
 
 
 def over_steps(
-    key: str, title: str, records: Sequence[StepRecord], lines: Sequence[Line], marks: Sequence[Mark] = (), **more: Any
+    key: str,
+    title: str,
+    records: Sequence[StepRecord],
+    readers: Mapping[str, Reader],
+    marks: Sequence[Mark] = (),
+    **more: Any,
 ) -> Chart | None:
-    """Return a chart of records, or None if no line has a value."""
-    columns = [[line.read(record) for record in records] for line in lines]
-    kept = [(line, column) for line, column in zip(lines, columns, strict=True) if any(v is not None for v in column)]
-    if not kept:
+    """Return a chart with a curve for each reader, by name, of records; None if no curve has a value."""
+    columns = {name: [read(record) for record in records] for name, read in readers.items()}
+    columns = {name: column for name, column in columns.items() if any(v is not None for v in column)}
+    if not columns:
         return None
     groups = buckets(len(records))
     steps = [float(record.step) for record in records]
     curves = []
-    for line, column in kept:
+    for name, column in columns.items():
         sparse = sum(value is not None for value in column) <= len(column) // 4 + 1
-        curves.append(PlottedCurve(line.name, thinned(column, groups), sparse))
+        curves.append(PlottedCurve(name, thinned(column, groups), sparse))
     each = -(-len(records) // max(1, len(groups)))
     note = f"Of each {each} steps the least and the greatest value are drawn." if each > 1 else ""
-    table = _table(steps, [line.name for line, _ in kept], [column for _, column in kept])
+    table = _table(steps, list(columns), list(columns.values()))
     return Chart(key, title, at_groups(steps, groups), curves, table, marks=marks, note=note, **more)
 
 
@@ -147,13 +143,14 @@ def _table(steps: Sequence[float], names: Sequence[str], columns: Sequence[Seque
         row = [f"{first:.0f}" if first == last else f"{first:.0f} to {last:.0f}"]
         for column in columns:
             present = [v for place in group if (v := column[place]) is not None and math.isfinite(v)]
-            found = (min(present), sum(present) / len(present), max(present)) if present else (None,) * 3
-            row += [short(found[1])] if single else [short(value) for value in found]
+            cells = (min(present), sum(present) / len(present), max(present)) if present else (None,) * 3
+            row += [short(cells[1])] if single else [short(value) for value in cells]
         rows.append(row)
     return Table(["steps", *(f"{name}{part}" for name in names for part in parts)], rows)
 
 
-def _metric(name: str) -> Reader:
+def metric_reader(name: str) -> Reader:
+    """Return a function that reads an evaluated metric from a record."""
     return lambda record: (record.metrics or {}).get(name)
 
 
@@ -166,15 +163,17 @@ def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart
     last = {record.step: record for record in records[-1:]}
     if found.evaluations and found.evaluations[-1].step in last and not records[-1].metrics:
         records = [*records[:-1], records[-1].evaluated(extra)]
-    lines = [Line("training loss", lambda record: record.loss)]
-    lines += [Line(f"evaluation {name}", _metric(name)) for name in names if name == "loss"]
-    charts = [over_steps("loss", "Loss", records, lines, marks)]
+    losses: dict[str, Reader] = {"training loss": lambda record: record.loss}
+    if "loss" in names:
+        losses["evaluation loss"] = metric_reader("loss")
+    charts = [over_steps("loss", "Loss", records, losses, marks)]
     counts = Counter(name for record in records for name in record.metrics or {})
     for number, name in enumerate([name for name in names if name != "loss" and counts[name] > 1][:_MOST_METRICS]):
-        charts.append(over_steps(f"metric-{number}", f"Metric: {name}", records, [Line(name, _metric(name))], marks))
-    norm, rate = Line("gradient norm", lambda r: r.grad_norm), Line("learning rate", lambda r: r.learning_rate)
-    charts.append(over_steps("norm", "Gradient norm, before clipping", records, [norm], marks))
-    charts.append(over_steps("rate", "Learning rate", records, [rate], marks))
+        charts.append(over_steps(f"metric-{number}", f"Metric: {name}", records, {name: metric_reader(name)}, marks))
+    norm: dict[str, Reader] = {"gradient norm": lambda record: record.grad_norm}
+    charts.append(over_steps("norm", "Gradient norm, before clipping", records, norm, marks))
+    rate: dict[str, Reader] = {"learning rate": lambda record: record.learning_rate}
+    charts.append(over_steps("rate", "Learning rate", records, rate, marks))
     return [chart for chart in charts if chart is not None]
 
 
@@ -184,13 +183,13 @@ def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
     def span(*names: str) -> Reader:
         return lambda record: 1e3 * sum(record.spans.get(name, 0.0) for name in names)
 
-    lines = [
-        Line("whole step", lambda record: 1e3 * record.seconds),
-        Line("forward and backward", span("forward", "backward")),
-        Line("exposed communication", span("exposed_communication")),
-        Line("waiting for data", span("data_wait", "host_to_device")),
-    ]
-    return over_steps("step-time", "Time of a step", records, lines, marks_of(found), y_name="ms")
+    readers: dict[str, Reader] = {
+        "whole step": lambda record: 1e3 * record.seconds,
+        "forward and backward": span("forward", "backward"),
+        "exposed communication": span("exposed_communication"),
+        "waiting for data": span("data_wait", "host_to_device"),
+    }
+    return over_steps("step-time", "Time of a step", records, readers, marks_of(found), y_name="ms")
 
 
 def marks_of(found: Account) -> list[Mark]:

@@ -20,6 +20,12 @@ _LINE = Markup('<polyline points="{0}" fill="none" stroke="{1}" stroke-width="{2
 _SPOT = Markup('<g><title>{0}</title><circle cx="{1:.1f}" cy="{2:.1f}" r="{3}" fill="{4}"/></g>')
 _TEXT = Markup('<text x="{0:.1f}" y="{1:.1f}" text-anchor="{2}">{3}</text>')
 _TITLE = Markup('<title id="{0}">{1}</title>')
+# Bars in the cells of tables; their widths are shares of the page's width.
+_BAR_PART = Markup('<rect class="{0}" x="{1:.2f}%" y="{2}" width="{3:.2f}%" height="{4}"/>')
+_CELL = Markup('<rect class="c1" x="{0:.2f}%" width="{1:.2f}%" height="18" fill-opacity="{2:.2f}"/>')
+_SVG = Markup('<svg class="bar" height="{0}" aria-hidden="true" focusable="false">{1}</svg>')
+_LEAST = 0.2  # per cent of the width, so that small values remain visible
+_NUM_COLOURS = 8
 
 
 @dataclass(frozen=True)
@@ -158,13 +164,71 @@ def _text(x: float, y: float, words: str, anchor: str = "start") -> Markup:
     return _TEXT.format(x, y, anchor, words)
 
 
-def _key(title: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in title.lower())
-
-
 def _picture(title: str, height: int, parts: Sequence[Markup]) -> Markup:
+    key = "".join(c if c.isalnum() else "-" for c in title.lower())
     head = Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" role="img" aria-labelledby="{2}"'
         ' font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a" style="background: #fff">'
-    ).format(_WIDTH, height, _key(title))
-    return head + _TITLE.format(_key(title), title) + Markup("").join(parts) + Markup("</svg>")
+    ).format(_WIDTH, height, key)
+    return head + _TITLE.format(key, title) + Markup("").join(parts) + Markup("</svg>")
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Part of a bar from `begin` on, as shares of the whole width; `kind` is its class in the style sheet."""
+
+    kind: str
+    begin: float
+    share: float
+
+
+def _colour(place: int) -> str:
+    return f"c{place % _NUM_COLOURS + 1}"
+
+
+def _bar(*lines: _Stretch) -> Markup:
+    """Draw parts below each other."""
+    parts = (
+        _BAR_PART.format(line.kind, 100 * line.begin, 12 * place, max(_LEAST, 100 * line.share), 10)
+        for place, line in enumerate(lines)
+        if line.share > 0.0
+    )
+    return _SVG.format(max(10, 12 * len(lines) - 2), Markup("").join(parts))
+
+
+def cells(values: Sequence[float], most: float) -> Markup:
+    """Draw values from 0 to `most` side by side, with stronger colour for larger values."""
+    wide = 100.0 / max(1, len(values))
+    parts = (
+        _CELL.format(place * wide, wide, max(0.05, value / most))
+        for place, value in enumerate(values)
+        if most > 0.0 and value > 0.01 * most
+    )
+    return _SVG.format(18, Markup("").join(parts))
+
+
+def falling(sizes: Sequence[float]) -> list[Markup]:
+    """Draw a bar for each part of a whole, each starting at the end of the previous one."""
+    whole, done, bars = sum(sizes) or 1.0, 0.0, list[Markup]()
+    for place, size in enumerate(sizes):
+        bars.append(_bar(_Stretch(_colour(place), done / whole, size / whole)))
+        done += size
+    return bars
+
+
+def beside(pairs: Sequence[tuple[float | None, float | None]], *, falls: bool = True) -> list[Markup]:
+    """Draw predicted (outlined) and measured bars for each part.
+
+    `falls`: whether each bar starts at the end of the previous one of its kind.
+    """
+    sums = [sum(pair[number] or 0.0 for pair in pairs) for number in (0, 1)]
+    whole = (max(sums) if falls else max((v or 0.0 for pair in pairs for v in pair), default=0.0)) or 1.0
+    done, bars = [0.0, 0.0], list[Markup]()
+    for place, pair in enumerate(pairs):
+        lines = []
+        for number, kind in enumerate(("predicted", _colour(place))):
+            value = pair[number] or 0.0
+            lines.append(_Stretch(kind, done[number] / whole, value / whole))
+            done[number] += value if falls else 0.0
+        bars.append(_bar(*lines))
+    return bars

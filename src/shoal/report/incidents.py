@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from shoal.runs.records import StepRecord
 from shoal.runs.run_files import RunFiles
 
 # A run may skip thousands of steps, so only the first incidents of a kind are listed.
@@ -28,18 +28,18 @@ class Incident:
 
 def incidents(files: RunFiles) -> tuple[Incident, ...]:
     """Return all incidents by step; for frequent kinds only the first ones and the number of others."""
-    found = [*_events(files), *_resumes(files), *_records(files), *_result(files.result)]
-    found += [
+    every = [*_events(files), *_resumes(files), *_records(files), *_result(files.result)]
+    every += [
         Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
     ]
-    kept: list[Incident] = []
-    counts: dict[str, int] = {}
-    for incident in sorted(found, key=lambda i: (i.step is None, i.step or 0)):
-        counts[incident.kind] = counts.get(incident.kind, 0) + 1
+    first: list[Incident] = []
+    counts = Counter[str]()
+    for incident in sorted(every, key=lambda i: (i.step is None, i.step or 0)):
+        counts[incident.kind] += 1
         if counts[incident.kind] <= _MOST_OF_A_KIND:
-            kept.append(incident)
+            first.append(incident)
     more = {kind: number - _MOST_OF_A_KIND for kind, number in counts.items() if number > _MOST_OF_A_KIND}
-    return (*kept, *(Incident(kind, None, f"and {number} more of this kind") for kind, number in more.items()))
+    return (*first, *(Incident(kind, None, f"and {number} more of this kind") for kind, number in more.items()))
 
 
 def _events(files: RunFiles) -> Iterator[Incident]:
@@ -48,31 +48,22 @@ def _events(files: RunFiles) -> Iterator[Incident]:
         kind = event.get("kind")
         if kind is None or kind == GOING_ON:
             continue
+        has_rank = event.get("rank") is not None
+        who = f"rank {event['rank']} on {event.get('host')}" if has_rank else "a rank"
+        what = str(event.get("what", "")).split("\n")[0]
+        parts = [f"{who} was lost: {what}" if kind == "lost" else f"{who}: {what}" if has_rank else what]
+        if event.get("noticed"):
+            parts.append(f"noticed by {event['noticed']}")
+        parts.append(str(event.get("done") or ""))
         following = files.events[number + 1] if number + 1 < len(files.events) else {}
-        cost = following if following.get("kind") == GOING_ON else event
-        text = "; ".join(part for part in (_what(event), *_said(event), _cost_of(cost)) if part)
+        cost = (following if following.get("kind") == GOING_ON else event).get("seconds")
+        if isinstance(cost, int | float) and not isinstance(cost, bool):
+            parts.append(f"it cost {cost:.1f} s")
+        at = None
+        with contextlib.suppress(TypeError, ValueError):
+            at = datetime.fromisoformat(event.get("at")).timestamp()  # type: ignore[arg-type]
         step = _whole(event.get("step", event.get("after_step")))
-        yield Incident(str(kind), step, text, _instant(event.get("at")))
-
-
-def _what(event: Mapping[str, Any]) -> str:
-    who = f"rank {event['rank']} on {event.get('host')}" if event.get("rank") is not None else "a rank"
-    what = str(event.get("what", "")).split("\n")[0]
-    if event.get("kind") == "lost":
-        return f"{who} was lost: {what}"
-    return f"{who}: {what}" if event.get("rank") is not None else what
-
-
-def _said(event: Mapping[str, Any]) -> Iterator[str]:
-    if event.get("noticed"):
-        yield f"noticed by {event['noticed']}"
-    if event.get("done"):
-        yield str(event["done"])
-
-
-def _cost_of(event: Mapping[str, Any]) -> str:
-    seconds = event.get("seconds")
-    return f"it cost {seconds:.1f} s" if isinstance(seconds, int | float) and not isinstance(seconds, bool) else ""
+        yield Incident(str(kind), step, "; ".join(part for part in parts if part), at)
 
 
 def _resumes(files: RunFiles) -> Iterator[Incident]:
@@ -90,20 +81,16 @@ def _resumes(files: RunFiles) -> Iterator[Incident]:
 
 
 def _records(files: RunFiles) -> Iterator[Incident]:
-    told = {_whole(event.get("step")) for event in files.events if event.get("kind") == "nonfinite"}
+    in_events = {_whole(event.get("step")) for event in files.events if event.get("kind") == "nonfinite"}
     for record in files.records:
-        if record.skipped and record.step not in told:
-            yield Incident("skipped", record.step, f"no update: {record.skipped}{_culprit(record)}", record.at)
+        if record.skipped and record.step not in in_events:
+            text, cause = f"no update: {record.skipped}", record.nonfinite or {}
+            if samples := cause.get("samples"):
+                shown = ", ".join(map(str, samples[:8])) if isinstance(samples, list) else samples
+                text += f"; on rank {cause.get('rank')}, samples {shown}"
+            yield Incident("skipped", record.step, text, record.at)
         if record.compression is not None and record.compression.get("fell_back"):
             yield Incident("compression", record.step, "the guard ended the compression of sums", record.at)
-
-
-def _culprit(record: StepRecord) -> str:
-    found = record.nonfinite or {}
-    if not found.get("samples"):
-        return ""
-    samples = ", ".join(map(str, found["samples"][:8])) if isinstance(found["samples"], list) else found["samples"]
-    return f"; on rank {found.get('rank')}, samples {samples}"
 
 
 def _result(result: Mapping[str, Any]) -> Iterator[Incident]:
@@ -119,19 +106,13 @@ def _result(result: Mapping[str, Any]) -> Iterator[Incident]:
         text = f"the stream gave {early.get('samples')} of {early.get('wanted_samples')} samples"
         yield Incident("ended", _whole(early.get("steps")), text)
     if isinstance(result.get("error"), dict):
-        yield Incident("error", steps, told(result["error"]))
+        yield Incident("error", steps, error_line(result["error"]))
 
 
-def told(error: Mapping[str, Any]) -> str:
+def error_line(error: Mapping[str, Any]) -> str:
     """Return an error from a result as one line."""
     return ": ".join(str(error[key]).split("\n")[0] for key in ("given", "conflict") if error.get(key))
 
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _instant(text: Any) -> float | None:
-    with contextlib.suppress(TypeError, ValueError):
-        return datetime.fromisoformat(text).timestamp()
-    return None

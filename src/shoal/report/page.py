@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -31,7 +30,7 @@ def render_report(page: ReportPage) -> str:
         style=Markup(style),  # noqa: S704
         data=embedded([chart.to_json() for chart in page.charts]),
         policy=f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:",
-        label=_label,
+        label=_chart_label,
     )
 
 
@@ -51,14 +50,13 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _label(chart: Chart) -> str:
+def _chart_label(chart: Chart) -> str:
     """Return a sentence that describes a chart to readers who cannot see it."""
-    told = [f"{curve.name} {_ends(curve.values)}" for curve in chart.curves]
-    return f"{chart.title}: {'; '.join(told)}. The table below has the values."
-
-
-def _ends(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "without values"
-    return f"from {known[0]:.4g} to {known[-1]:.4g}, between {min(known):.4g} and {max(known):.4g}"
+    curves = []
+    for curve in chart.curves:
+        known = [value for value in curve.values if value is not None]
+        ends = "without values"
+        if known:
+            ends = f"from {known[0]:.4g} to {known[-1]:.4g}, between {min(known):.4g} and {max(known):.4g}"
+        curves.append(f"{curve.name} {ends}")
+    return f"{chart.title}: {'; '.join(curves)}. The table below has the values."

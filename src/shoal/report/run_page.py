@@ -13,10 +13,9 @@ from shoal.errors import ShoalError
 from shoal.plans.plan import Plan, described
 from shoal.report.account import Account
 from shoal.report.curves import Chart, time_chart, training_charts
-from shoal.report.drawings import beside, cells, falling
-from shoal.report.html import Table
+from shoal.report.html import Table, beside, cells, falling
 from shoal.report.quantities import change, dollars, rate, seconds, share, short, size
-from shoal.report.waits import Waits, waits
+from shoal.report.waits import waits
 from shoal.runs.records import StepRecord
 
 _SPANS_MEAN = {
@@ -27,6 +26,10 @@ _SPANS_MEAN = {
     "host": "all else in a step",
 }
 _MANY = 24  # longest table in rows that is not folded
+_FACT_ROW = Markup("<tr><th>{}</th><td>{}</td></tr>")
+_WALL_ROW = Markup("<tr><th>{0}</th><td>{1}</td><td>{2}</td><td>{3}</td></tr>")
+_WALL_BAR = Markup('<svg width="240" height="12"><rect x="{0:.1f}" width="{1:.1f}" height="12" fill="#0072b2"/></svg>')
+_NOTEBOOK = Markup("<p>{0}</p><table>{1}</table><table><caption>Wall clock</caption>{2}</table>")
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,28 @@ class ReportPage:
 
 def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
     """Return the page on a run."""
-    parts = [
-        _training(found, records),
-        _incidents(found),
-        _step(found, records),
-        _ranks(found, records),
-        _wall(found),
-        _volumes(found),
-        _server(found),
-        _samples(found),
-        _settings(found),
+    charts = training_charts(found, records)
+    marks = sorted({mark.kind for chart in charts[:1] for mark in chart.marks})
+    how = (
+        [f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."] if marks else []
+    )
+    parts: list[Part | None] = [
+        Part("training", "Loss and metrics", how, charts)
+        if charts
+        else Part("training", "Training", ["No step was recorded."])
     ]
+    if found.incidents:
+        rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in found.incidents]
+        table = Table(["step", "kind", "what", "when"], rows)
+        parts.append(Part("incidents", "Incidents", tables=[("", table)], folded=len(rows) > _MANY))
+    parts += [_step(found, records), _ranks(found, records), _wall(found), _volumes(found)]
+    server = found.result.get("server")
+    if isinstance(server, dict):
+        pushes = [[name, text] for name, text in flat(server) if name != "incidents"]
+        words = "Staleness is the number of updates between a step's pull of the parameters and its own update."
+        tables = [("Pushes", Table(["of the pushes", "value"], pushes))]
+        parts.append(Part("server", "Parameter server", [words], tables=tables))
+    parts += [_samples(found), _settings(found)]
     return ReportPage(found.name, found.limit, facts(found), [part for part in parts if part is not None])
 
 
@@ -100,80 +114,39 @@ def facts(found: Account) -> list[tuple[str, str]]:
     trained = f"{job.get('file', '?')}:{job.get('function', '?')}{model}, {data}"
     of = f" of {found.num_steps:,}" if found.num_steps else ""
     ranks = f"{found.world_size} process{'es' if found.world_size != 1 else ''} on {found.device or 'devices not told'}"
+    losses = [f"{short(found.loss)} in training"] if found.loss is not None else []
+    if found.evaluations:
+        last = found.evaluations[-1]
+        values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
+        losses.append(f"evaluation after step {last.step:,}: {values}")
+    idle, ettr, peak, cost = found.wall.of("idle"), found.wall.ettr, "", ""
+    between = f", {seconds(idle)} of it between calls" if idle > 0.0 else ""
+    if rates.peak_share is not None:
+        predicted = f"; {share(rates.predicted_peak_share)} were predicted" if rates.predicted_peak_share else ""
+        peak = f"{share(rates.peak_share)} in steps, {share(rates.overall_peak_share)} over the whole time{predicted}"
+    if found.cost is not None:
+        devices = f"{found.cost.devices} device{'s' if found.cost.devices != 1 else ''}"
+        cost = f"{dollars(found.cost.dollars)}: {devices} at {dollars(found.cost.per_device_hour)} an hour"
+    effective = f"{share(ettr)} of the training's time brought steps that are in the result" if ettr is not None else ""
     rows = [
         ("trained", trained),
         ("on", f"{ranks}; {layout_of(found)}"),
         ("ended", f"{found.status} after step {found.steps:,}{of}: {found.ending}"),
-        ("loss", _loss(found)),
-        ("time", f"{seconds(found.wall.seconds)}{_idle(found)}; a step {seconds(found.step_times.median)} (median)"),
+        ("loss", "; ".join(losses)),
+        ("time", f"{seconds(found.wall.seconds)}{between}; a step {seconds(found.step_times.median)} (median)"),
         ("rate", _rate(rates.step_samples, rates.overall_samples, "samples")),
         ("tokens", _rate(rates.step_tokens, rates.overall_tokens, "tokens")),
-        ("of the peak", _peak(found)),
-        ("cost", _cost(found)),
-        ("effective", _effective(found)),
+        ("of the peak", peak),
+        ("cost", cost),
+        ("effective", effective),
     ]
     return [(name, text) for name, text in rows if text]
-
-
-def _loss(found: Account) -> str:
-    told = f"{short(found.loss)} in training" if found.loss is not None else ""
-    if found.evaluations:
-        last = found.evaluations[-1]
-        values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
-        told += f"; evaluation after step {last.step:,}: {values}"
-    return told.lstrip("; ")
-
-
-def _idle(found: Account) -> str:
-    idle = found.wall.of("idle")
-    return f", {seconds(idle)} of it between calls" if idle > 0.0 else ""
 
 
 def _rate(step: float | None, overall: float | None, unit: str) -> str:
     if step is None or overall is None:
         return ""
     return f"{rate(step)} {unit}/s in steps, {rate(overall)} over the whole time"
-
-
-def _peak(found: Account) -> str:
-    rates = found.rates
-    if rates.peak_share is None:
-        return ""
-    predicted = f"; {share(rates.predicted_peak_share)} were predicted" if rates.predicted_peak_share else ""
-    return f"{share(rates.peak_share)} in steps, {share(rates.overall_peak_share)} over the whole time{predicted}"
-
-
-def _effective(found: Account) -> str:
-    ettr = found.wall.ettr
-    return f"{share(ettr)} of the training's time brought steps that are in the result" if ettr is not None else ""
-
-
-def _cost(found: Account) -> str:
-    cost = found.cost
-    if cost is None:
-        return ""
-    devices = f"{cost.devices} device{'s' if cost.devices != 1 else ''}"
-    return f"{dollars(cost.dollars)}: {devices} at {dollars(cost.per_device_hour)} an hour"
-
-
-def _training(found: Account, records: Sequence[StepRecord]) -> Part | None:
-    charts = training_charts(found, records)
-    if not charts:
-        return Part("training", "Training", ["No step was recorded."])
-    marks = sorted({mark.kind for chart in charts[:1] for mark in chart.marks})
-    told = (
-        [f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."] if marks else []
-    )
-    return Part("training", "Loss and metrics", told, charts)
-
-
-def _incidents(found: Account) -> Part | None:
-    if not found.incidents:
-        return None
-    rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in found.incidents]
-    return Part(
-        "incidents", "Incidents", tables=[("", Table(["step", "kind", "what", "when"], rows))], folded=len(rows) > _MANY
-    )
 
 
 def instant(at: float | None) -> str:
@@ -187,9 +160,8 @@ def instant(at: float | None) -> str:
 def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
     if not found.step_times.count:
         return None
-    parts, told = list(found.parts), []
+    parts, words = found.parts, []
     checkpoint = found.step_times.spans.get("checkpoint", 0.0)
-    predicted = any(part.predicted is not None for part in parts)
     pairs = [(part.predicted, part.measured) for part in parts]
     rows = [
         [
@@ -202,22 +174,22 @@ def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
         for part in parts
     ]
     head = ["part", "predicted", "measured", "difference", "what it is"]
-    if predicted:
+    if any(part.predicted is not None for part in parts):
         whole = found.step_seconds
         against = change(whole.predicted, whole.measured)
-        told.append(f"A step takes {_ms(whole.measured)}; {_ms(whole.predicted)} were predicted ({against}).")
-        told.append("Of each part the outlined bar is predicted, the full one measured: medians of rank 0.")
+        words.append(f"A step takes {_ms(whole.measured)}; {_ms(whole.predicted)} were predicted ({against}).")
+        words.append("Of each part the outlined bar is predicted, the full one measured: medians of rank 0.")
     else:
-        told.append("The plan has no prediction: run a plan of shoal plan to see one beside these medians of rank 0.")
+        words.append("The plan has no prediction: run a plan of shoal plan to see one beside these medians of rank 0.")
     if found.elsewhere:
-        told.append("The plan is for devices of another kind than it ran on.")
+        words.append("The plan is for devices of another kind than it ran on.")
     if checkpoint > 0.0:
-        told.append(f"Checkpoints add {_ms(checkpoint)} to the mean step.")
+        words.append(f"Checkpoints add {_ms(checkpoint)} to the mean step.")
     terms = [[name, _ms(value)] for name, value in found.predicted_terms.items()]
     tables = [("Terms of the prediction", Table(["term", "predicted"], terms))] if terms else []
     chart = time_chart(found, records)
     bars = BarTable(head, rows, beside(pairs), "One step, part by part") if rows else None
-    return Part("step", "Where a step's time goes", told, [chart] if chart else [], bars, tables)
+    return Part("step", "Where a step's time goes", words, [chart] if chart else [], bars, tables)
 
 
 def _ms(value: float | None) -> str:
@@ -225,52 +197,41 @@ def _ms(value: float | None) -> str:
 
 
 def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
-    told = waits(records, found.world_size)
-    if told is None:
+    waited = waits(records, found.world_size)
+    if waited is None:
         return None
-    most = max((value for row in told.of_rank.values() for value in row), default=0.0)
+    most = max((value for row in waited.of_rank.values() for value in row), default=0.0)
     extremes = {one.name: one for one in found.ranks}
     slowest = extremes["busy_seconds"].share_of_steps if "busy_seconds" in extremes else {}
     rows, bars = [], []
-    for rank, values in told.of_rank.items():
-        rows.append([f"rank {rank}", share(told.mean(rank)), share(max(values)), share(slowest.get(rank, 0.0))])
+    for rank, values in waited.of_rank.items():
+        rows.append([f"rank {rank}", share(waited.mean(rank)), share(max(values)), share(slowest.get(rank, 0.0))])
         bars.append(cells(values, most))
     fullest = f"steps from left to right, the fullest colour is {share(most)} of the time."
-    if told.pairs:
+    tables = []
+    if waited.pairs:
+        ranks = [rank for rank in waited.of_rank if rank in waited.pairs]
+        pairs = [
+            [f"rank {rank}", *(share(waited.pairs[rank].get(other, 0.0)) if rank != other else "-" for other in ranks)]
+            for rank in ranks
+        ]
+        tables.append(("Row waited for column", Table(["waited", *(f"for rank {rank}" for rank in ranks)], pairs)))
         words = [f"How long the other ranks waited for each, their mean; {fullest}"]
     else:
         words = [
             f"How long the fastest rank waited for the slowest one, at the slowest one's row; {fullest}",
             "These records have the extremes of each step: two slow ranks in one step show as one.",
         ]
-    if told.others:
-        words.append(f"{told.others} more ranks were waited for less.")
-    head = ["rank", "waited for, mean", "at most", "slowest in"]
-    spans = [
-        [one.name, _quantity(one.name, one.least), _quantity(one.name, one.most), f"rank {one.rank_of_most}"]
-        for one in found.ranks
-    ]
-    table = Table(["quantity", "least, mean", "most, mean", "most often at the most"], spans)
-    bars_of = BarTable(head, rows, bars)
-    return Part(
-        "ranks", "Who waits for whom", words, bars=bars_of, tables=[*_pairs(told), ("Extremes over ranks", table)]
-    )
-
-
-def _pairs(told: Waits) -> list[tuple[str, Table]]:
-    """Return a table of waits between ranks, in shares of the time of all steps."""
-    if not told.pairs:
-        return []
-    ranks = [rank for rank in told.of_rank if rank in told.pairs]
-    rows = [
-        [f"rank {rank}", *(share(told.pairs[rank].get(other, 0.0)) if rank != other else "-" for other in ranks)]
-        for rank in ranks
-    ]
-    return [("Row waited for column", Table(["waited", *(f"for rank {rank}" for rank in ranks)], rows))]
-
-
-def _quantity(name: str, value: float) -> str:
-    return size(value) if name.endswith("_bytes") else _ms(value)
+    if waited.others:
+        words.append(f"{waited.others} more ranks were waited for less.")
+    spans = []
+    for one in found.ranks:
+        quantity = size if one.name.endswith("_bytes") else _ms
+        spans.append([one.name, quantity(one.least), quantity(one.most), f"rank {one.rank_of_most}"])
+    head = ["quantity", "least, mean", "most, mean", "most often at the most"]
+    tables.append(("Extremes over ranks", Table(head, spans)))
+    bar_table = BarTable(["rank", "waited for, mean", "at most", "slowest in"], rows, bars)
+    return Part("ranks", "Who waits for whom", words, bars=bar_table, tables=tables)
 
 
 def _wall(found: Account) -> Part:
@@ -278,7 +239,7 @@ def _wall(found: Account) -> Part:
     rows = [[part.name.replace("_", " "), seconds(part.seconds), share(part.share), part.meaning] for part in parts]
     total = sum(part.share for part in parts)
     began = f", from {instant(found.wall.began_at)} to {instant(found.wall.until)}" if found.wall.began_at else ""
-    told = [f"{seconds(found.wall.seconds)}{began}. The parts sum to {share(total)}; times of steps are rank 0's."]
+    words = [f"{seconds(found.wall.seconds)}{began}. The parts sum to {share(total)}; times of steps are rank 0's."]
     bars = BarTable(["part", "seconds", "share", "what it is"], rows, falling([part.seconds for part in parts]))
     phases = [
         [f"{number + 1}", name, seconds(value)]
@@ -286,16 +247,16 @@ def _wall(found: Account) -> Part:
         for name, value in start.items()
     ]
     tables = [("Start-up by phase", Table(["start", "phase", "seconds"], phases))] if phases else []
-    return Part("wall", "The whole wall clock", told, bars=bars, tables=tables)
+    return Part("wall", "The whole wall clock", words, bars=bars, tables=tables)
 
 
 def _volumes(found: Account) -> Part | None:
     if not found.memory and not found.traffic and found.peak_bytes.measured is None:
         return None
-    told = ["One step of this run, on the rank that has the most; predictions are outlined."]
+    words = ["One step of this run, on the rank that has the most; predictions are outlined."]
     if found.peak_bytes.measured is not None:
         predicted = f"; {size(found.peak_bytes.predicted)} were predicted" if found.peak_bytes.predicted else ""
-        told.append(f"The fullest rank's peak is {size(found.peak_bytes.measured)}{predicted}.")
+        words.append(f"The fullest rank's peak is {size(found.peak_bytes.measured)}{predicted}.")
     rows = [
         [m.name, size(m.predicted), size(m.measured), change(m.predicted, m.measured), f"rank {m.rank}"]
         for m in found.memory
@@ -316,16 +277,7 @@ def _volumes(found: Account) -> Part | None:
     ]
     names = ["collective", "messages predicted", "measured", "bytes predicted", "measured", "on"]
     tables = [("Traffic by collective", Table(names, sent))] if sent else []
-    return Part("volumes", "Memory and traffic", told, bars=bars, tables=tables)
-
-
-def _server(found: Account) -> Part | None:
-    told = found.result.get("server")
-    if not isinstance(told, dict):
-        return None
-    rows = [[name, text] for name, text in flat(told) if name != "incidents"]
-    words = "Staleness is the number of updates between a step's pull of the parameters and its own update."
-    return Part("server", "Parameter server", [words], tables=[("Pushes", Table(["of the pushes", "value"], rows))])
+    return Part("volumes", "Memory and traffic", words, bars=bars, tables=tables)
 
 
 def _samples(found: Account) -> Part:
@@ -339,8 +291,8 @@ def _samples(found: Account) -> Part:
         ["in the last evaluation", f"{samples.evaluated:,}"],
         ["digest of all sample ids, in order", str(samples.digest or "-")],
     ]
-    told = "The digest is over the ids of all samples in their order: runs with equal digests had the same samples."
-    return Part("samples", "Account of samples", [told], tables=[("", Table(["samples", "number"], rows))])
+    words = "The digest is over the ids of all samples in their order: runs with equal digests had the same samples."
+    return Part("samples", "Account of samples", [words], tables=[("", Table(["samples", "number"], rows))])
 
 
 def _settings(found: Account) -> Part:
@@ -357,10 +309,22 @@ def _settings(found: Account) -> Part:
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return dotted names and values as text from a nested table."""
-    found = []
+    rows = []
     for name, value in document.items():
         if isinstance(value, Mapping) and value:
-            found += flat(value, f"{prefix}{name}.")
+            rows += flat(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", str(value)))
-    return found
+            rows.append((f"{prefix}{name}", str(value)))
+    return rows
+
+
+def notebook_view(found: Account) -> Markup:
+    """Return a run's facts, and the parts of its wall clock as bars: escaped HTML without scripts or styles."""
+    rows = Markup("").join(_FACT_ROW.format(name, text) for name, text in facts(found))
+    done, bars = 0.0, list[Markup]()
+    for part in found.wall.parts:
+        if part.seconds > 0.0:
+            bar = _WALL_BAR.format(240 * done, max(1.0, 240 * part.share))
+            bars.append(_WALL_ROW.format(part.name.replace("_", " "), bar, seconds(part.seconds), share(part.share)))
+        done += part.share
+    return _NOTEBOOK.format(found.limit, rows, Markup("").join(bars))

@@ -18,8 +18,8 @@ _NUM_INCIDENTS = 3
 
 def lines(found: Account, records: Sequence[StepRecord], width: int) -> list[str]:
     """Return all lines; the current progress is from the newest records."""
-    told = [*_progress(found, records, width), "", *_parts(found, width), "", *_ending(found, width)]
-    return [cut(line, width) for line in told]
+    text = [*_progress(found, records, width), "", *_wall_clock(found, width), "", *_ending(found, width)]
+    return [cut(line, width) for line in text]
 
 
 def cut(text: str, width: int) -> str:
@@ -34,21 +34,27 @@ def head(found: Account, records: Sequence[StepRecord]) -> str:
     of = f"/{found.num_steps}" if found.num_steps else ""
     loss = records[-1].loss if records else found.loss
     pace = _pace(records)
-    told = [f"{found.name}: {found.status}", f"step {step}{of}", f"loss {short(loss)}"]
-    return "  ".join([*told, f"{rate(pace)} samples/s"] if pace else told)
+    parts = [f"{found.name}: {found.status}", f"step {step}{of}", f"loss {short(loss)}"]
+    return "  ".join([*parts, f"{rate(pace)} samples/s"] if pace else parts)
 
 
 def _pace(records: Sequence[StepRecord]) -> float | None:
+    """Return the samples per second of the newest steps."""
     recent = records[-_RECENT:]
-    took = sum(record.seconds for record in recent)
-    return sum(record.num_samples for record in recent) / took if took > 0.0 else None
+    step_seconds = sum(record.seconds for record in recent)
+    return sum(record.num_samples for record in recent) / step_seconds if step_seconds > 0.0 else None
 
 
 def _progress(found: Account, records: Sequence[StepRecord], width: int) -> Iterator[str]:
     step = records[-1].step if records else found.steps
+    recent, rates = records[-_RECENT:], found.rates
     of = f" of {found.num_steps:,}" if found.num_steps else ""
+    left = ""
+    if found.status == "running" and found.num_steps and recent:
+        each = sum(record.seconds + sum((record.after or {}).values()) for record in recent) / len(recent)
+        left = f", {seconds(each * max(0, found.num_steps - step))} left"
     yield f"{found.name}: {found.status}"
-    yield f"step {step:,}{of}{_left(found, records, step)}"
+    yield f"step {step:,}{of}{left}"
     if found.num_steps:
         done = min(1.0, step / found.num_steps)
         room = max(5, min(60, width) - 5)
@@ -56,50 +62,30 @@ def _progress(found: Account, records: Sequence[StepRecord], width: int) -> Iter
         yield f"{'━' * full}{'─' * (room - full)} {int(100 * done):3d}%"
     apart = 1 + len(records) // _MOST_LOSSES  # a subset of a long run's losses suffices for a line of blocks
     losses = [record.loss for record in records[::apart] if record.loss is not None]
-    last = records[-1].loss if records else found.loss
-    yield f"loss {short(last)}{_metrics(found)}"
+    metrics = ""
+    if found.evaluations:
+        last = found.evaluations[-1]
+        values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
+        metrics = f"; step {last.step:,}: {values}"
+    yield f"loss {short(records[-1].loss if records else found.loss)}{metrics}"
     if len(losses) > 1:
         yield spark(losses, min(60, width))
     pace = _pace(records)
     if pace is not None:
-        recent = records[-_RECENT:]
         each = sum(record.seconds for record in recent) / len(recent)
-        tokens = found.rates.step_tokens
-        more = (
-            f", {rate(pace * tokens / found.rates.step_samples)} tokens/s"
-            if tokens and found.rates.step_samples
-            else ""
-        )
-        yield f"{rate(pace)} samples/s{more}, {seconds(each)} a step"
-    yield from _money(found, records)
-
-
-def _left(found: Account, records: Sequence[StepRecord], step: int) -> str:
-    recent = records[-_RECENT:]
-    if found.status != "running" or not found.num_steps or not recent:
-        return ""
-    each = sum(record.seconds + sum((record.after or {}).values()) for record in recent) / len(recent)
-    return f", {seconds(each * max(0, found.num_steps - step))} left"
-
-
-def _metrics(found: Account) -> str:
-    if not found.evaluations:
-        return ""
-    last = found.evaluations[-1]
-    values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
-    return f"; step {last.step:,}: {values}"
-
-
-def _money(found: Account, records: Sequence[StepRecord]) -> Iterator[str]:
-    told = []
+        tokens = ""
+        if rates.step_tokens and rates.step_samples:
+            tokens = f", {rate(pace * rates.step_tokens / rates.step_samples)} tokens/s"
+        yield f"{rate(pace)} samples/s{tokens}, {seconds(each)} a step"
+    parts = []
     if records and "memory_bytes" in records[-1].ranks:
-        told.append(f"peak {size(records[-1].ranks['memory_bytes'].max)}")
-    if found.rates.peak_share is not None:
-        told.append(f"{share(found.rates.peak_share)} of the device's peak")
+        parts.append(f"peak {size(records[-1].ranks['memory_bytes'].max)}")
+    if rates.peak_share is not None:
+        parts.append(f"{share(rates.peak_share)} of the device's peak")
     if found.cost is not None:
-        told.append(dollars(found.cost.dollars))
-    if told:
-        yield ", ".join(told)
+        parts.append(dollars(found.cost.dollars))
+    if parts:
+        yield ", ".join(parts)
 
 
 def spark(values: Sequence[float], width: int) -> str:
@@ -111,7 +97,7 @@ def spark(values: Sequence[float], width: int) -> str:
     return "".join(_LEVELS[int((mean - low) / (high - low) * 7.999)] if high > low else _LEVELS[0] for mean in means)
 
 
-def _parts(found: Account, width: int) -> Iterator[str]:
+def _wall_clock(found: Account, width: int) -> Iterator[str]:
     idle, busy = found.wall.of("idle"), found.wall.busy_seconds
     yield f"wall clock {seconds(busy)}" + (f", and {seconds(idle)} between calls" if idle > 0.0 else "")
     room = max(4, min(30, width - 32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.report.curves import buckets
@@ -45,57 +45,39 @@ def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
     """Return the waits among all ranks or, if not recorded, for each step's slowest rank; None for a single rank."""
     if world_size < 2:
         return None
-    told = [record for record in records if _is_whole(record.by_rank, world_size)]
-    pieces = list(_of_all(records, world_size)) if told else list(_of_extremes(records))
+    complete: list[tuple[int, RankTimes]] = []  # places of the records that have the sums of all ranks
+    for place, record in enumerate(records):
+        by_rank = record.by_rank
+        # A run may have continued on another number of ranks.
+        if by_rank and {len(by_rank.busy_seconds), *map(len, by_rank.waits.values())} == {world_size}:
+            complete.append((place, by_rank))
+    pieces: list[_StepWaits] = []
+    for place, times in complete:
+        own = records[max(0, place + 1 - max(1, times.steps)) : place + 1]
+        mean = {rank: sum(of) / (world_size - 1) for rank, of in times.waits.items() if rank in range(world_size)}
+        pieces.append(_StepWaits(own[0].step, records[place].step, sum(one.seconds for one in own), mean))
+    if not complete:  # the slowest rank of each step, with its busy seconds beyond the fastest rank's
+        for record in records:
+            if (spread := record.ranks.get("busy_seconds")) is not None:
+                beyond = {spread.rank_of_max: max(0.0, spread.max - spread.min)}
+                pieces.append(_StepWaits(record.step, record.step, record.seconds, beyond))
     if not pieces:
         return None
     groups = [[pieces[place] for place in group] for group in buckets(len(pieces), COLUMNS)]
-    found: dict[int, list[float]] = {rank: [0.0] * len(groups) for rank in range(world_size)}
+    shares: dict[int, list[float]] = {rank: [0.0] * len(groups) for rank in range(world_size)}
     for column, group in enumerate(groups):
         whole = sum(piece.seconds for piece in group) or 1.0
         for rank, seconds in (item for piece in group for item in piece.waits.items()):
-            found.setdefault(rank, [0.0] * len(groups))[column] += seconds / whole
-    kept = sorted(sorted(found, key=lambda rank: -sum(found[rank]))[:MOST_RANKS])
+            shares.setdefault(rank, [0.0] * len(groups))[column] += seconds / whole
+    shown = sorted(sorted(shares, key=lambda rank: -sum(shares[rank]))[:MOST_RANKS])
     steps = tuple((group[0].first, group[-1].last) for group in groups)
+    pairs: dict[int, dict[int, float]] = {}
     whole = sum(piece.seconds for piece in pieces)
-    pairs = _pairs((r.by_rank for r in told), whole, kept) if whole else {}
-    return Waits(steps, {rank: tuple(found[rank]) for rank in kept}, len(found) - len(kept), pairs)
-
-
-def _is_whole(by_rank: RankTimes | None, world_size: int) -> bool:
-    """Check whether the sums cover this number of ranks: a run may have continued on another number."""
-    return by_rank is not None and {len(by_rank.busy_seconds), *map(len, by_rank.waits.values())} == {world_size}
-
-
-def _of_all(records: Sequence[StepRecord], world_size: int) -> Iterator[_StepWaits]:
-    """Yield the recorded sums, each with the seconds of its steps."""
-    others = world_size - 1
-    for place, record in enumerate(records):
-        told = record.by_rank
-        if told is None or not _is_whole(told, world_size):
-            continue
-        own = records[max(0, place + 1 - max(1, told.steps)) : place + 1]
-        found = {rank: sum(of) / others for rank, of in told.waits.items() if rank in range(world_size)}
-        yield _StepWaits(own[0].step, record.step, sum(one.seconds for one in own), found)
-
-
-def _of_extremes(records: Sequence[StepRecord]) -> Iterator[_StepWaits]:
-    """Yield each step's slowest rank with its busy seconds beyond the fastest rank's."""
-    for record in records:
-        spread = record.ranks.get("busy_seconds")
-        if spread is not None:
-            waited = {spread.rank_of_max: max(0.0, spread.max - spread.min)}
-            yield _StepWaits(record.step, record.step, record.seconds, waited)
-
-
-def _pairs(told: Iterable[RankTimes | None], whole: float, shown: Sequence[int]) -> dict[int, dict[int, float]]:
-    """Return the shares of time that each rank waited for each other, for as many ranks as fit into a table."""
-    found: dict[int, dict[int, float]] = {}
-    ranks = shown[:MOST_PAIRED]
-    for times in told:
-        for awaited, of in (times.waits if times is not None else {}).items():
-            for rank in ranks:
-                if awaited in ranks and rank != awaited:
-                    row = found.setdefault(rank, {})
+    in_table = shown[:MOST_PAIRED]
+    for _, times in complete if whole else ():
+        for awaited, of in times.waits.items():
+            for rank in in_table:
+                if awaited in in_table and rank != awaited:
+                    row = pairs.setdefault(rank, {})
                     row[awaited] = row.get(awaited, 0.0) + of[rank] / whole
-    return found
+    return Waits(steps, {rank: tuple(shares[rank]) for rank in shown}, len(shares) - len(shown), pairs)

@@ -31,7 +31,6 @@ PARTS: dict[str, str] = {
     "not_recorded": "of a call without telemetry, or of an older version",
 }
 
-
 _SPANS = frozenset(SPANS) - {"other"}
 
 
@@ -85,31 +84,27 @@ class WallClock:
 def wall_clock(files: RunFiles) -> WallClock:
     """Return the wall clock of a run; without recorded attempts, as far as the result has it."""
     if not files.attempts:
-        return _of_older(files)
-    found = _Sums()
+        return _without_attempts(files)
+    sums = _Sums()
     attempts, undone = files.attempts, [u for attempt in files.attempts for u in attempt.undone]
     dated = sorted((r for r in files.records if r.at is not None), key=lambda r: r.at or 0.0)
     instants = [record.at or 0.0 for record in dated]
     starts = [attempt.started_at for attempt in attempts]
-    unknown = found.steps(r for r in files.records if r.at is None)  # from versions that recorded no instants
+    unknown = sums.steps(r for r in files.records if r.at is None)  # from versions that recorded no instants
     at, first, called = starts[0], starts[0], 0.0
     for number, attempt in enumerate(attempts):
         following = attempts[number + 1] if number + 1 < len(attempts) else None
         low = bisect_left(instants, starts[number]) if number else 0
         high = bisect_left(instants, following.started_at) if following else len(dated)
-        until = following.started_at if following else float("inf")
-        lost = [u for u in undone if _within(u, starts[number] if number else 0.0, until)]
+        begin, until = starts[number] if number else 0.0, following.started_at if following else float("inf")
+        lost = [u for u in undone if u.last_at is not None and begin <= u.last_at < until]
         begins = max(at, attempt.started_at)
         if number:
-            found.add("idle", begins - at)
+            sums.add("idle", begins - at)
         piece = _AttemptTime(attempt, following, dated[low:high], lost, files.read_at if files.is_held else None)
         called += max(0.0, piece.first() - begins) if not attempt.restarts else 0.0
-        at = piece.add_to(found, begins)
-    return replace(found.whole(at - first + unknown, first, at), first_start_up=called)
-
-
-def _within(undone: Undone, begin: float, until: float) -> bool:
-    return undone.last_at is not None and begin <= undone.last_at < until
+        at = piece.add_to(sums, begins)
+    return replace(sums.whole(at - first + unknown, first, at), first_start_up=called)
 
 
 class _Sums:
@@ -163,20 +158,29 @@ class _AttemptTime:
     undone: Sequence[Undone]
     now: float | None
 
-    def add_to(self, found: _Sums, begins: float) -> float:
+    def add_to(self, sums: _Sums, begins: float) -> float:
         """Add the attempt's parts and return the instant of its end."""
-        attempt = self.attempt
-        first, last = self.first(), self._last_sign()
-        end, lost = self._end(last)
-        found.add("start_up", first - begins)
-        known = found.steps(self.records) + found.after(attempt.after) + lost
-        found.add("lost", lost)
+        attempt, first = self.attempt, self.first()
+        signs = [r.at + sum((r.after or {}).values()) for r in self.records[-1:] if r.at is not None]
+        signs += [u.last_at for u in self.undone if u.last_at is not None]
+        end = last_sign = max([attempt.began_at, *signs])
+        lost = 0.0
+        if attempt.ended_at is not None:
+            end = max(last_sign, attempt.ended_at)
+        elif self.following is not None and self.following.restarts:  # a rank was lost
+            end = max(last_sign, self.following.started_at)
+            lost = end - last_sign
+        elif self.following is None and self.now is not None:
+            end = max(last_sign, self.now)
+        sums.add("start_up", first - begins)
+        known = sums.steps(self.records) + sums.after(attempt.after) + lost
+        sums.add("lost", lost)
         again = sum(u.seconds + sum(u.after.values()) for u in self.undone)
-        found.add("trained_again", again)
+        sums.add("trained_again", again)
         trained = min(end, attempt.trained_at) if attempt.trained_at is not None else end
-        found.add("shut_down", end - trained)
+        sums.add("shut_down", end - trained)
         rest = trained - first - known - again
-        found.add("between_steps" if self.records or self.undone else "not_recorded", rest)
+        sums.add("between_steps" if self.records or self.undone else "not_recorded", rest)
         return end
 
     def first(self) -> float:
@@ -185,34 +189,20 @@ class _AttemptTime:
         begins += [u.first_at for u in self.undone if u.first_at is not None]
         return max(self.attempt.began_at, min(begins)) if begins else self.attempt.began_at
 
-    def _last_sign(self) -> float:
-        signs = [r.at + sum((r.after or {}).values()) for r in self.records[-1:] if r.at is not None]
-        signs += [u.last_at for u in self.undone if u.last_at is not None]
-        return max([self.attempt.began_at, *signs])
 
-    def _end(self, last: float) -> tuple[float, float]:
-        """Return the instant of the end and, if a rank was lost, the seconds since the last recorded instant."""
-        if self.attempt.ended_at is not None:
-            return max(last, self.attempt.ended_at), 0.0
-        if self.following is not None and self.following.restarts:
-            end = max(last, self.following.started_at)
-            return end, end - last
-        return (max(last, self.now), 0.0) if self.following is None and self.now is not None else (last, 0.0)
-
-
-def _of_older(files: RunFiles) -> WallClock:
+def _without_attempts(files: RunFiles) -> WallClock:
     """Return the wall clock from `result.json` and the records; earlier calls only contribute their steps."""
-    found, result = _Sums(), files.result
+    sums, result = _Sums(), files.result
     resumed = result.get("resumed_from") or 0
-    before = found.steps(r for r in files.records if r.step <= resumed)
+    before = sums.steps(r for r in files.records if r.step <= resumed)
     own = [r for r in files.records if r.step > resumed]
-    steps = found.steps(own)
+    steps = sums.steps(own)
     whole = max(_number(result.get("wall_seconds")), steps)
     start = _number(result.get("first_step_seconds")) - (own[0].seconds if own else 0.0)
     start = min(max(0.0, start), whole - steps)
-    found.add("start_up", start)
-    found.add("not_recorded", whole - steps - start)
-    return found.whole(whole + before, None, None)
+    sums.add("start_up", start)
+    sums.add("not_recorded", whole - steps - start)
+    return sums.whole(whole + before, None, None)
 
 
 def _number(value: Any) -> float:

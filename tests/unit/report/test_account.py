@@ -11,8 +11,7 @@ from tests.run_folders import BEGAN, STORIES, RunFolder, one_process, resumed_tw
 from shoal.cli.main import main
 from shoal.errors import RunDirectoryError
 from shoal.planner.calibrate.comparison import account_of
-from shoal.report.account import Account, account
-from shoal.report.limits import causes
+from shoal.report.account import Account, account, causes
 from shoal.report.wall_clock import PARTS
 from shoal.runs.records import Spread
 from shoal.runs.run_files import RunReader, read_run
