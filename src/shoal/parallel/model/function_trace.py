@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.operators import replace_leaves, tensors_in
-from shoal.parallel.model.value_free import value_free, without_reals, without_values
+from shoal.parallel.model.value_free import ValueFree, twin
 
 DROPOUTS = (F.dropout, torch.dropout)
 
@@ -86,16 +85,6 @@ class FunctionTrace(TorchFunctionMode):
         self._alive.clear()
 
 
-def twin(model: nn.Module, shown: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Return a copy with `shown(name, tensor)` in place of parameters and buffers; shared tensors stay shared."""
-    memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        memo[id(buffer)] = shown(name, buffer)
-    return copy.deepcopy(model, memo)
-
-
 @contextlib.contextmanager
 def on_copies(
     model: nn.Module, loss: Callable[..., Any], batch: Any, values: Callable[[str], Tensor] | None
@@ -114,6 +103,9 @@ def on_copies(
         if values is not None:
             yield twin(model, real), replace_leaves(batch, Tensor, lambda leaf: leaf.detach().cpu())
             return
-        with value_free() as mode:
-            shown = twin(model, lambda _, tensor: without_values(tensor, mode))
-            yield shown, replace_leaves(batch, Tensor, lambda leaf: without_reals(leaf, mode))
+        value_free = ValueFree()
+        with value_free.running():
+            yield (
+                twin(model, lambda _, t: value_free.fake(t)),
+                replace_leaves(batch, Tensor, value_free.fake_or_integers),
+            )

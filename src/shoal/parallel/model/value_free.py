@@ -1,23 +1,143 @@
-"""Value-free execution: floating-point tensors have only shapes; integers that follow from shapes have values."""
+"""Value-free execution: floating-point tensors have only shapes; integers that follow from shapes have values.
+
+Every run of a model that needs shapes and no values is one of these two:
+
+- `construction`: the user's constructor runs on the meta device, and makes a model without values;
+- `ValueFree`: the model, or a copy of it, and the loss run on fake tensors. The profiler, the traces for tensor,
+  context and pipeline parallelism, and the traced optimizer step run in it.
+
+`deferred_init` is no third one: its construction records how to compute the values.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import JobError
-from shoal.numerics.operators import is_random, roles, storage_key, tensors_in
+from shoal.numerics.isolation import without_modes
+from shoal.numerics.no_trace import NoTrace, refresh_recurrent
+from shoal.numerics.operators import is_random, replace_leaves, roles, storage_key, tensors_in
 
 # Largest result with values: a mask of 16,384 by 16,384 positions.
 _MOST_BYTES = 1 << 28
+
+
+class ValueFree:
+    """One run without values: the fake mode, and the fake tensors on `device` that stand for a model and its batch.
+
+    The fake tensors are not on the meta device: only fake tensors follow autocast as real tensors on their device do.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = torch.device(device)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Return the context to run in: operators on shapes alone, except for integers that follow from shapes."""
+        with self.mode, IntegerEvaluation():
+            yield
+
+    def fake(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a fake tensor of the same shape and strides, in `dtype` if the tensor is floating-point."""
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode and wanted == tensor.dtype:
+            return tensor
+        with unset_fake_temporarily():  # otherwise each takes 0.3 ms, for an element that is a fake tensor itself
+            meta = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
+            return FakeTensor(self.mode, meta, self._device)
+
+    def fake_or_integers(self, tensor: Tensor) -> Tensor:
+        """Return a batch's tensor: a copy of integers on the CPU, a fake tensor of others."""
+        if _is_real(tensor):
+            return self.fake(tensor)
+        with unset_fake_temporarily():
+            return tensor.detach().to("cpu", copy=True)
+
+    def fakes_of(self, value: Any) -> Any:
+        """Return a value with fake tensors that require the same gradients; a repeated tensor stays one tensor."""
+        fakes: dict[int, Tensor] = {}
+
+        def fake(leaf: Tensor) -> Tensor:
+            if id(leaf) not in fakes:
+                fakes[id(leaf)] = self.fake(leaf).requires_grad_(leaf.requires_grad)
+            return fakes[id(leaf)]
+
+        return replace_leaves(value, Tensor, fake)
+
+    @contextlib.contextmanager
+    def in_place(self, module: nn.Module, users: Mapping[str, object]) -> Iterator[dict[str, Tensor]]:
+        """Return a context in which the module's own tensors are fake; it yields the fake tensors by name.
+
+        The run changes nothing: `NoTrace` restores the module and the `users`, and modes of the caller are off.
+        """
+        fakes: dict[int, Tensor] = {}
+        named: dict[str, Tensor] = {}
+        homes: list[tuple[dict[str, Any], str, Tensor]] = []
+        with NoTrace(module, users), without_modes():
+            for prefix, part in module.named_modules():
+                for home in (part._parameters, part._buffers):
+                    for key, tensor in home.items():
+                        if tensor is not None:
+                            if id(tensor) not in fakes:
+                                fakes[id(tensor)] = self.fake(tensor).requires_grad_(tensor.requires_grad)
+                            homes.append((home, key, tensor))
+                            named[f"{prefix}.{key}" if prefix else key] = fakes[id(tensor)]
+            try:
+                for home, key, tensor in homes:
+                    home[key] = fakes[id(tensor)]
+                refresh_recurrent(module.modules())
+                yield named
+            finally:
+                for home, key, tensor in homes:
+                    home[key] = tensor
+                refresh_recurrent(module.modules())
+
+
+def twin(model: nn.Module, stand_in: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """Return a copy with `stand_in(name, tensor)` for parameters and buffers; shared tensors stay shared."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        memo[id(parameter)] = nn.Parameter(stand_in(name, parameter), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = stand_in(name, buffer)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def construction() -> Iterator[None]:
+    """Return a context in which a constructor makes a model on the meta device, and its initializers do nothing."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+_DRAWS = {Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_}
+_DRAWS |= {Tensor.normal_, Tensor.random_, Tensor.uniform_}
+
+
+class _Undrawn(TorchFunctionMode):
+    """Mode in which initializers do nothing to tensors on the meta device.
+
+    There, torch draws through a Python function that imports its compiler, which takes 2.6 s on two cores.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class IntegerEvaluation(TorchDispatchMode):
@@ -121,28 +241,3 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any
 
 
 _SHAPES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
-
-
-@contextlib.contextmanager
-def value_free() -> Iterator[FakeTensorMode]:
-    """Return a context with operators on shapes alone, except for integers; its value is the FakeTensorMode."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, IntegerEvaluation():
-        yield mode
-
-
-def without_values(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a fake CPU tensor of the same shape and strides, in `dtype` if the tensor is floating-point."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
-        return tensor
-    with unset_fake_temporarily():  # otherwise each takes 0.3 ms, for an element that is a fake tensor itself
-        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
-        return FakeTensor(mode, made, torch.device("cpu"))
-
-
-def without_reals(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a batch's tensor on the CPU: a copy of integers, a fake tensor of others."""
-    if _is_real(tensor):
-        return without_values(tensor, mode)
-    with unset_fake_temporarily():
-        return tensor.detach().to("cpu", copy=True)

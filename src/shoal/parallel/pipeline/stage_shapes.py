@@ -12,10 +12,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.errors import JobError
 from shoal.numerics.grain_randomness import DrawCounter
-from shoal.numerics.isolation import without_modes
-from shoal.numerics.no_trace import NoTrace
-from shoal.parallel.model.value_free import IntegerEvaluation
-from shoal.parallel.pipeline.stage_trace import Blank, Outline, fake_of, without_data
+from shoal.parallel.model.value_free import ValueFree
+from shoal.parallel.pipeline.stage_trace import Blank, Outline
 
 Forward = Callable[..., Any]
 
@@ -54,10 +52,11 @@ class StageShapes:
         module = self._modules[name]
         self.is_running = True
         try:
-            with NoTrace(module, {}), without_modes(), without_data(module, self._device) as (mode, _):
-                given = fake_of(mode, leaves, self._device)
+            value_free = ValueFree(self._device)
+            with value_free.in_place(module, {}):
+                given = value_free.fakes_of(leaves)
                 args, kwargs = tree_unflatten(given, spec)
-                with mode, IntegerEvaluation(), DrawCounter() as counter:
+                with value_free.running(), DrawCounter() as counter:
                     output = forward(*args, **kwargs)
         except DataDependentOutputException as error:
             raise JobError(

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.numerics.no_trace import refresh_recurrent
-from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 
 Forward = Callable[..., Any]
@@ -269,49 +267,3 @@ def written_by(call: FunctionCall) -> list[Tensor]:
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
     found = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
     return tensors_in((found, kwargs.get("out")))
-
-
-@contextlib.contextmanager
-def without_data(module: nn.Module, device: torch.device) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
-    """Return a context in which a module's tensors are fake, on `device`; it yields the mode, and the tensors by name.
-
-    The tensors are fake instead of meta: only fake tensors follow autocast as real tensors on their device do.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Tensor] = {}
-    named: dict[str, Tensor] = {}
-    homes: list[tuple[dict[str, Any], str, Tensor]] = []
-    for prefix, part in module.named_modules():
-        for home in (part._parameters, part._buffers):
-            for key, value in home.items():
-                if value is None:
-                    continue
-                if id(value) not in fakes:
-                    with mode:
-                        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
-                    fakes[id(value)] = fake.requires_grad_(value.requires_grad)
-                homes.append((home, key, value))
-                named[f"{prefix}.{key}" if prefix else key] = fakes[id(value)]
-    try:
-        for home, key, value in homes:
-            home[key] = fakes[id(value)]
-        refresh_recurrent(module.modules())
-        yield mode, named
-    finally:
-        for home, key, value in homes:
-            home[key] = value
-        refresh_recurrent(module.modules())
-
-
-def fake_of(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
-    """Return a value with its tensors replaced by fake ones on `device`; a repeated tensor stays the same tensor."""
-    seen: dict[int, Tensor] = {}
-
-    def one(leaf: Tensor) -> Tensor:
-        if id(leaf) not in seen:
-            with mode:
-                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
-            seen[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
-        return seen[id(leaf)]
-
-    return replace_leaves(value, Tensor, one)

@@ -18,20 +18,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.user_frames import raised_in_derivative
 from shoal.numerics.grain_randomness import active_scope
-from shoal.numerics.isolation import without_modes
-from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.structure import repeated_blocks
-from shoal.parallel.model.value_free import IntegerEvaluation
+from shoal.parallel.model.value_free import ValueFree
 from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
 from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
 from shoal.parallel.pipeline.stage_shapes import StageShapes
-from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
+from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
@@ -336,20 +333,15 @@ class Stages:
             self._programs[key] = made
         return self._programs[key]
 
-    @contextlib.contextmanager
-    def _without_data(self, function: Function) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
-        users = {"loss": getattr(function, "function", function)}  # a LossPair's own function
-        with NoTrace(self._model, users), without_modes(), without_data(self._model, self._device) as found:
-            yield found
-
     def traced(self, function: Function, batch: Any, kind: Callable[..., StageTracer] = StageTracer) -> StageTrace:
         """Return the trace of the function's calls in time. Raises: UserCodeError if it does not run without data."""
+        value_free = ValueFree(self._device)
         try:
-            with self._without_data(function) as (mode, named):
+            with value_free.in_place(self._model, _users(function)) as named:
                 names = {id(fake): name for name, fake in reversed(named.items())}
                 tracer = kind(names, self._sizes, {n for n, _ in self._model.named_parameters()})
-                given = fake_of(mode, batch, self._device)
-                with mode, IntegerEvaluation(), tracer.running(), self._handling(tracer.call):
+                given = value_free.fakes_of(batch)
+                with value_free.running(), tracer.running(), self._handling(tracer.call):
                     function(self._model, given)
         except Exception as error:
             if isinstance(error, ShoalError) and not isinstance(error, UserCodeError):
@@ -373,18 +365,23 @@ class Stages:
     def check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
         """Run each stage without data and check that no output depends on a stub. Raises: LeakError."""
         for program in made[1:]:
-            with self._without_data(function) as (mode, named):
+            value_free = ValueFree(self._device)
+            with value_free.in_place(self._model, _users(function)) as named:
                 watch = StubWatch(named)
                 modules = _Modules(self._followers, {}, {})
                 run = _StageRun(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], modules)
                 watch.follow(run)
-                given = fake_of(mode, batch, self._device)
+                given = value_free.fakes_of(batch)
                 try:
-                    with mode, IntegerEvaluation(), watch, self._handling(watch.call):
+                    with value_free.running(), watch, self._handling(watch.call):
                         result = tree_leaves(function(self._model, given))
                 except _Left as left:
                     result = left.values
             watch.judge(program.steps[-1].name, result)
+
+
+def _users(function: Function) -> dict[str, object]:
+    return {"loss": getattr(function, "function", function)}  # a LossPair's own function
 
 
 def _diverged(program: StageProgram, place: int, name: str) -> UserCodeError:

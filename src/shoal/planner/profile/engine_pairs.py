@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.numerics.operators import replace_leaves, tensors_in
-from shoal.parallel.model.function_trace import twin
+from shoal.parallel.model.value_free import construction, twin
 from shoal.parallel.tensor.heads import is_lost
 from shoal.parallel.tensor.layers import output_dim, output_dims
 from shoal.parallel.tensor.plan import decide, follow
@@ -27,7 +27,7 @@ def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
     if isinstance(model, nn.Module):
         return model
     try:
-        with torch.device("meta"):
+        with construction():
             return model()
     except Exception:
         return None

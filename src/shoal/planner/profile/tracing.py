@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.isolation import YieldingHooks, without_modes
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.function_trace import twin
 from shoal.parallel.model.structure import repeated_blocks
-from shoal.parallel.model.value_free import IntegerEvaluation, without_reals, without_values
+from shoal.parallel.model.value_free import ValueFree, twin
 from shoal.planner.profile.events import OperatorTrace, StorageRef
 from shoal.planner.profile.kernels import as_on
 from shoal.planner.profile.recording import OperatorRecorder
@@ -49,9 +48,10 @@ class OperatorTracer:
     def __init__(self, model: nn.Module | Callable[[], nn.Module], loss: Loss, setting: Setting) -> None:
         self._loss, self._setting = loss, setting
         self.with_values = setting.with_values
-        self.mode: contextlib.AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
-        if setting.with_values:
-            self.mode = contextlib.nullcontext()
+        self._value_free = None if setting.with_values else ValueFree()
+        self.mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._value_free is not None:
+            self.mode = self._value_free.mode
         with self._quiet():
             self.model = self._own(model).train()
         self._named = dict(self.model.named_parameters())
@@ -64,14 +64,13 @@ class OperatorTracer:
             with self.mode:
                 model = model()
             ours = all(isinstance(t, FakeTensor) for t in (*model.parameters(), *model.buffers()))
-            if dtype == torch.float32 and (ours or self._setting.with_values):
+            if dtype == torch.float32 and (ours or self._value_free is None):
                 return model
-        if self._setting.with_values:
+        value_free = self._value_free
+        if value_free is None:
             return copy.deepcopy(model).to(dtype)
-        mode = self.mode
-        assert isinstance(mode, FakeTensorMode)
-        with mode:
-            return twin(model, lambda _, t: without_values(t, mode, dtype if dtype != torch.float32 else None))
+        with self.mode:
+            return twin(model, lambda _, t: value_free.fake(t, dtype if dtype != torch.float32 else None))
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -98,7 +97,7 @@ class OperatorTracer:
             handles.append(module.register_forward_hook(recorder.after))
         self._stand_ins.begin(recorder)
         try:
-            with NoTrace(None, {"loss": self._loss}), self._quiet(), self.mode, self._integers(), self._kernels():
+            with NoTrace(None, {"loss": self._loss}), self._quiet(), self._running(), self._kernels():
                 given = self._input(batch(samples))
                 of_batch = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
                 trace.constants = frozenset(of_batch | buffers | set(trace.parameters))
@@ -122,8 +121,8 @@ class OperatorTracer:
         setting = self._setting
         return contextlib.nullcontext() if setting.with_values else as_on(setting.device, setting.by_grain)
 
-    def _integers(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.with_values else IntegerEvaluation()
+    def _running(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._value_free is None else self._value_free.running()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         precision = self._setting.precision
@@ -139,9 +138,9 @@ class OperatorTracer:
             if not isinstance(leaf, Tensor):  # a batch of a user's class, for example, to which a loss may add tensors
                 with without_modes():
                     return copy_of(leaf)
-            mode, given = self.mode, leaf
-            if isinstance(mode, FakeTensorMode):
-                given = without_reals(leaf, mode) if self._setting.with_batch else without_values(leaf, mode)
+            value_free, given = self._value_free, leaf
+            if value_free is not None:
+                given = value_free.fake_or_integers(leaf) if self._setting.with_batch else value_free.fake(leaf)
             return given.to(narrow) if given.is_floating_point() and narrow != torch.float32 else given
 
         return tree_map(shown, batch)

@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, Opened, small_batch
@@ -25,6 +23,7 @@ from shoal.jobs.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.value_free import construction
 from shoal.parallel.model.wrappers import unwrapped
 from shoal.plans.grains import FEW_GRAINS, default_grains
 from shoal.training.setup.lazy_modules import lazy_names, whole
@@ -80,7 +79,7 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
 def outline(job: Job) -> nn.Module | None:
     """Return the job's model on the meta device, or None if its constructor computes with values."""
     try:
-        with torch.device("meta"), _Undrawn(), unwrapped():
+        with construction(), unwrapped():
             model = job.model()
         if lazy_names(model):  # their shapes need a forward with values
             with generators_kept():
@@ -88,25 +87,6 @@ def outline(job: Job) -> nn.Module | None:
     except Exception:
         return None
     return model if isinstance(model, nn.Module) else None
-
-
-_DRAWS = {Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_}
-_DRAWS |= {Tensor.normal_, Tensor.random_, Tensor.uniform_}
-
-
-class _Undrawn(TorchFunctionMode):
-    """Mode in which initializers do nothing to tensors on the meta device.
-
-    There, torch draws through a Python function that imports its compiler, which takes 2.6 s on two cores.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DRAWS or getattr(func, "__module__", None) == "torch.nn.init":
-            given = args[0] if args else kwargs.get("tensor")
-            if isinstance(given, Tensor) and given.is_meta:
-                return given
-        return func(*args, **kwargs)
 
 
 def _normalises_batches(module: nn.Module) -> bool:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 
-from shoal.parallel.model.value_free import value_free, without_reals, without_values
+from shoal.parallel.model.value_free import ValueFree, construction
 
 
 def test_masks_and_positions_have_values() -> None:
-    with value_free():
+    with ValueFree().running():
         positions = torch.arange(4).expand(2, -1)
         mask = positions[:, None, :] <= positions[:, :, None]
         mask[0, 0, 3] = True
@@ -25,7 +25,7 @@ def test_masks_and_positions_have_values() -> None:
 
 
 def test_floats_have_shapes_alone() -> None:
-    with value_free():
+    with ValueFree().running():
         made = torch.arange(4).float()
         assert isinstance(made, FakeTensor)
         with pytest.raises(DataDependentOutputException):
@@ -51,21 +51,23 @@ def _written(floats: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", WITHOUT_VALUES)
 def test_what_is_not_known_is_not_read(name: str) -> None:
-    with value_free() as mode, pytest.raises(DataDependentOutputException):
-        WITHOUT_VALUES[name](without_values(torch.ones(2, 3), mode)).sum().item()
+    value_free = ValueFree()
+    with value_free.running(), pytest.raises(DataDependentOutputException):
+        WITHOUT_VALUES[name](value_free.fake(torch.ones(2, 3))).sum().item()
 
 
 def test_an_expanded_mask_is_no_memory() -> None:
-    with value_free():
+    with ValueFree().running():
         mask = torch.ones(1, 1 << 14, 1 << 14, dtype=torch.bool).expand(64, -1, -1)
         assert not isinstance(mask, FakeTensor)
 
 
 def test_integers_of_a_batch_are_copies() -> None:
     batch = torch.arange(3)
-    with value_free() as mode:
-        shown = without_reals(batch, mode)
-        assert isinstance(without_reals(torch.ones(3), mode), FakeTensor)
+    value_free = ValueFree()
+    with value_free.running():
+        shown = value_free.fake_or_integers(batch)
+        assert isinstance(value_free.fake_or_integers(torch.ones(3)), FakeTensor)
         shown.zero_()
     assert batch.tolist() == [0, 1, 2]
 
@@ -74,9 +76,10 @@ def test_integers_of_a_batch_are_copies() -> None:
 def test_products_by_experts_have_shapes(dtype: torch.dtype) -> None:
     """Of any dtype and width, forward and backward, as the kernels of CPUs take them."""
     weight, offsets = nn.Parameter(torch.ones(3, 5, 7, dtype=dtype)), torch.tensor([2, 2, 4], dtype=torch.int32)
-    with value_free() as mode:
-        fake = nn.Parameter(without_values(weight, mode))
-        rows = without_values(torch.ones(4, 5, dtype=dtype), mode).requires_grad_()
+    value_free = ValueFree()
+    with value_free.running():
+        fake = nn.Parameter(value_free.fake(weight))
+        rows = value_free.fake(torch.ones(4, 5, dtype=dtype)).requires_grad_()
         found = F.grouped_mm(rows, fake, offs=offsets)
         assert found.shape == (4, 7)
         found.sum().backward()
@@ -93,10 +96,33 @@ def test_masks_within_attention_are_not_computed(monkeypatch: pytest.MonkeyPatch
         return unset_fake_temporarily()
 
     monkeypatch.setattr("shoal.parallel.model.value_free.unset_fake_temporarily", counted)
-    with value_free():
+    with ValueFree().running():
         queries = torch.zeros(1, 2, 16, 4)
         attended = F.scaled_dot_product_attention(queries, queries, queries, is_causal=True, dropout_p=0.1)
         assert attended.shape == queries.shape
         assert not computed
         assert torch.ones(3, 3, dtype=torch.bool).tril().sum().item() == 6
         assert computed
+
+
+def test_a_module_computes_in_place_without_values_and_has_its_own_tensors_again() -> None:
+    """Tensors that two modules share are one fake tensor, and the run leaves nothing in the module."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    weight, value_free = model[0].weight, ValueFree("meta")
+    with value_free.in_place(model, {}) as named:
+        assert named["0.weight"] is named["1.weight"]
+        assert isinstance(model[0].weight, FakeTensor)
+        rows, same = value_free.fakes_of([batch := torch.ones(2, 4), batch])
+        assert rows is same
+        with value_free.running():
+            assert model(rows).shape == (2, 4)
+    assert model[0].weight is model[1].weight is weight
+
+
+def test_a_constructor_draws_nothing_on_the_meta_device() -> None:
+    before = torch.get_rng_state()
+    with construction():
+        model = nn.Linear(4, 4)
+    assert model.weight.is_meta
+    assert torch.equal(torch.get_rng_state(), before)
