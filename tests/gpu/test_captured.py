@@ -28,7 +28,7 @@ _OF_THE_CPU = ("many grains, which the host draws for",)
 @pytest.fixture(autouse=True)
 def _repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that give the same bits each time, without which two runs of one kind would differ as well."""
-    monkeypatch.setattr("shoal.training.loop.steps_ahead.LONG_STEP_SECONDS", math.inf)
+    monkeypatch.setattr("shoal.training.loop.late_reads.LONG_STEP_SECONDS", math.inf)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         yield

@@ -26,7 +26,7 @@ from shoal.distributed.mesh import Mesh, alone
 from shoal.errors import ShoalError
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
-from shoal.training.loop.steps_ahead import StepsAhead
+from shoal.training.loop.late_reads import LateReads
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.setup.engine import Options, build
@@ -94,9 +94,9 @@ def waiting(late: bool, long_step_seconds: float = math.inf) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("shoal.numerics.device_reads.waits", return_value=True))
-        stack.enter_context(mock.patch("shoal.training.loop.steps_ahead.LONG_STEP_SECONDS", long_step_seconds))
+        stack.enter_context(mock.patch("shoal.training.loop.late_reads.LONG_STEP_SECONDS", long_step_seconds))
         if not late:
-            stack.enter_context(mock.patch.object(StepsAhead, "applies", return_value=False))
+            stack.enter_context(mock.patch.object(LateReads, "apply", return_value=False))
         yield
 
 

@@ -25,7 +25,7 @@ CTRL_C = (
 WHOLE = "test_ranks_with_the_whole_model_read_late_what_they_would_have_read_at_once"
 PARTS = "test_ranks_with_parts_of_a_model_read_late_what_they_would_have_read_at_once"
 LATE_READS = (
-    "tests/unit/training/loop/test_steps_ahead.py::test_no_read_in_a_steady_step[batch statistics, dropout, AdamW]",
+    "tests/unit/training/loop/test_late_reads.py::test_no_read_in_a_steady_step[batch statistics, dropout, AdamW]",
     f"tests/ranks/test_late_reads.py::{WHOLE}[{{'shard': 2}}]",
     f"tests/ranks/test_late_reads.py::{PARTS}[tensor]",
 )

@@ -24,8 +24,9 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
+from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.evaluation import SAMPLED_CHUNK
-from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import FACTS, StepTrace, digest, read, write

@@ -52,10 +52,11 @@ from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
+from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.step_profile import StepProfile
-from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains

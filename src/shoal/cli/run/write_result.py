@@ -27,9 +27,9 @@ from shoal.runs.directory import RunDirectory
 from shoal.runs.effective_time import EffectiveTime, earlier_starts
 from shoal.runs.generation import Fence
 from shoal.runs.records import RunRecord, StepRecord
+from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.metering import Shares, StepMeter, blocks, describe, predicted
-from shoal.training.observe.step_records import Outcome
 from shoal.training.setup.engine import Engine
 
 _RECENT = 1000  # number of steps to compare with the prediction

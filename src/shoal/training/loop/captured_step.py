@@ -1,6 +1,6 @@
 """Captured steps: one CUDA graph with a step's forward, backward, sums and update, which later steps replay.
 
-A step that is queued before the previous step is read (`steps_ahead`) needs nothing from the host, so a graph can
+A step that is queued before the previous step is read (`late_reads`) needs nothing from the host, so a graph can
 repeat it. Inputs that change from step to step are in tensors that are filled before a replay: the batch, the digest of
 sample ids, the learning rates, the mask flag and the seeds of the grains' generators. Warm-up, capture and trial are
 masked steps, which change nothing. Steps of another shape are queued without the graph. If no step can be captured, the

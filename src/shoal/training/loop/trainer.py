@@ -11,13 +11,14 @@ from shoal.distributed.agreement import Agreement, Report, agree, from_rows, mea
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
 from shoal.jobs.job import Progress
-from shoal.parallel.base import StepSums
+from shoal.parallel.base import Flags, StepSums
+from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.loop.incidents import NOTICED, RankIncidents
-from shoal.training.loop.steps_ahead import LONG_STEP_SECONDS, StepsAhead, TrainerHooks
+from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
 from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, StepRunner
-from shoal.training.observe.step_records import Outcome, StepRecords, Surroundings, TrainingParts
+from shoal.training.observe.step_records import StepRecords, Surroundings, TrainingParts
 from shoal.training.observe.telemetry import RecordWriter, StepTime
 from shoal.training.setup.preflight import compare_streams
 from shoal.training.update.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
@@ -36,15 +37,15 @@ class Trainer:
         if state.computation is not None:
             self._runner.probe.restore(state.computation)
         self._records = StepRecords(parts, around, writer)
-        hooks = TrainerHooks(self._report, self._advance_late, around.note)
-        self._ahead = StepsAhead(parts, self._runner, self._records, hooks, num_steps)
+        self._between = BetweenSteps(parts, around, self._records, num_steps)
+        self._late = LateReads(parts, self._runner, self._records, self._between.is_due, around.note)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)
         parts.loader.leave_out(state.bad_samples)
         self._first_scale, self._compares = state.loss_scale, parts.replicas.compares
         self._computation: MicrobatchPolicy | None = None  # the policy that the state has as a JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # updates that the state counts
-        self._ended_by: dict[str, Any] | None = None
+        self._advanced = False  # whether a step was added since the last work between steps
         self._has_callbacks = bool(parts.callbacks)
         parts.keeper.tell_failures(self._unwritten)
         self._go_back(state.step)
@@ -63,7 +64,7 @@ class Trainer:
         callbacks.start(self.state)
         rolls_back = parts.job.on_nonfinite == "rollback" or parts.replicas.every is not None
         if rolls_back and self.state.step == 0:
-            parts.keeper.save(self.state, wait=True)
+            self._between.save(self.state, wait=True, in_step=True)
         try:
             status = self._steps()
         except Exception as error:
@@ -77,9 +78,8 @@ class Trainer:
         if last.asked:
             self._incidents.settle(self.state)
         self._records.write(last)
-        outcome = self._records.conclude(self.state, status)
-        outcome.ended_by = self._ended_by
-        callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
+        outcome = self._between.conclude(self.state, status)
+        callbacks.conclude(self._mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
 
     @property
@@ -90,50 +90,131 @@ class Trainer:
         return self._parts.callbacks.meddled
 
     def _steps(self) -> str:
-        """Train all remaining steps, or until a stop; return "completed" or "preempted"."""
+        """Train all remaining steps, or until a stop; return "completed" or "preempted".
+
+        A step is read before the next one begins, or "late": after the launch of the next one.
+        """
         parts = self._parts
         fetched: FetchedStep | None = None
         agreement: Agreement | None = None
-        while self.state.step < self._num_steps:
-            self._clock.begin(self.state.step + 1)
-            if fetched is None:
-                fetched = self._runner.fetch(self.state.step)
-                compare_streams(self._mesh, parts.loader)
-                self._clock.mark("other")
-            agreement = self._agree(fetched, agreement)
-            saves = agreement.checkpoint or agreement.stop or self._ended_by is not None
-            differ = self._compares and not self._replicas_agree(saves)
-            if differ or fetched.step != self.state.step:  # rolled back to an earlier state
-                fetched = agreement = None
+        unread: StepInFlight | None = None
+        late = False
+        while True:
+            if unread is None:  # the one decision on what follows a step
+                if not self._finish_step():  # rolled back
+                    fetched = agreement = None
+                if self.state.step >= self._num_steps:
+                    return "completed"
+                self._clock.begin(self.state.step + 1)
+                if fetched is None:
+                    fetched = self._runner.fetch(self.state.step)
+                    compare_streams(self._mesh, parts.loader)
+                    self._clock.mark("other")
+                agreement = self._agree(fetched, agreement)
+                ends = self._between.ended_by is not None
+                saves = agreement.checkpoint or agreement.stop or ends
+                differ = self._compares and not self._replicas_agree(saves)
+                if differ or fetched.step != self.state.step:  # rolled back to an earlier state
+                    fetched = agreement = None
+                    continue
+                if agreement.stop and not ends:
+                    return "preempted"
+                if ends or not agreement.any_data:
+                    return "completed"
+                if agreement.checkpoint:
+                    self._clock.mark("checkpoint")
+                    self._runner.draws_may_follow()
+                    self._between.save(self.state, in_step=True)
+                late = self._late.apply(self.state, agreement)
+            assert fetched is not None
+            if not late:
+                try:
+                    factor = self.state.loss_scale.factor(parts.job.global_batch)
+                    # The row about the next step travels with the sums of this step.
+                    computed = self._runner.run(
+                        fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
+                    )
+                except Exception:
+                    with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
+                        self._buffers.restore()  # to the values of the last good step
+                    raise
+                fetched, agreement = computed.following, self._agreed_with(computed)
+                if not self._apply(computed):
+                    fetched = agreement = None  # the next step is not the step that was read
                 continue
-            if self._ended_by is not None:
-                return "completed"
-            if agreement.stop:
-                return "preempted"
-            if not agreement.any_data:
-                break
-            if agreement.checkpoint:
-                self._clock.mark("checkpoint")
-                self._runner.draws_may_follow()
-                self._records.flush()
-                parts.keeper.save(self.state)
-            if self._ahead.applies(self.state, agreement):
-                fetched, agreement = self._ahead.run(self.state, fetched)
+            flight = self._launch(fetched, unread)
+            after = self._read_late(unread, flight) if unread is not None else None
+            if after is None and self._late.must_read(flight):
+                after = self._read_late(flight, None) or (flight.step.following, None)
+            if after is not None:
+                (fetched, agreement), unread = after, None
                 continue
-            try:
-                factor = self.state.loss_scale.factor(parts.job.global_batch)
-                # The row about the next step travels with the sums of this step.
-                computed = self._runner.run(
-                    fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
-                )
-            except Exception:
-                with contextlib.suppress(JobError):  # a buffer with a new shape: the first error is reported
-                    self._buffers.restore()  # to the values of the last good step
-                raise
-            fetched, agreement = computed.following, self._agreed_with(computed)
-            if not self._apply(computed):
-                fetched = agreement = None  # the next step is not the step that was read
-        return "completed"
+            unread = flight
+            # A rank that could not read the next step has failed in this step, and computes nothing of the next.
+            fetched = flight.step.following or FetchedStep(flight.fetched.step + 1)
+            self._clock.begin(fetched.step + 1)
+
+    def _finish_step(self) -> bool:
+        """Compare replicas and evaluate after a step, where that is due; return False after a rollback."""
+        if not self._advanced:
+            return True
+        self._advanced = False
+        evaluates, last = self._between.evaluates_after(self.state.step), self.state.step == self._num_steps
+        if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):
+            return False
+        if evaluates:
+            self._runner.draws_may_follow()
+            self._between.evaluate(self.state)
+        return True
+
+    def _launch(self, fetched: FetchedStep, unread: StepInFlight | None) -> StepInFlight:
+        """Queue a step that is read late, after a step that may be unread. Collective: all ranks."""
+        try:
+            return self._late.launch(self.state, fetched, unread, self._report)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error is the reason to end
+                self._buffers.restore()
+                if unread is not None and isinstance(self._take(unread, followed=True), Flags):
+                    self._parts.updater.num_begun -= 1  # it was masked: its update changed nothing
+            raise
+
+    def _read_late(
+        self, flight: StepInFlight, followed: StepInFlight | None
+    ) -> tuple[FetchedStep | None, Agreement | None] | None:
+        """Read a step and advance; return None if nothing interrupts before the next step.
+
+        Otherwise return the fetched next step and the agreement on it, each None if unknown. `followed`: the step that
+        was launched after it; an interruption discards that step.
+        """
+        found = self._take(flight, followed=followed is not None)
+        failures, agreement = (found, None) if isinstance(found, Flags) else (None, found)
+        interrupted = agreement is not None and comes_between(agreement)
+        if failures is None and not (interrupted and followed is not None):
+            if followed is None:
+                self._late.write_records()
+            return None
+        if followed is not None:
+            self._parts.updater.num_begun -= 1
+        self._late.write_records()
+        if failures is None:
+            assert followed is not None
+            assert agreement is not None
+            self._parts.callbacks.unagreed |= bool(agreement.asked)
+            error = followed.fetched.error
+            return (FetchedStep(followed.fetched.step, error=error) if error is not None else None), agreement
+        self._parts.updater.num_begun -= 1
+        self._late.repeat(flight, failures)
+        return None, None
+
+    def _take(self, flight: StepInFlight, *, followed: bool) -> Flags | Agreement | None:
+        """Read a step. Return its failures if it changed nothing; otherwise advance, and return any agreement."""
+        found = self._late.read(flight)
+        if isinstance(found, Flags):
+            return found
+        sums, update, agreement = found
+        self._advance(sums, update, None, None, late=(flight.time_taken, flight.num_updates, followed))
+        self._late.was_added(followed=followed)
+        return agreement
 
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
@@ -177,17 +258,7 @@ class Trainer:
             self._incidents.settle(self.state)
         if not asked & ~NOTICED:
             return
-        settled = self._parts.callbacks.settle(self._mesh, asked)
-        if (settled.checkpoint or settled.evaluate) and not self._replicas_agree(saves=True):
-            return
-        if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
-            self._records.evaluate(self.state)
-        if settled.checkpoint and self.state.step:
-            with self._records.timed("checkpoint"):
-                self._parts.keeper.save(self.state)
-        if settled.end is not None and self._ended_by is None:
-            self._ended_by = settled.end
-            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
+        self._between.serve(self.state, asked, lambda: self._replicas_agree(saves=True))
         self._clock.begin(self.state.step + 1)
 
     def _apply(self, computed: ComputedStep) -> bool:
@@ -207,7 +278,8 @@ class Trainer:
         said = computed.passes.updated(sums, update.skipped)
         if said is not None:
             self._around.note(said)
-        return self._advance(sums, update, found, said)
+        self._advance(sums, update, found, said)
+        return True
 
     def _nonfinite(self, computed: ComputedStep) -> dict[str, Any] | None:
         """Apply the job's policy; return None after a rollback. Raises: NonFiniteError, the same on every rank."""
@@ -225,7 +297,7 @@ class Trainer:
         self._around.events.add("nonfinite", step=state.step + 1, what=bad.cause, noticed=noticed, done=done, **where)
         if bad.ends:
             with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
-                parts.keeper.save(state, wait=True)
+                self._between.save(state, wait=True, in_step=True)
             remedy = 'Job(on_nonfinite="skip") or "rollback" and --resume'
             raise bad.error("the parameters are those before the step", remedy)
         found = found or dict(NOBODY)
@@ -282,12 +354,8 @@ class Trainer:
         """Reset data and records to `step`."""
         self._parts.loader.seek(step, self._parts.computer.computation.effective_grains)
         self._records.forget_after(step)
-
-    def _advance_late(
-        self, sums: StepSums, update: Update, time_taken: StepTime, num_updates: int, followed: bool
-    ) -> bool:
-        """Advance after a queued step and `num_updates` updates. `followed`: another step is already queued."""
-        return self._advance(sums, update, None, None, (time_taken, num_updates, followed))
+        self._between.forget()
+        self._advanced = False
 
     def _advance(
         self,
@@ -296,10 +364,11 @@ class Trainer:
         found: dict[str, Any] | None,
         said: str | None,
         late: tuple[StepTime, int, bool] | None = None,
-    ) -> bool:
-        """Advance to the next state; return False after a rollback.
+    ) -> None:
+        """Advance to the next state, and add the step's record.
 
-        `said`: set if the guard of compressed sums has ended the compression.
+        `said`: set if the guard of compressed sums has ended the compression. `late`: time, number of updates, and
+        whether another step is already launched.
         """
         parts, state = self._parts, self.state
         time_taken, num_updates, followed = late or (None, parts.updater.num_begun, False)
@@ -321,12 +390,6 @@ class Trainer:
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         parts.callbacks.stepped(state, record, late=followed)
-        evaluates = self._records.is_evaluation_due(state)
-        if evaluates or self._has_callbacks:
+        if self._has_callbacks:
             self._runner.draws_may_follow()
-        last = state.step == self._num_steps
-        if self._compares and not self._replicas_agree(saves=evaluates or last, last=last):
-            return False
-        if evaluates:
-            self._records.evaluate(state)
-        return True
+        self._advanced = True

@@ -190,8 +190,8 @@ class ForwardBackward:
 
         Raises: RedoError if the microbatch needs a more conservative policy; JobError, LossError, UserCodeError.
         """
-        batch = self._enter(loaded, counts)
-        with self._context(loaded.microbatch):
+        batch, context = self._enter(loaded, counts)
+        with context:
             total, weight = self.parts.computer.loss(batch)
             self.add(loaded.microbatch, total, weight, last=last, counts=counts)
         self._leave(counts)
@@ -199,24 +199,23 @@ class ForwardBackward:
     @contextlib.contextmanager
     def scope(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
         """Yield the batch of a microbatch to code that computes the loss itself and calls `add`. Raises: RedoError."""
-        batch = self._enter(loaded, True)
-        with self._context(loaded.microbatch):
+        batch, context = self._enter(loaded, True)
+        with context:
             yield batch
         self._leave(True)
 
-    def _enter(self, loaded: LoadedMicrobatch, counts: bool) -> Any:
-        parts = self.parts
+    def _enter(self, loaded: LoadedMicrobatch, counts: bool) -> tuple[Any, contextlib.AbstractContextManager[None]]:
+        """Return a microbatch's batch, and the context of its forward and backward."""
+        parts, microbatch = self.parts, loaded.microbatch
         parts.clock.mark("host_to_device")
         batch = loaded.batch()
         parts.clock.mark("forward")
         if counts and parts.observer_looks:
-            parts.observer.microbatch(loaded.microbatch, batch)
-        return batch
-
-    def _context(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a microbatch's forward and backward."""
-        clock, own = self.parts.clock, self.parts.computer.scope(microbatch, draws=self.draws)
-        return _within(labelled(clock, microbatch), own) if clock.is_listened_to else own
+            parts.observer.microbatch(microbatch, batch)
+        context = parts.computer.scope(microbatch, draws=self.draws)
+        if parts.clock.is_listened_to:
+            context = _within(labelled(parts.clock, microbatch), context)
+        return batch, context
 
     def _leave(self, counts: bool) -> None:
         parts = self.parts
@@ -243,9 +242,11 @@ class ForwardBackward:
         """
         parts = self.parts
         buffers, strategy = parts.buffers, parts.strategy
-        if counts and not buffers.is_empty:
-            parts.computer.check_buffers(buffers)
-        zeros = buffers.nothing if buffers.is_empty else buffers.zeros()
+        zeros = buffers.nothing
+        if not buffers.is_empty:
+            if counts:
+                parts.computer.check_buffers(buffers)
+            zeros = buffers.zeros()
         sums, total = self.terms(microbatch, total, weight, zeros) if counts else (buffer_sums(zeros), total * 0.0)
         if self.with_gradient is not None:
             total = self.with_gradient(microbatch.step, total)

@@ -15,19 +15,15 @@ from torch import nn
 
 from shoal.checkpoint.keeper import Keeper
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.data.loader import Loader
 from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
-from shoal.distributed.failures import as_shoal_error
-from shoal.errors import StorageError
 from shoal.jobs.job import Job
 from shoal.parallel.base import StepSums
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.callbacks.ema import PREFIX
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.microbatch.compute import StepParts
 from shoal.training.microbatch.evaluation import EvaluationSets
@@ -75,24 +71,6 @@ class Surroundings:
     events: Events = field(default_factory=lambda: Events(None))
 
 
-@dataclass
-class Outcome:
-    """Result of a training: completed or preempted, with the last state; `unsaved`: why the state was not saved.
-
-    `ended_by`: the callback that requested the end, and its reason. `after`: seconds of the evaluation and the
-    checkpoint after the last step.
-    """
-
-    status: str
-    state: RunState
-    metrics: dict[str, float]
-    eval_samples: int
-    step_seconds: list[float] = field(default_factory=list)
-    unsaved: StorageError | None = None
-    ended_by: dict[str, Any] | None = None
-    after: dict[str, float] = field(default_factory=dict)
-
-
 class StepRecords:
     """Writer of step records, once the measures of all ranks and the evaluation after the step are known."""
 
@@ -102,16 +80,13 @@ class StepRecords:
         self._slowest = parts.mesh.rank
         self._is_watched = parts.mesh.world_size > 1
         self._waits = RankWaits(parts.mesh.world_size)
-        self._step_seconds: list[float] = []
-        # The step of the last evaluation, its metrics, and its number of samples.
-        self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self.step_seconds: list[float] = []
         self._stragglers = StragglerWatch(parts.plan, parts.job.num_grains)
-        self._after: dict[str, float] = {}  # seconds of work after the last record was written
+        self.after: dict[str, float] = {}  # seconds of work after the last record was written
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps after `step`, which are about to be trained again."""
         self._waiting.clear()
-        self._evaluated = None
         self._waits.clear()
         self._writer.forget_after(step)
 
@@ -148,7 +123,7 @@ class StepRecords:
             at=round(time.time(), 3),
             **own,
         )
-        self._step_seconds.append(seconds)
+        self.step_seconds.append(seconds)
         self._waiting.append(record)
         return record
 
@@ -156,33 +131,6 @@ class StepRecords:
     def waiting(self) -> Sequence[StepRecord]:
         """Records that are not written yet, in order."""
         return self._waiting
-
-    def is_evaluation_due(self, state: RunState) -> bool:
-        """Return True if an evaluation follows the step that was added last."""
-        return bool(self._waiting) and self.evaluates_after(state.step)
-
-    def evaluates_after(self, step: int) -> bool:
-        """Return True if an evaluation follows step `step`, by `evaluate_every` or the end of a pass over the data."""
-        every = self._around.evaluate_every
-        return step % (every if every is not None else self._parts.order.steps_per_epoch) == 0
-
-    def evaluate(self, state: RunState) -> None:
-        """Evaluate the model, outside the step's time. Collective: all ranks."""
-        with self.timed("evaluation"):
-            metrics, count = self._measured()
-        self._evaluated = state.step, metrics, count
-        self._parts.computer.has_evaluated = count > 0
-        for name, why in self._parts.evaluator.without_value.items():
-            self._around.note(f"evaluation after step {state.step}: {name} has no value: {why}")
-        watched = self._parts.job.watched
-        is_best = watched is not None and state.improves(watched, metrics)
-        if count:
-            self._parts.callbacks.evaluated(state, metrics)  # the checkpoint includes their new state
-        if is_best:
-            with self.timed("checkpoint"):
-                self._parts.keeper.save_best(state)
-        if count and self._waiting:
-            self._waiting[-1] = self._waiting[-1].evaluated(metrics)
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Iterator[None]:
@@ -196,25 +144,12 @@ class StepRecords:
             if self._waiting:
                 self._waiting[-1] = self._waiting[-1].followed_by(kind, seconds)
             else:
-                self._after[kind] = self._after.get(kind, 0.0) + seconds
+                self.after[kind] = self.after.get(kind, 0.0) + seconds
 
-    def _measured(self) -> tuple[dict[str, float], int]:
-        """Return the metrics of the model and of averaged weights, and the number of samples. Collective: all ranks."""
-        parts = self._parts
-        with evaluated_weights(parts.updater.optimizer):
-            metrics, count = parts.evaluator.evaluate(parts.model)
-            parts.strategy.rest()
-        average = parts.callbacks.average
-        if average is not None and count:
-            with average.in_place():
-                found, _ = parts.evaluator.evaluate(parts.model)
-                parts.strategy.rest()
-            metrics |= {f"{PREFIX}{name}": value for name, value in found.items()}
-        return metrics, count
-
-    def is_evaluated(self, state: RunState) -> bool:
-        """Return True if the model was evaluated after the state's step."""
-        return self._evaluated is not None and self._evaluated[0] == state.step
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of an evaluation to the record of the step before it, unless that record is written."""
+        if self._waiting:
+            self._waiting[-1] = self._waiting[-1].evaluated(metrics)
 
     def write(self, agreement: Agreement | None = None) -> None:
         """Write the oldest waiting record, with all ranks' measures if there is an agreement."""
@@ -249,30 +184,3 @@ class StepRecords:
     def flush(self) -> None:
         """Write all records, before long work and so that no checkpoint is ahead of the records."""
         self._writer.flush()
-
-    def conclude(self, state: RunState, status: str) -> Outcome:
-        """Save the last state, and evaluate it unless that was done. Collective: all ranks."""
-        keeper = self._parts.keeper
-        unsaved = self._save(state)
-        if status != "completed":
-            return Outcome(status, state, {}, 0, self._step_seconds, unsaved, after=self._after)
-        if not self.is_evaluated(state):
-            try:
-                self.evaluate(state)
-                unsaved = unsaved or self._save(state)  # again, if it is the best
-            except Exception as error:
-                told = as_shoal_error(error)
-                if unsaved is None:
-                    keeper.rescue(told, state)
-                raise told from error
-        assert self._evaluated is not None, "just now, or before"
-        return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved, after=self._after)
-
-    def _save(self, state: RunState) -> StorageError | None:
-        """Save a state unless its step is saved, wait, and return the error if that failed."""
-        with self.timed("checkpoint"):
-            try:
-                self._parts.keeper.save(state, wait=True)
-            except StorageError as error:
-                return error
-        return None

@@ -22,9 +22,10 @@ from shoal.jobs.job import Progress
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
+from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.retreat import Retreat
@@ -82,10 +83,12 @@ class Conductor:
         self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
         self.tally = PushCounts()
         self._joined: set[int] = set()
-        self._ended_by: dict[str, Any] | None = None
         self._alone_since = time.monotonic()
         self._longest = 0.0
         self._records = ServedRecords(engine, around, writer, state)
+        self._between = BetweenSteps(
+            engine, around, self._records, num_steps, lambda optimizer: self.servers.fetch(optimizer=optimizer)
+        )
 
     def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
         return share(self._engine.order.grains(step), part, num_parts)
@@ -110,25 +113,9 @@ class Conductor:
             raise
         finally:
             self._records.write()
-        self.servers.fetch(optimizer=True)
-        outcome = self._records.conclude(self.state, status)
-        outcome.ended_by = self._ended_by
-        callbacks.conclude(self._engine.mesh, status, outcome.metrics, self._ended_by)
+        outcome = self._between.conclude(self.state, status)
+        callbacks.conclude(self._engine.mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
-
-    def _heed(self) -> bool:
-        """Serve the callbacks' requests, and return True if one of them is the end."""
-        callbacks = self._engine.callbacks
-        while callbacks.asked:
-            settled = callbacks.settle(self._engine.mesh, callbacks.asked)
-            self._ended_by = self._ended_by or settled.end
-            if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
-                self.servers.fetch(optimizer=self._engine.job.watched is not None)
-                self._records.evaluate(self.state)
-            if settled.checkpoint and self.state.step:
-                self.servers.fetch(optimizer=True)
-                self._engine.keeper.save(self.state)
-        return self._ended_by is not None
 
     def _steps(self) -> str:
         while True:
@@ -153,22 +140,22 @@ class Conductor:
         keeper, step = self._engine.keeper, self.state.step
         if self._retreat.due:
             self.tally.undone += self._retreat.go(self._records, self._desk)
+            self._between.forget()
             step = self.state.step
         self._retreat.keep_if_best()
-        if self._records.is_evaluation_due(self.state):
-            self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
-            self._records.evaluate(self.state)
-        is_ended = self._heed()
+        if self._records.waiting and self._between.evaluates_after(step):
+            self._between.evaluate(self.state)
+        while self._engine.callbacks.asked:
+            self._between.serve(self.state, self._engine.callbacks.asked)
         self._clock.begin()  # exclude the evaluation from the step's time
         self._records.write()
-        if is_ended or step >= self._num_steps:
+        if self._between.ended_by is not None or step >= self._num_steps:
             return "completed"
         if self._around.stop_requested():
             return "preempted"
         if keeper.due(step):
             self._clock.mark("checkpoint")
-            self.servers.fetch(optimizer=True)
-            keeper.save(self.state)
+            self._between.save(self.state, in_step=True)
             self._clock.mark("other")
         self._desk.limit = self._next_pause(step)
         return None

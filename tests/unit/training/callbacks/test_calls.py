@@ -19,7 +19,8 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, UserCodeError
 from shoal.plans.plan import Plan
 from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.loop.between_steps import Outcome
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged

@@ -20,7 +20,8 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import all_generators
 from shoal.plans.plan import Plan
-from shoal.training.observe.step_records import Outcome, Surroundings
+from shoal.training.loop.between_steps import Outcome
+from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.setup.engine import Engine, Options, build, look_at_whole
 from shoal.training.setup.preflight import judged

@@ -1,0 +1,247 @@
+"""Steps that are read late: queued on the device before the previous step's result is read, so that no read waits.
+
+The device masks a step's update in the cases that the host would handle first: a loss or norm that is not finite, a
+failed rank, a weight of zero, or an interruption before the step on which all ranks agree. All later steps are masked,
+too, so that nothing has changed when the host reads the result. The host then continues as if each step were read at
+once: decision 0053.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.run_state import RunState
+from shoal.distributed.agreement import Agreement, Report, agree, from_rows, interrupts, measures, to_row
+from shoal.jobs.job import Progress
+from shoal.numerics import device_reads
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
+from shoal.training.loop.captured_step import LaunchedStep, captured_step
+from shoal.training.microbatch.compute import FetchedStep
+from shoal.training.microbatch.step import StepRunner, UnreadStep
+from shoal.training.observe.step_records import StepRecords, TrainingParts
+from shoal.training.observe.telemetry import StepTime
+from shoal.training.update.optimizer_step import Update
+
+# If the agreement travels with a step's sums, a stop that arrives after them is seen one step later;
+# steps longer than this get a separate agreement, and are not bound by reads.
+LONG_STEP_SECONDS = 0.5
+# If an update cannot be queued after this many steps, it never can.
+_MOST_TRIES = 8
+# Maximum steps that are read at once after a masked step; the number doubles with each masked step.
+_LONGEST_PAUSE = 64
+# Number of steps for which callbacks say in advance after which step they run at once.
+_LOOK_AHEAD = 256
+_NUM_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A step with queued kernels and results that are not read yet.
+
+    `scale`, `samples`: loss scale and number of samples before the step. `measured`: the step measured in the row.
+    `num_updates`: updates including this step's. `agreed`: the ranks' agreement, if rows do not travel with the sums.
+    """
+
+    step: UnreadStep
+    fetched: FetchedStep
+    scale: LossScale
+    samples: int
+    rate: float
+    num_updates: int
+    masks_next: Tensor
+    reading: device_reads.LateNumbers
+    time_taken: StepTime
+    measured: int | None
+    agreed: Agreement | None
+
+
+class LateReads:
+    """Launch and read of steps that are read one step late. All ranks agree on which these are."""
+
+    def __init__(
+        self,
+        parts: TrainingParts,
+        runner: StepRunner,
+        records: StepRecords,
+        is_due: Callable[[int], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        """Prepare the launch. `is_due`: whether work due after a number of steps needs the model of exactly that."""
+        self._parts, self._runner, self._records, self._is_due = parts, runner, records, is_due
+        self._mesh = parts.mesh
+        kinds = set(parts.sharded_model.dtypes)
+        self._possible = (
+            device_reads.waits(parts.mesh.device)
+            and parts.strategy.queues
+            and parts.loader.looks_ahead
+            and not kinds & {torch.float64, torch.complex128}
+        )
+        self._tries, self._pause, self._not_before = 0, 1, 0
+        self._reported = -1  # the last step measured in a row
+        self._last = math.inf  # the step that all ranks read before they launch the next one
+        self._is_slow = False
+        self._captured = captured_step(parts, runner, note)
+
+    def apply(self, state: RunState, agreement: Agreement) -> bool:
+        """Return True if the next step may be queued, and the step after it before its read. Collective: all ranks."""
+        step = state.step
+        if not self._possible or self._tries >= _MOST_TRIES or self._parts.observer.looks:
+            if self._captured is not None:
+                self._captured.read_at_once()
+            return False
+        if step < self._not_before or step <= max(state.bad_steps, default=-1) or self._is_due(step + 1):
+            return False
+        self._is_slow = agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
+        if self._is_slow or self._parts.callbacks.always_at_once:
+            if self._captured is not None:
+                self._captured.read_at_once(is_slow=self._is_slow)
+            return False
+        # A callback's at_once may return different values, or raise, on different ranks: any rank's value counts.
+        own = [float(self._parts.updater.queues), self._parts.callbacks.num_late(step + 1, _LOOK_AHEAD)]
+        ready, num_late = self._mesh.all_gather(own).min(axis=0).tolist()
+        self._tries = 0 if ready else self._tries + 1
+        self._last = step + 1 + num_late
+        if not (ready and num_late):
+            return False
+        if self._captured is not None:
+            self._captured.begin()
+        self._reported = -1  # the steps before may have been rolled back
+        return True
+
+    def must_read(self, flight: StepInFlight) -> bool:
+        """Return True if the step has to be read before the next one is launched."""
+        asks = flight.agreed is not None and comes_between(flight.agreed)
+        step = flight.fetched.step + 1
+        return self._is_due(step) or step >= self._last or self._is_slow or asks
+
+    def launch(
+        self,
+        state: RunState,
+        fetched: FetchedStep,
+        before: StepInFlight | None,
+        report: Callable[[FetchedStep | None, int], Report],
+    ) -> StepInFlight:
+        """Queue a step and its update, which the device masks if it must not happen.
+
+        Args:
+            state: the state after the last step that was read.
+            fetched: the step.
+            before: the step before it, if that is not read.
+            report: returns this rank's report on the next step.
+
+        Raises: errors of this rank, which other ranks do not know.
+        Collective: all ranks.
+        """
+        parts, reports = self._parts, list[Report]()
+
+        def row(following: FetchedStep | None) -> list[float]:
+            reports.append(report(following, fetched.step + 1))
+            return to_row(reports[0])
+
+        fetched = self._runner.probe.before_step(fetched)
+        scale, samples, masked = state.loss_scale, state.samples, None
+        if before is not None:
+            scale, masked = before.scale.after(overflow=False), before.masks_next
+            samples = before.samples + sum(grain.size for grain in parts.order.grains(before.fetched.step))
+        measured = state.step if state.step > self._reported else None
+        self._reported = state.step
+        progress = Progress(fetched.step, parts.order.num_steps, samples)
+        launched = self._captured.queue(fetched, scale, progress, masked) if self._captured is not None else None
+        if launched is None:
+            step = self._runner.queue(fetched, scale.factor(parts.job.global_batch), row)
+            launched = self._launched(step, scale, progress, masked)
+        else:
+            row(launched.step.following)
+        step = launched.step
+        reading = device_reads.LateNumbers(launched.numbers)
+        agreed = None
+        if step.sums.rows is None:
+            # Agree from host to host, without a wait for the device. Ranks with parts of one model synchronize within a
+            # step: they cannot queue a step that one of them has not read, nor a step after a failure on one of them.
+            parts.clock.mark("exposed_communication")
+            failed = step.error is not None or step.proposal is not None
+            agreed = agree(self._mesh, replace(reports[0], error=reports[0].error or failed))
+        return StepInFlight(
+            step,
+            fetched,
+            scale=scale,
+            samples=samples,
+            rate=launched.rate,
+            num_updates=parts.updater.num_begun,
+            masks_next=launched.masks_next,
+            reading=reading,
+            time_taken=parts.clock.stop(),
+            measured=measured,
+            agreed=agreed,
+        )
+
+    def _launched(self, step: UnreadStep, scale: LossScale, progress: Progress, masked: Tensor | None) -> LaunchedStep:
+        """Queue the step's update, too. `masked`: bool [], whether an earlier step is masked; None at first."""
+        parts, sums = self._parts, step.sums
+        parts.clock.mark("optimizer")
+        fine = (sums.failures == 0).all()
+        if masked is not None:
+            fine = fine & ~masked
+        update = parts.updater.queue(sums, fine, scale, progress)
+        good = update.good
+        parts.buffers.queue_assign(sums.sums[NUM_SUMS:], sums.sums[SAMPLES].round(), good)
+        masks_next = ~good if sums.rows is None else ~good | interrupts(sums.rows)
+        return LaunchedStep(step, update.learning_rate, masks_next, sums.packed(good, update.norm))
+
+    def read(self, flight: StepInFlight) -> Flags | tuple[StepSums, Update, Agreement | None]:
+        """Read a step. Return its failures if it changed nothing, otherwise its sums, its update and the agreement.
+
+        The agreement on the next step is None on one rank. It also completes the record that its rows measure.
+        """
+        numbers = flight.reading.numbers()
+        (good, norm), failures = numbers[:2].tolist(), numbers[2 : 2 + _NUM_FAILURES].tolist()
+        if not good:
+            return Flags(int(failures[0]), int(failures[1]))
+        self._pause = 1
+        values, rows = np.split(numbers[2 + _NUM_FAILURES :], [flight.step.sums.sums.numel()])
+        agreement = None
+        if self._mesh.world_size > 1:
+            agreement = flight.agreed or from_rows(rows.reshape(self._mesh.world_size, -1))
+            self._is_slow |= agreement.spreads["step_seconds"].max > LONG_STEP_SECONDS
+            waiting = self._records.waiting
+            if waiting and waiting[0].step == flight.measured:
+                self._records.write(agreement)
+        sums = StepSums(values, Flags())
+        return sums, self._parts.updater.queued(sums.weight, flight.scale, norm, flight.rate), agreement
+
+    def was_added(self, *, followed: bool) -> None:
+        """Write the records that are complete after a step was added. `followed`: another step is already launched."""
+        if self._mesh.world_size == 1:
+            self._is_slow |= self._records.waiting[-1].seconds > LONG_STEP_SECONDS
+            if followed:
+                self.write_records(keep=0)
+
+    def write_records(self, keep: int = 1) -> None:
+        """Write all waiting records but `keep`, which the next agreement covers. Collective: all ranks."""
+        while len(self._records.waiting) > keep:
+            record = self._records.waiting[0]
+            own = measures(record.spans, record.seconds, record.memory_bytes)
+            self._records.write(agree(self._mesh, Report(measures=own)))
+
+    def repeat(self, flight: StepInFlight, failures: Flags) -> None:
+        """Handle the failures of a step that changed nothing, and read some steps at once from there.
+
+        Raises: on every rank, if any rank failed.
+        Collective: all ranks.
+        """
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._not_before = flight.fetched.step + self._pause - 1
+        self._runner.redo(flight.fetched.step, flight.step, failures)
+
+
+def comes_between(agreement: Agreement) -> bool:
+    """Return True if an agreement interrupts late reads; the host's version of `interrupts`."""
+    asks = agreement.stop or agreement.checkpoint or agreement.any_error or bool(agreement.asked)
+    return asks or not agreement.any_data
