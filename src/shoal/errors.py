@@ -21,6 +21,11 @@ def text_of(error: BaseException) -> str:
         return f"it has no text, since its __str__ raised {type(raised).__name__}"
 
 
+def first_line(error: BaseException, length: int = 200) -> str:
+    """Return the first line of an exception's message, at most `length` characters; empty if there is no message."""
+    return next(iter(text_of(error).strip().splitlines()), "")[:length]
+
+
 class ExitCode(IntEnum):
     """Exit codes of the `shoal` command, documented in docs/exit-codes.md."""
 

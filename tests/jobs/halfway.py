@@ -37,9 +37,9 @@ def update(self: OneCopyUpdate, step: Callable[[], None], *, queued: bool = Fals
     updates[0] += 1
 
     def between() -> None:
-        die(self._rank, "before")
+        die(self._mesh.rank, "before")
         step()
-        die(self._rank, "after")
+        die(self._mesh.rank, "after")
 
     whole_update(self, between)
 

@@ -165,7 +165,7 @@ class Ranked:
         self.case, self.per_rank, self.wires, self.alone = case, per_rank, wires, alone
         self.model, self.loss = made(case), function(case)
         self.stages = Stages.build(self.model, self.loss, case.batch(2), num_stages=wires.num_ranks * per_rank)
-        keep_only(self.model, self.pipeline("gpipe").held)
+        keep_only(self.model, set().union(*self.pipeline("gpipe").used.values()))
         self.start = {name: b.clone() for name, b in self.model.named_buffers() if not b.is_meta}
 
     def pipeline(self, schedule: str) -> Pipeline:

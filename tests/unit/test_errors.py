@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import shoal.errors as errors
-from shoal.errors import ExitCode, ShoalError, nearest
+from shoal.errors import ExitCode, ShoalError, first_line, nearest
 
 BUILT_INS = {
     "CommandError": ValueError,
@@ -94,3 +94,8 @@ def test_exit_codes_are_distinct() -> None:
         **{"DONE": 0, "FAILED": 1, "USER": 2, "NONFINITE": 65, "RANK_LOST": 69},
         **{"STORAGE": 73, "INTEGRITY": 74, "PREEMPTED": 75, "INTERRUPTED": 130},
     }
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(ValueError("\none\ntwo"), 2) == "on"
+    assert first_line(ValueError()) == ""

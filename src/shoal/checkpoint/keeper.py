@@ -28,7 +28,14 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
+from shoal.parallel.model.sharded_model import (
+    ShardedModel,
+    TensorSlices,
+    allocate_state,
+    key_names,
+    local,
+    state_slices,
+)
 
 
 class AlsoKept(Protocol):
@@ -237,7 +244,7 @@ class Keeper:
         document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
         if hooked is not None:
             document[CALLBACKS] = hooked.document
-        document["keys"] = self._trained.sharded_model.key_names()
+        document["keys"] = key_names(self._trained.sharded_model)
         for key, also in (("schedulers", self._trained.schedulers), ("trainable", self._trained.trainable)):
             if also is not None:
                 document[key] = also.state()
@@ -247,7 +254,7 @@ class Keeper:
         """Return this rank's tensors by group, not copied, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy=False)
-        held = {"model": sharded_model.tensors(), "optimizer": sharded_model.state(tensors)}
+        held = {"model": sharded_model.tensors(), "optimizer": state_slices(sharded_model, tensors)}
         compressed = self._compressed
         if compressed is not None and compressed.compression.carries:
             held[GROUP] = compressed.held()
@@ -406,7 +413,7 @@ class Keeper:
             lambda name: name not in absent and (name not in parameters or division.updates(parameters[name])),
         )
         held_states = {name for own in documents_of(taken_up).values() for name in own["state"]}
-        targets = sharded_model.room(document["tensors"]["optimizer"], held_states)
+        targets = allocate_state(sharded_model, document["tensors"]["optimizer"], held_states)
         fill(saved, "optimizer", targets)
         tensors = {path: tensor for path, (_, tensor) in targets.items()}
         loops = trained.schedulers is not None

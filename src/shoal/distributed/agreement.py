@@ -75,16 +75,10 @@ def to_row(report: Report) -> list[float]:
 
 def agree(mesh: Mesh, report: Report) -> Agreement:
     """Exchange the reports of all ranks. Collective: all ranks, one all-gather of 15 numbers a rank."""
-    if mesh.world_size == 1:
-        return _own(report)
-    return from_rows(mesh.all_gather(to_row(report)))
-
-
-def _own(report: Report) -> Agreement:
-    """Return the same as `from_rows` for one row."""
-    own = report.measures
-    busy = own[_STEP] - own[_EXPOSED]
-    spreads = OwnSpreads(_SPREADS, (*own, busy))
+    if mesh.world_size > 1:
+        return from_rows(mesh.all_gather(to_row(report)))
+    own = report.measures  # the same as `from_rows` of one row
+    spreads = OwnSpreads(_SPREADS, (*own, own[_STEP] - own[_EXPOSED]))
     return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.asked, spreads, _ALONE)
 
 

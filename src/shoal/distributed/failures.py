@@ -18,6 +18,7 @@ from shoal.errors import (
     ShoalError,
     StorageError,
     UserCodeError,
+    first_line,
     text_of,
 )
 from shoal.jobs.remedies import remedy
@@ -52,7 +53,7 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)
-    text = next(iter(text_of(error).strip().splitlines()), "")[:300]
+    text = first_line(error, 300)
     place = place_of(error)
     found = UserCodeError(
         given=f"{what} of this job",
@@ -73,9 +74,12 @@ def as_shoal_error(error: BaseException) -> ShoalError:
         return out_of_memory("this run", error)
     if is_lost_peer(error):
         place = place_of(error)
+        # The message without the place in Gloo's code and Gloo's advice.
+        text = text_of(error).strip().splitlines()[0].partition(" This is typically caused")[0]
+        text = re.sub(r"^\[\S+:\d+\] ", "", text)[-200:]
         lost = PeerError(
             given="a collective of this run",
-            conflict=f"another rank is gone: {_of_gloo(error)}{place}",
+            conflict=f"another rank is gone: {text}{place}",
             remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
         )
         lost.traceback_text = traceback_of(error) if place else None  # if the job's own code called the collective
@@ -83,7 +87,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     lacking = _lacking(error)
     if lacking is not None:
         return lacking
-    text = next(iter(text_of(error).strip().splitlines()), "")[:300]
+    text = first_line(error, 300)
     found = InternalError(
         given="this run",
         conflict=f"{type(error).__name__} inside shoal: {text}",
@@ -91,12 +95,6 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     )
     found.traceback_text = traceback_of(error)
     return found
-
-
-def _of_gloo(error: BaseException) -> str:
-    """Return the message of a collective's error, without the place in Gloo's code and Gloo's advice."""
-    text = text_of(error).strip().splitlines()[0].partition(" This is typically caused")[0]
-    return re.sub(r"^\[\S+:\d+\] ", "", text)[-200:]
 
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)

@@ -67,9 +67,17 @@ class HostWatch:
         while not self._over.wait(_LOOK_SECONDS):
             self._take_up(_sockets())
             for descriptor, (_, own) in list(self._watched.items()):
-                if self._is_lost(own):
-                    del self._watched[descriptor]
-                    _end(own, self._after)
+                if not self._is_lost(own):
+                    continue
+                del self._watched[descriptor]
+                with contextlib.suppress(OSError):
+                    where, seconds = own.getpeername()[0], self._after
+                    with contextlib.suppress(OSError, ValueError):
+                        print(
+                            f"note: {where} has not answered for {seconds:.0f} s: it is taken for lost", file=sys.stderr
+                        )
+                    own.shutdown(socket.SHUT_RDWR)  # a process that waits on the connection gets an error at once
+                own.close()
 
     def _take_up(self, now: dict[int, str]) -> None:
         """Start watching new connections and stop watching closed ones."""
@@ -97,15 +105,6 @@ class HostWatch:
         silent = bool(info[_LAST_ACK] > 1000.0 * self._after)
         repeated = bool(info[_UNACKED] > 0 and info[_RETRANSMITS] >= _LEAST_REPEATED)
         return silent and (repeated or bool(info[_PROBES] >= _LEAST_REPEATED))
-
-
-def _end(own: socket.socket, seconds: float) -> None:
-    with contextlib.suppress(OSError):
-        where = own.getpeername()[0]
-        with contextlib.suppress(OSError, ValueError):
-            print(f"note: {where} has not answered for {seconds:.0f} s: it is taken for lost", file=sys.stderr)
-        own.shutdown(socket.SHUT_RDWR)  # a process that waits on the connection gets an error at once
-    own.close()
 
 
 def _peer(own: socket.socket) -> str:

@@ -164,7 +164,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     with watch.opening():
         store, place = _assemble(environment, mesh)
     try:
-        yield replace(mesh, groups=_groups(layout), store=PrefixStore(f"{place}/hooks", store))
+        yield replace(mesh, groups=open_groups(layout), store=PrefixStore(f"{place}/hooks", store))
     finally:
         watch.close()
         dist.destroy_process_group()
@@ -192,7 +192,7 @@ def _assemble(environment: Environment, mesh: Mesh) -> tuple[Store, str]:
     return store, place
 
 
-def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
+def open_groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
     """Open a group for each axis, and one for the replicas unless they are all ranks. Collective: all ranks.
 
     An axis that spans all ranks also gets its own group, so that messages of a forward never meet the engine's own.
@@ -200,8 +200,8 @@ def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
     wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
     if layout.shares_grains > 1:
         wanted[REPLICAS] = ("data", "shard")
-    found = {name: new_group([r for r in layout.groups(*axes) if len(r) > 1]) for name, axes in wanted.items()}
-    return {name: group for name, group in found.items() if group is not None}
+    groups = {name: new_group([r for r in layout.groups(*axes) if len(r) > 1]) for name, axes in wanted.items()}
+    return {name: group for name, group in groups.items() if group is not None}
 
 
 def new_group(
@@ -274,9 +274,17 @@ def _listen(address: str, port: int) -> int:
 def _not_assembled(environment: Environment, error: Exception) -> LaunchError:
     place = f"{environment.address}:{environment.port}"
     if getattr(error, "errno", 0) == errno.EADDRINUSE or "EADDRINUSE" in str(error):
+        import psutil
+
+        holder = ""
+        with contextlib.suppress(psutil.Error, OSError):
+            for connection in psutil.net_connections("tcp"):
+                listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == environment.port
+                if listens and connection.pid and not holder:
+                    holder = f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
         return LaunchError(
             given=f"MASTER_PORT={environment.port} for rank 0's store at {place}",
-            conflict=f"that port is in use{_holder(environment.port)}",
+            conflict=f"that port is in use{holder}",
             remedy="choose another MASTER_PORT, or leave it out: shoal's own launcher takes a free one",
         )
     return LaunchError(
@@ -285,13 +293,3 @@ def _not_assembled(environment: Environment, error: Exception) -> LaunchError:
         + str(error).strip().splitlines()[0][:200],
         remedy="check that every rank was started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
     )
-
-
-def _holder(port: int) -> str:
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return ""

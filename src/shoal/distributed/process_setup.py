@@ -41,7 +41,13 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
     if exact:
         torch.set_num_threads(1)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        _use_deterministic_algorithms()
+        # torch.use_deterministic_algorithms loads the compiler, whose option the environment sets as well.
+        setter = getattr(torch._C, "_set_deterministic_algorithms", None)
+        if setter is None or "torch._inductor.config" in sys.modules:
+            torch.use_deterministic_algorithms(True)
+        else:
+            os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+            setter(True, warn_only=False)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
@@ -80,16 +86,6 @@ def one_thread() -> Iterator[None]:
 def return_freed_memory() -> None:
     """Return freed memory to the system at once from now on, which costs page faults in each step."""
     _set_allocator(_LEAN_BYTES, _LEAN_BYTES)
-
-
-def _use_deterministic_algorithms() -> None:
-    """Call torch.use_deterministic_algorithms without loading the compiler, whose option is set by the environment."""
-    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
-    if setter is None or "torch._inductor.config" in sys.modules:
-        torch.use_deterministic_algorithms(True)
-    else:
-        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-        setter(True, warn_only=False)
 
 
 def versions() -> dict[str, str]:

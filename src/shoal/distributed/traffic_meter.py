@@ -108,33 +108,20 @@ class Traffic:
         operator = getattr(torch.ops.c10d, name).default
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            self._count(kind, args)
+            buffers = [tensors_in(argument) for argument in args[:2]]
+            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+            if group.group_name not in self._names:
+                is_world = group.size() == dist.get_world_size()
+                ranks = [] if is_world else dist.get_process_group_ranks(group)
+                self._names[group.group_name] = WORLD if is_world else "ranks " + ",".join(map(str, ranks))
+            self._heard(kind, group.group_name, *buffers)
             return operator.redispatch(keys & after, *args, **kwargs)
 
         return kernel
 
-    def _count(self, kind: str, args: tuple[Any, ...]) -> None:
-        buffers = [tensors_in(argument) for argument in args[:2]]
-        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-        self._add(kind, self._name(group), *buffers)
-
     def _heard(self, kind: str, group_name: str, *buffers: list[Tensor]) -> None:
-        self._add(kind, self._names[group_name], *buffers)
-
-    def _add(self, kind: str, group: str, *buffers: list[Tensor]) -> None:
-        num_bytes = 0 if kind == "barrier" else max(map(_bytes, buffers))
-        self.volumes.add(group, kind, num_bytes)
+        group = self._names[group_name]
+        largest = max(sum(t.numel() * t.itemsize for t in tensors) for tensors in buffers)
+        self.volumes.add(group, kind, 0 if kind == "barrier" else largest)
         if self._listener is not None:
             self._listener(kind, group, *buffers)
-
-    def _name(self, group: dist.ProcessGroup) -> str:
-        name = group.group_name
-        if name not in self._names:
-            is_world = group.size() == dist.get_world_size()
-            ranks = [] if is_world else dist.get_process_group_ranks(group)
-            self._names[name] = WORLD if is_world else "ranks " + ",".join(map(str, ranks))
-        return self._names[name]
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.itemsize for t in tensors)

@@ -18,27 +18,6 @@ from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import write_file
 
 
-def _end_at_once(code: ExitCode) -> None:
-    """End this rank, which a new one will replace, without torch's own shutdown, which takes half a second.
-
-    Functions that user code has registered with atexit are not called: one of them may wait for the lost peer. Killed
-    ranks do not call theirs either.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def _write_report(path: str, text: str) -> None:
-    """Write a report to disk or to an address. Raises: OSError."""
-    if is_address(path):
-        folder, _, name = path.rpartition("/")
-        RunAddress(folder).write(name, text.encode())
-    else:
-        write_file(Path(path), text)
-
-
 def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, may_end_at_once: bool = True) -> ExitCode:
     """Run `work` as a rank and return its exit code. Report the end to the launcher; without one, print an error.
 
@@ -63,13 +42,23 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
         told = to_json(error, environment.rank, platform.node()) if error else None
         path = report.replace("%r", str(environment.rank))  # an engine's ranks share one variable
         try:
-            _write_report(path, json.dumps({"exit_code": int(code), "error": told}))
+            text = json.dumps({"exit_code": int(code), "error": told})
+            if is_address(path):
+                folder, _, name = path.rpartition("/")
+                RunAddress(folder).write(name, text.encode())
+            else:
+                write_file(Path(path), text)
         except OSError:  # the launcher's folder is not on this host
             if error is not None:
                 print(error.render(), file=sys.stderr)
         else:
             if may_end_at_once and isinstance(error, PeerError) and not error.everywhere:
-                _end_at_once(code)
+                # A new rank replaces this one. torch's own shutdown takes half a second, and a function that user code
+                # has registered with atexit may wait for the lost peer. Killed ranks do not call theirs either.
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(code)
     elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit prints it
         print(error.render(), file=sys.stderr)
     return code

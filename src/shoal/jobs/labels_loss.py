@@ -42,8 +42,25 @@ class TransformersModel:
     def __call__(self) -> Any:
         """Build the module. Raises: what the function raises."""
         model = self.make()
-        if isinstance(model, nn.Module):
-            self._look = _look(model)
+        if not isinstance(model, nn.Module):
+            return model
+        of_peft: Any = getattr(model, "get_base_model", None)
+        base: Any = of_peft() if of_peft is not None else model
+        config, name = getattr(base, "config", None), type(base).__name__
+        task = getattr(base, "loss_type", None)
+        if not task:  # the class's name does not contain it, such as GPT2LMHeadModel
+            known = importlib.import_module("transformers.models.auto.modeling_auto")
+            is_masked = name in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+            is_causal = name in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            task = "ForCausalLM" if is_causal else "ForMaskedLM" if is_masked else None
+        trainer = importlib.import_module("transformers").Trainer
+        self._look = ModelLook(
+            task,
+            frozenset((*inspect.signature(base.forward).parameters, *_LABELS)),
+            frozenset(trainer.get_decay_parameter_names(None, model)),
+            getattr(config, "problem_type", None),
+            getattr(config, "num_labels", None),
+        )
         return model
 
     @property
@@ -59,28 +76,6 @@ class TransformersModel:
 
     def __reduce__(self) -> Any:
         return TransformersModel, (self.make,), {"_look": self._look}
-
-
-def _look(model: nn.Module) -> ModelLook:
-    of_peft: Any = getattr(model, "get_base_model", None)
-    base: Any = of_peft() if of_peft is not None else model
-    config = getattr(base, "config", None)
-    trainer = importlib.import_module("transformers").Trainer
-    return ModelLook(
-        getattr(base, "loss_type", None) or _task(type(base).__name__),
-        frozenset((*inspect.signature(base.forward).parameters, *_LABELS)),
-        frozenset(trainer.get_decay_parameter_names(None, model)),
-        getattr(config, "problem_type", None),
-        getattr(config, "num_labels", None),
-    )
-
-
-def _task(name: str) -> str | None:
-    """Return the task of a class with a name that does not contain it, such as GPT2LMHeadModel."""
-    known = importlib.import_module("transformers.models.auto.modeling_auto")
-    if name in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return "ForCausalLM"
-    return "ForMaskedLM" if name in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,12 @@ class LabelsLoss:
         if look.task in _TOKENS:
             return self._cross_entropy(logits.flatten(0, 1), labels.flatten())
         if look.task in _CLASSES:
-            return self._of_classes(look, logits, labels)
+            if look.problem == "regression" or (look.problem is None and look.num_labels == 1):
+                return mse(logits.float(), labels.view_as(logits).float())
+            if look.problem == "single_label_classification" or not labels.is_floating_point():
+                return self._cross_entropy(logits, labels.flatten())
+            total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+            return total, torch.tensor(labels.numel(), device=logits.device)
         raise _no_loss(f"a model for {look.task}", "what its loss counts is not known")
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,14 +119,6 @@ class LabelsLoss:
             logits.float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self.smoothing
         )
         return total, (labels != IGNORED).sum()
-
-    def _of_classes(self, look: ModelLook, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if look.problem == "regression" or (look.problem is None and look.num_labels == 1):
-            return mse(logits.float(), labels.view_as(logits).float())
-        if look.problem == "single_label_classification" or not labels.is_floating_point():
-            return self._cross_entropy(logits, labels.flatten())
-        total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        return total, torch.tensor(labels.numel(), device=logits.device)
 
 
 def _no_loss(given: str, conflict: str) -> JobError:

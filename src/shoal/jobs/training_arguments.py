@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -38,7 +38,7 @@ _ELSEWHERE = {
     "use_cpu": "--devices",
     "push_to_hub": "shoal export",
 }
-_TAKEN = (
+_IN_JOB = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "label_smoothing_factor", "seed"),
@@ -128,30 +128,39 @@ def from_training_arguments(
     The run and `job.without_effect()` report once what the job does not contain, such as bf16, an option of a call.
     Raises: JobError that lists every argument that cannot move to the job.
     """
-    mistakes = [*_mistakes(args, devices, optimizer), *_metric_mistakes(args, compute_metrics, metrics or {})]
+    mistakes = list(_mistakes(args, devices, optimizer, compute_metrics, metrics or {}))
     if mistakes:
         given, conflict, remedy = ("; ".join(dict.fromkeys(m[i] for m in mistakes)) for i in range(3))
         raise JobError(given=f"TrainingArguments({given})", conflict=conflict, remedy=remedy)
     assert devices is not None, "or it was a mistake"
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * devices
+    epochs = float(args.num_train_epochs)
+    length: Length
+    if args.max_steps > 0:
+        length = Steps(args.max_steps)
+    elif epochs.is_integer() or not hasattr(train_dataset, "__len__"):
+        length = Epochs(int(epochs) if epochs.is_integer() else epochs)
+    else:  # as the Trainer counts: a fraction of an epoch ends with the next whole step
+        length = Steps(math.ceil(epochs * -(-len(train_dataset) // batch)))
     source = TransformersModel(model)
     evaluated = eval_dataset is not None
     return TransformersJob(
         model=source,
         loss=loss or LabelsLoss(source, args.label_smoothing_factor),
-        optimizer=optimizer or _optimizer(args, source),
+        optimizer=optimizer
+        or functools.partial(_grouped, *_trainers_optimizer(args), float(args.weight_decay), source),
         train_data=train_dataset,
         eval_data=eval_dataset,
         metrics=metrics or {},
         global_batch=batch,
-        length=_length(args, train_dataset, batch),
+        length=length,
         schedule=_schedule(args),
         clip_norm=float(args.max_grad_norm) if args.max_grad_norm else None,
         seed=args.seed,
         collate=KnownColumns(source if args.remove_unused_columns else None, data_collator),
         shuffle=_SAMPLING[_name(args.train_sampling_strategy)],
         watch=_watch(args) if evaluated and args.load_best_model_at_end else None,
-        arguments=_told(args),
+        arguments=_account_of(args),
     )
 
 
@@ -177,7 +186,9 @@ def _is_without(name: str) -> bool:
     return any(name == other or (other[-1] == "_" and name.startswith(other)) for other in _WITHOUT)
 
 
-def _mistakes(args: Any, devices: int | None, optimizer: Any) -> Iterator[tuple[str, str, str]]:
+def _mistakes(
+    args: Any, devices: int | None, optimizer: Any, compute_metrics: Any, metrics: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
     """Yield each argument that a job cannot express as (given, conflict, remedy)."""
     if not isinstance(devices, int) or devices < 1:
         each = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -192,27 +203,33 @@ def _mistakes(args: Any, devices: int | None, optimizer: Any) -> Iterator[tuple[
         if name in _REFUSED:
             conflict, remedy = _REFUSED[name]
             yield f"{name}={getattr(args, name)!r:.80}", conflict, remedy
-        elif name not in _TAKEN and name not in _ELSEWHERE and not _is_without(name):
+        elif name not in _IN_JOB and name not in _ELSEWHERE and not _is_without(name):
             yield f"{name}={getattr(args, name)!r:.80}", "this version of shoal does not know it", "leave it out"
     strategy = _name(args.train_sampling_strategy)
     if strategy not in _SAMPLING:
         conflict = "the order of samples is a function of seed, epoch and step"
         yield f"train_sampling_strategy={strategy!r}", conflict, 'write "random" or "sequential"'
     if optimizer is None:
-        yield from _optimizer_mistakes(args)
+        try:
+            kind, _ = _trainers_optimizer(args)
+            is_known = kind.__module__.partition(".")[0] in ("torch", "transformers")
+            conflict = f"its {kind.__name__} is stepped by the Trainer in a way of its own"
+        except Exception as error:
+            is_known, conflict = False, str(error)[:200]
+        if not is_known:
+            yield (
+                f"optim={_name(args.optim)!r}",
+                conflict,
+                "choose adamw_torch, sgd or adafactor, or give optimizer=...",
+            )
     try:
-        TrainerSchedule(
-            _name(args.lr_scheduler_type), float(args.warmup_steps), json.dumps(args.lr_scheduler_kwargs or {})
-        )(Progress(0, 10, 0))
+        _schedule(args)(Progress(0, 10, 0))
     except Exception as error:
         yield (
             f"lr_scheduler_type={_name(args.lr_scheduler_type)!r}",
             f"it is no function of the step alone ({str(error)[:120]})",
             "choose linear, cosine, constant_with_warmup or another that is",
         )
-
-
-def _metric_mistakes(args: Any, compute_metrics: Any, metrics: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if compute_metrics is not None:
         yield (
             "compute_metrics=...",
@@ -234,18 +251,18 @@ def _watch(args: Any) -> str:
     return f"{name}:{'max' if largest else 'min'}"
 
 
-def _told(args: Any) -> str:
+def _account_of(args: Any) -> str:
     """Return one message on what became of the arguments that were not defaults; empty if all are in the job."""
     written = _written(args)
     elsewhere = [f"{name} ({_ELSEWHERE[name]})" for name in written if name in _ELSEWHERE]
     without = [name for name in written if name not in _ELSEWHERE and _is_without(name)]
     if not elsewhere and not without:
         return ""
-    taken = [name for name in written if name in _TAKEN]
+    in_job = [name for name in written if name in _IN_JOB]
     return "; ".join(
         f"{what}: {', '.join(names)}"
         for what, names in (
-            ("TrainingArguments in the job", taken or ["none that differ from the defaults"]),
+            ("TrainingArguments in the job", in_job or ["none that differ from the defaults"]),
             ("not in the job, to be written where the run is started", elsewhere),
             ("without effect here", without),
         )
@@ -256,36 +273,10 @@ def _told(args: Any) -> str:
 # --------------------------------------------------------------------------------------------------- parts of the job
 
 
-def _length(args: Any, data: Any, batch: int) -> Length:
-    """Return the job's length as the Trainer counts: a fraction of an epoch ends with the next whole step."""
-    if args.max_steps > 0:
-        return Steps(args.max_steps)
-    epochs = float(args.num_train_epochs)
-    if epochs.is_integer() or not hasattr(data, "__len__"):
-        return Epochs(int(epochs) if epochs.is_integer() else epochs)
-    return Steps(math.ceil(epochs * -(-len(data) // batch)))
-
-
 def _trainers_optimizer(args: Any) -> tuple[Any, dict[str, Any]]:
     """Return the Trainer's optimizer class and arguments, without `fused`: the run fuses in fast mode."""
     kind, arguments = importlib.import_module("transformers").Trainer.get_optimizer_cls_and_kwargs(args)
     return kind, {name: value for name, value in arguments.items() if name != "fused"}
-
-
-def _optimizer_mistakes(args: Any) -> Iterator[tuple[str, str, str]]:
-    try:
-        kind, _ = _trainers_optimizer(args)
-        known = kind.__module__.partition(".")[0] in ("torch", "transformers")
-        conflict = f"its {kind.__name__} is stepped by the Trainer in a way of its own"
-    except Exception as error:
-        known, conflict = False, str(error)[:200]
-    if not known:
-        yield f"optim={_name(args.optim)!r}", conflict, "choose adamw_torch, sgd or adafactor, or give optimizer=..."
-
-
-def _optimizer(args: Any, source: TransformersModel) -> Callable[[Any], torch.optim.Optimizer]:
-    kind, arguments = _trainers_optimizer(args)
-    return functools.partial(_grouped, kind, arguments, float(args.weight_decay), source)
 
 
 def _grouped(
@@ -298,8 +289,8 @@ def _grouped(
         {"params": [p for name, p in named if name in decayed], "weight_decay": decay},
         {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
     ]
-    found: torch.optim.Optimizer = kind(groups, **arguments)  # on a pipeline stage a group may be empty
-    return found
+    optimizer: torch.optim.Optimizer = kind(groups, **arguments)  # on a pipeline stage a group may be empty
+    return optimizer
 
 
 def _schedule(args: Any) -> TrainerSchedule:
@@ -349,10 +340,11 @@ class KnownColumns:
         """Return the samples as a batch."""
         known = self.source.columns if self.source is not None else None
         if known is not None:
-            samples = [_kept(sample, known) if isinstance(sample, Mapping) else sample for sample in samples]
+            samples = [
+                {name: value for name, value in sample.items() if name in known}
+                if isinstance(sample, Mapping)
+                else sample
+                for sample in samples
+            ]
         collate = self.collate or importlib.import_module("transformers").default_data_collator
         return collate(samples)
-
-
-def _kept(sample: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    return {name: value for name, value in sample.items() if name in known}

@@ -86,7 +86,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
             from shoal.parallel.pipeline.stage_units import StageUnits
 
             keep, late = plan.shard.level == "gradients", plan.shard.reduce == "last_microbatch"
-            pipeline = pipeline.cut(StageUnits(model, pipeline.used, keep=keep, late=late))
+            pipeline = replace(pipeline, alone=False, units=StageUnits(model, pipeline.used, keep=keep, late=late))
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
@@ -211,8 +211,13 @@ class _Axes:
         found = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)
         parameters = {name for name, _ in self.model.named_parameters()}
         named = parameters | {name for name, _ in self.model.named_buffers()}
-        self.division.absent.update(named.difference(found.held))
-        self.division.add_partial(found.shared & parameters, "pipeline")
+        self.division.absent.update(named.difference(*found.used.values()))
+        ranks: dict[str, set[int]] = {}  # of the stages that use a parameter: each rank has a part of its gradient
+        for stage, names in enumerate(stages.holds):
+            for name in names & parameters:
+                ranks.setdefault(name, set()).add(stage % messages.num_ranks)
+        shared = {name for name, users in ranks.items() if len(users) > 1}
+        self.division.add_partial(shared, "pipeline")
         self.division.is_elsewhere = stages.is_before
         self.division.staged = found.staged(num_samples(batch))
         return found

@@ -12,7 +12,7 @@ gradient of an activation is computed twice. The method follows Qi et al., arXiv
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ def run_engine(
         accumulate: add the gradients to `.grad` and return nothing.
     """
     engine: Any = torch.autograd.Variable._execution_engine
-    found = engine.run_backward(
+    results = engine.run_backward(
         tuple(roots),
         tuple(gradients),
         keep,
@@ -49,7 +49,7 @@ def run_engine(
         allow_unreachable=True,
         accumulate_grad=accumulate,
     )
-    return () if accumulate else tuple(found)
+    return () if accumulate else tuple(results)
 
 
 def run_backward(total: Tensor, factor: float = 1.0) -> None:
@@ -84,7 +84,18 @@ def backward_input(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Weights]:
     """Return the gradients of the inputs, None for an input without dependents, and the state for `backward_weight`."""
-    children = _children([edge.node for edge in roots])
+    # For each node that the roots depend on, the nodes that depend on it directly.
+    children: dict[Node, list[Node]] = {edge.node: [] for edge in roots}
+    queue = list(children)
+    while queue:
+        node = queue.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in children:
+                children[below] = []
+                queue.append(below)
+            children[below].append(node)
     leaves = {get_gradient_edge(weight).node: weight for weight in weights}
     path = _upwards([get_gradient_edge(tensor).node for tensor in inputs], children)
     groups = _groups({node: w for node, w in leaves.items() if node in children}, path, children)
@@ -93,14 +104,14 @@ def backward_input(
     handles = [joint.register_prehook(hook) for joint, hook in keep]
     on_path = [(edge, gradient) for edge, gradient in zip(roots, gradients, strict=True) if edge.node in path]
     off_path = [(edge, gradient) for edge, gradient in zip(roots, gradients, strict=True) if edge.node not in path]
-    found: tuple[Tensor | None, ...] = (None,) * len(inputs)
+    results: tuple[Tensor | None, ...] = (None,) * len(inputs)
     try:
         if on_path:
-            found = run_engine([e for e, _ in on_path], [g for _, g in on_path], inputs, keep=True, accumulate=False)
+            results = run_engine([e for e, _ in on_path], [g for _, g in on_path], inputs, keep=True, accumulate=False)
     finally:
         for handle in handles:
             handle.remove()
-    return found, Weights(groups, off_path, list(leaves.values()))
+    return results, Weights(groups, off_path, list(leaves.values()))
 
 
 def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
@@ -118,7 +129,7 @@ def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
                     gradients.append(gradient)
             if len(group.joints) > 1:
                 # One joint may be behind another: what it would receive from there is in its stored gradient already.
-                handles.append(joint.register_prehook(_put(kept)))
+                handles.append(joint.register_prehook(lambda _, kept=kept: kept))
         try:
             if edges:
                 run_engine(edges, gradients, group.weights)
@@ -131,38 +142,18 @@ def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
     next(turns)
 
 
-def _put(kept: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:
-    return lambda _: kept
-
-
-def _children(roots: Sequence[Node]) -> dict[Node, list[Node]]:
-    """Return, for each node that the roots depend on, the nodes that depend on it directly."""
-    found: dict[Node, list[Node]] = {node: [] for node in roots}
-    queue = list(found)
-    while queue:
-        node = queue.pop()
-        for below, _ in node.next_functions:
-            if below is None:
-                continue
-            if below not in found:
-                found[below] = []
-                queue.append(below)
-            found[below].append(node)
-    return found
-
-
 def _upwards(starts: Sequence[Node], children: dict[Node, list[Node]], stop: set[Node] | None = None) -> set[Node]:
     """Return the starts and all nodes that depend on them, up to and including the nodes of `stop`."""
-    found: set[Node] = set()
+    above: set[Node] = set()
     queue = [node for node in starts if node in children]
     while queue:
         node = queue.pop()
-        if node in found:
+        if node in above:
             continue
-        found.add(node)
+        above.add(node)
         if stop is None or node not in stop:
             queue += children[node]
-    return found
+    return above
 
 
 def _groups(leaves: dict[Node, Tensor], path: set[Node], children: dict[Node, list[Node]]) -> list[_Group]:

@@ -154,24 +154,19 @@ def add_partial(model: ShardedModel) -> PartialSums:
 
 
 def _add_each(added: PartialSums, model: ShardedModel) -> None:
-    for group, parameters in added:
-        for parameter in parameters:
-            _add(parameter, model, group)
-
-
-def _add(parameter: nn.Parameter, model: ShardedModel, group: dist.ProcessGroup | None) -> None:
-    """Sum a gradient over a group, in float32 at least: 16 bits would lose what autograd accumulated."""
-    dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
-    if parameter.is_meta:  # another rank computes the parameter's stages: this rank adds zeros
-        shape = model.division.cut(tuple(parameter.shape))
-        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=model.mesh.device), group=group)
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    own = local(parameter.grad)
-    wide = own.to(dtype)
-    dist.all_reduce(wide, group=group)
-    own.copy_(wide)
+    """Sum gradients over groups, in float32 at least: 16 bits would lose what autograd accumulated."""
+    for group, parameter in ((group, parameter) for group, parameters in added for parameter in parameters):
+        dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
+        if parameter.is_meta:  # another rank computes the parameter's stages: this rank adds zeros
+            shape = model.division.cut(tuple(parameter.shape))
+            dist.all_reduce(torch.zeros(shape, dtype=dtype, device=model.mesh.device), group=group)
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own = local(parameter.grad)
+        wide = own.to(dtype)
+        dist.all_reduce(wide, group=group)
+        own.copy_(wide)
 
 
 # A callable that takes the name of the span that begins.

@@ -13,7 +13,7 @@ from shoal.checkpoint.pieces import described, index, share
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.distributed.mesh import alone
 from shoal.errors import JobMismatchError, RunDirectoryError
-from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.sharded_model import ShardedModel, key_names
 
 
 class Net(nn.Module):
@@ -32,7 +32,7 @@ def save(model: nn.Module, folder: Path, *, keys: bool = True) -> Path:
     sharded_model = ShardedModel(alone(torch.device("cpu")), model)
     held = {"model": sharded_model.tensors()}
     written = index([described(held)])
-    document = {"run": {"step": 7}, "tensors": written} | ({"keys": sharded_model.key_names()} if keys else {})
+    document = {"run": {"step": 7}, "tensors": written} | ({"keys": key_names(sharded_model)} if keys else {})
     Store(folder).write(Snapshot(7, dict(share(held, written, 0, 1)), document))
     return folder
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.distributed.mesh import Mesh, _groups
+from shoal.distributed.mesh import Mesh, open_groups
 from shoal.plans.accounting.collectives import Array, Sharding
 from shoal.plans.layout import Layout
 from shoal.training.observe.metering import array
@@ -25,7 +25,7 @@ def world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of `rank`; collectives return at once, with values that mean nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        yield Mesh(layout, rank, torch.device("cpu"), "here", _groups(layout))
+        yield Mesh(layout, rank, torch.device("cpu"), "here", open_groups(layout))
     finally:
         dist.destroy_process_group()
 

@@ -161,45 +161,34 @@ class SharedTreeSum(TreeSum):
         nodes = [pieces(held, self.num_grains) for held in holders]
         if not any(nodes):
             return torch.zeros_like(self._like)
-        self._reserve(max(map(len, nodes)) + self._num_results)
+        num_vectors, length = max(map(len, nodes)) + self._num_results, self._like.numel()
+        if not self._slots or len(self._slots[0]) < num_vectors:
+            if self._own is not None:
+                self._collective.release(self._own)
+            stride = length + -length % (LINE_BYTES // self._like.itemsize)  # no two ranks write to one cache line
+            self._own = self._collective.allocate(stride * num_vectors, self._like.dtype)
+            slots = self._collective.slots_like(self._own)
+            self._slots = [[vector[:length] for vector in whole.split(stride)] for whole in slots]
         for node, slot in zip(nodes[rank], self._slots[rank][self._num_results :], strict=False):
             slot.copy_(self.nodes[node])
         self._collective.barrier()
-        self._add(nodes, rank)
+        every = zip(nodes, self._slots, strict=True)
+        named = [pair for own, slots in every for pair in zip(own, slots[self._num_results :], strict=False)]
+        places = cut(length, self._like.itemsize, len(nodes))
+        # This rank's part, one cache-sized chunk at a time. The sums overwrite the slots' own values.
+        step = CHUNK_BYTES // self._like.itemsize
+        for begin in range(places[rank], places[rank + 1], step):
+            end = min(begin + step, places[rank + 1])
+            total = evaluate({node: slot[begin:end] for node, slot in named}, self.num_grains, torch.Tensor.add_)
+            assert total is not None, "there is a node"
+            for slots in self._slots if self._num_results else ():
+                slots[0][begin:end].copy_(total)
         self._collective.barrier()
         if self._num_results:
             return self._slots[rank][0]
         # The tree adds every sum to its left part in place.
-        return min(self._named(nodes), key=lambda named: named[0])[1]
+        return min(named, key=lambda pair: pair[0])[1]
 
     def borrowed(self) -> list[Tensor]:
         """Return the memory of all ranks, of which `buffers` has this rank's part."""
         return [vector for slots in self._slots for vector in slots]
-
-    def _named(self, nodes: list[list[Range]]) -> list[tuple[Range, Tensor]]:
-        """Return every rank's nodes with their memory."""
-        held = zip(nodes, self._slots, strict=True)
-        return [named for own, slots in held for named in zip(own, slots[self._num_results :], strict=False)]
-
-    def _reserve(self, num_vectors: int) -> None:
-        if self._slots and len(self._slots[0]) >= num_vectors:
-            return
-        if self._own is not None:
-            self._collective.release(self._own)
-        length = self._like.numel()
-        stride = length + -length % (LINE_BYTES // self._like.itemsize)  # no two ranks write to one cache line
-        self._own = self._collective.allocate(stride * num_vectors, self._like.dtype)
-        slots = self._collective.slots_like(self._own)
-        self._slots = [[vector[:length] for vector in whole.split(stride)] for whole in slots]
-
-    def _add(self, nodes: list[list[Range]], rank: int) -> None:
-        """Add up this rank's part, one cache-sized chunk at a time. This overwrites the slots' own values."""
-        places = cut(self._like.numel(), self._like.itemsize, len(nodes))
-        step = CHUNK_BYTES // self._like.itemsize
-        named = self._named(nodes)
-        for begin in range(places[rank], places[rank + 1], step):
-            end = min(begin + step, places[rank + 1])
-            found = evaluate({node: slot[begin:end] for node, slot in named}, self.num_grains, torch.Tensor.add_)
-            assert found is not None, "there is a node"
-            for slots in self._slots if self._num_results else ():
-                slots[0][begin:end].copy_(found)

@@ -36,7 +36,14 @@ class Hierarchical(Threaded):
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
         super().__init__(team.group)
-        by_host = _hosts()
+        try:  # a separate network namespace counts as a host, since its traffic crosses a link
+            network = Path("/proc/self/ns/net").stat().st_ino
+        except OSError:
+            network = 0
+        place = place_of_process()
+        # If memory cannot be shared, every rank counts as a host.
+        places = exchanged([*place, network] if place[0] else [0, dist.get_rank(), 0, 0])
+        by_host = [places.index(place) for place in places]
         divided = [_divide(part, by_host) for part in team.parts]
         mine = next(hosts for hosts in divided if any(dist.get_rank() in host for host in hosts))
         order = sorted(rank for host in mine for rank in host)
@@ -97,21 +104,6 @@ class Hierarchical(Threaded):
         for level in (self._local, *self._across):
             if level is not None:
                 level.close()
-
-
-def _hosts() -> list[int]:
-    """Return the number of each rank's host. Collective: all ranks of the run, an all-gather of a few numbers.
-
-    A separate network namespace counts as a host, since its traffic crosses a link.
-    """
-    try:
-        network = Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        network = 0
-    place = place_of_process()
-    # If memory cannot be shared, every rank counts as a host.
-    places = exchanged([*place, network] if place[0] else [0, dist.get_rank(), 0, 0])
-    return [places.index(place) for place in places]
 
 
 def _divide(part: Sequence[int], by_host: Sequence[int]) -> list[list[int]]:

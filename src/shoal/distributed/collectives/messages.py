@@ -20,7 +20,7 @@ from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
 from shoal.distributed.mesh import new_group
 from shoal.errors import CollectiveError, PeerError
-from shoal.plans.accounting.all_reduce import HEADER_BYTES, Halving, doubles, halving, place_in_tree, segments
+from shoal.plans.accounting.all_reduce import HEADER_BYTES, doubles, halving, place_in_tree, segments
 from shoal.plans.accounting.partition import cuts
 
 # How long a rank whose message failed searches for the rank that died.
@@ -175,9 +175,6 @@ class Ring(ByMessages):
         return (self.rank - steps) % self.world_size
 
 
-_UP, _DOWN = 0, 1
-
-
 class Tree(ByMessages):
     """Double binary tree: one tree for each half of the tensor. Sums go up and the result goes down, in pieces.
 
@@ -198,33 +195,29 @@ class Tree(ByMessages):
         ]
         most = max(map(len, pieces))
         rounds = [(tree, pieces[tree][n]) for n in range(most) for tree in (0, 1) if n < len(pieces[tree])]
+        places = [place_in_tree(self.rank, self.world_size, tree) for tree in (0, 1)]
+        # Tags by tree and direction, since one rank may be above another in both trees.
+        up, down = (1, 3), (2, 4)
         for tree, piece in rounds:
-            self._up(tree, piece, op)
-        sent = [message for tree, piece in rounds for message in self._down(tree, piece)]
+            place = places[tree]
+            rooms = [torch.empty_like(piece) for _ in place.children]
+            arriving = [
+                self._messages.receive(room, child, up[tree]) for room, child in zip(rooms, place.children, strict=True)
+            ]
+            for message, room in zip(arriving, rooms, strict=True):
+                message.wait()
+                combine(op, room, piece, piece)
+            if place.parent is not None:
+                # The parent's answer arrives in the same memory, so the send must complete first.
+                self._messages.send(piece, place.parent, up[tree]).wait()
+        sent: list[Message] = []
+        for tree, piece in rounds:
+            place = places[tree]
+            if place.parent is not None:
+                self._messages.receive(piece, place.parent, down[tree]).wait()
+            sent += [self._messages.send(piece, child, down[tree]) for child in place.children]
         for message in sent:
             message.wait()
-
-    def _up(self, tree: int, piece: Tensor, op: Operation) -> None:
-        place = place_in_tree(self.rank, self.world_size, tree)
-        rooms = [torch.empty_like(piece) for _ in place.children]
-        arriving = [self._messages.receive(r, c, _tag(tree, _UP)) for r, c in zip(rooms, place.children, strict=True)]
-        for message, room in zip(arriving, rooms, strict=True):
-            message.wait()
-            combine(op, room, piece, piece)
-        if place.parent is not None:
-            # The parent's answer arrives in the same memory, so the send must complete first.
-            self._messages.send(piece, place.parent, _tag(tree, _UP)).wait()
-
-    def _down(self, tree: int, piece: Tensor) -> list[Message]:
-        place = place_in_tree(self.rank, self.world_size, tree)
-        if place.parent is not None:
-            self._messages.receive(piece, place.parent, _tag(tree, _DOWN)).wait()
-        return [self._messages.send(piece, child, _tag(tree, _DOWN)) for child in place.children]
-
-
-def _tag(tree: int, direction: int) -> int:
-    """Return a tag per tree and direction, since one rank may be above another in both trees."""
-    return 1 + 2 * tree + direction
 
 
 class RecursiveDoubling(ByMessages):
@@ -250,23 +243,17 @@ class RecursiveDoubling(ByMessages):
             self._messages.receive(room, way.folded).wait()
             combine(op, room, flat, flat)
         if doubles(flat.numel(), flat.itemsize):
-            self._exchange_whole(way, flat, room, op)
+            for step in way.exchanges:
+                self._messages.exchange(flat, step.partner, room, step.partner)
+                pair = (room, flat) if step.partner < self.rank else (flat, room)
+                combine(op, *pair, flat)
         else:
-            self._halve_and_double(way, flat, room, op)
+            for step in way.exchanges:
+                arrived, own = room[slice(*step.kept)], flat[slice(*step.kept)]
+                self._messages.exchange(flat[slice(*step.given)], step.partner, arrived, step.partner)
+                combine(op, arrived, own, own)
+            for step in reversed(way.exchanges):
+                out, into = flat[slice(*step.kept)], flat[slice(*step.given)]
+                self._messages.exchange(out, step.partner, into, step.partner)
         if way.folded is not None:
             self._messages.send(flat, way.folded).wait()
-
-    def _exchange_whole(self, way: Halving, flat: Tensor, room: Tensor, op: Operation) -> None:
-        for step in way.exchanges:
-            self._messages.exchange(flat, step.partner, room, step.partner)
-            pair = (room, flat) if step.partner < self.rank else (flat, room)
-            combine(op, *pair, flat)
-
-    def _halve_and_double(self, way: Halving, flat: Tensor, room: Tensor, op: Operation) -> None:
-        for step in way.exchanges:
-            arrived, kept = room[slice(*step.kept)], flat[slice(*step.kept)]
-            self._messages.exchange(flat[slice(*step.given)], step.partner, arrived, step.partner)
-            combine(op, arrived, kept, kept)
-        for step in reversed(way.exchanges):
-            out, into = flat[slice(*step.kept)], flat[slice(*step.given)]
-            self._messages.exchange(out, step.partner, into, step.partner)

@@ -131,28 +131,25 @@ class Compiled:
         if self._given_up or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         if self._compiled is None:
-            self._compiled = torch.compile(
-                self.forward, backend=self._backend, fullgraph=True, dynamic=self._backend.dynamic
-            )
+            # With a graph per shape, the kernels of exact mode do not depend on the shapes seen before.
+            dynamic = False if self._backend.exact else None
+            self._compiled = torch.compile(self.forward, backend=self._backend, fullgraph=True, dynamic=dynamic)
         from torch._dynamo.exc import TorchDynamoException
 
         try:
             with torch._C.DisableTorchFunction():
                 return self._compiled(*args, **kwargs)
         except TorchDynamoException as error:  # raised before anything was computed
-            self._give_up(error)
+            why = f"{type(error).__name__}: {_first_lines(error)}"
+            if self._backend.exact:
+                raise PlanError(
+                    given=f"a plan with execution.compile in exact mode, and {self.name}",
+                    conflict=f"it cannot be compiled, or not for one more shape: {why}",
+                    remedy="write execution.compile = 'none', or give it batches of fewer different shapes",
+                ) from error
+            self._given_up = True
+            warnings.warn(f"{self.name} is not compiled: {why}", SettingWarning, stacklevel=2)
         return self.forward(*args, **kwargs)
-
-    def _give_up(self, error: Exception) -> None:
-        why = f"{type(error).__name__}: {_first_lines(error)}"
-        if self._backend.exact:
-            raise PlanError(
-                given=f"a plan with execution.compile in exact mode, and {self.name}",
-                conflict=f"it cannot be compiled, or not for one more shape: {why}",
-                remedy="write execution.compile = 'none', or give it batches of fewer different shapes",
-            ) from error
-        self._given_up = True
-        warnings.warn(f"{self.name} is not compiled: {why}", SettingWarning, stacklevel=3)
 
 
 def _first_lines(error: Exception) -> str:
@@ -171,11 +168,6 @@ class Backend:
     exact: bool
     compiler: str | Callable[..., Any] = "inductor"
 
-    @property
-    def dynamic(self) -> bool | None:
-        """False in exact mode, else None. With a graph per shape, kernels do not depend on the shapes seen before."""
-        return False if self.exact else None
-
     def __deepcopy__(self, memo: Any) -> Backend:
         return self
 
@@ -183,23 +175,23 @@ class Backend:
         """Return the graph as a callable: its parts compiled, or called under the scope."""
         nodes = list(graph.graph.nodes)
         own = {node: _needs_scope(node) for node in nodes if node.op.startswith("call_")}
+        for child in graph.modules():
+            if child is not graph and isinstance(child, torch.fx.GraphModule):
+                hidden = [n for n in child.graph.nodes if n.op.startswith("call_") and _needs_scope(n)]
+                if hidden:
+                    raise RuntimeError(f"{hidden[0].target} within a function that is one operation of the graph")
         if not any(own.values()):
-            self._refuse_hidden(graph)
             return self._compile(graph)
-        self._refuse_hidden(graph)
         if any(getattr(n.target, "__name__", "") in _STATES for n in own):
             return _under_scope(graph.forward)
-        return self._cut(graph, own)
-
-    def _cut(self, graph: torch.fx.GraphModule, needs_scope: dict[torch.fx.Node, bool]) -> Callable[..., Any]:
         from torch.fx.passes.split_module import split_module
 
         parts: dict[torch.fx.Node, int] = {}
         kinds: list[bool] = []
-        for node in graph.graph.nodes:
-            if node in needs_scope:
-                if not kinds or kinds[-1] != needs_scope[node]:
-                    kinds.append(needs_scope[node])
+        for node in nodes:
+            if node in own:
+                if not kinds or kinds[-1] != own[node]:
+                    kinds.append(own[node])
                 parts[node] = len(kinds) - 1
         whole: torch.fx.GraphModule = split_module(graph, nn.Module(), lambda node: parts[node])
         for name, child in list(whole.named_children()):
@@ -209,10 +201,18 @@ class Backend:
         return _source(whole)
 
     def _compile(self, graph: torch.fx.GraphModule) -> Callable[..., Any]:
+        forward = _source(graph)
+
+        def part(*args: Any) -> Any:
+            return forward(*args)
+
+        # A function: torch silently skips code that is in no file. It has its own code object, since torch keeps
+        # compiled graphs by code. Otherwise torch would try all parts of all blocks in turn.
+        wrapper = FunctionType(part.__code__.replace(), part.__globals__, part.__name__, None, part.__closure__)
         call = torch.compile(
-            _fresh(_source(graph)),
+            wrapper,
             fullgraph=True,
-            dynamic=self.dynamic,
+            dynamic=False if self.exact else None,
             backend=self.compiler,
             options=dict(self.options) or None,
         )
@@ -232,14 +232,6 @@ class Backend:
 
         return run
 
-    @staticmethod
-    def _refuse_hidden(graph: torch.fx.GraphModule) -> None:
-        for child in graph.modules():
-            if child is not graph and isinstance(child, torch.fx.GraphModule):
-                hidden = [n for n in child.graph.nodes if n.op.startswith("call_") and _needs_scope(n)]
-                if hidden:
-                    raise RuntimeError(f"{hidden[0].target} within a function that is one operation of the graph")
-
 
 # Begin and end of a context in a graph: no cut is possible in between.
 _STATES = frozenset({"_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_saved_tensors_hooks_disable"})
@@ -254,19 +246,6 @@ def _source(graph: torch.fx.GraphModule) -> Callable[..., Any]:
     """Return the graph's forward. Reading `code` makes torch write it: until then forward is a placeholder."""
     assert graph.code
     return graph.forward
-
-
-def _fresh(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the call in a function: torch silently skips code that is in no file.
-
-    Each wrapper has its own code object, since torch keeps compiled graphs by code. Otherwise it would try all parts of
-    all blocks in turn.
-    """
-
-    def part(*args: Any) -> Any:
-        return call(*args)
-
-    return FunctionType(part.__code__.replace(), part.__globals__, part.__name__, None, part.__closure__)
 
 
 def _under_scope(call: Callable[..., Any]) -> Callable[..., Any]:

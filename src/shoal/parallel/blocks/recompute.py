@@ -39,7 +39,14 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
     if kind == "none":
         return []
     found = repeated_blocks(model) or parts(model)
-    blocks = [block for block in found if not _recomputes_itself(model, block)]
+    blocks = []
+    for block in found:  # without those that transformers or torch checkpoints already, around or in them
+        around = [m for name, m in model.named_modules() if not name or f"{block.name}.".startswith(f"{name}.")]
+        if not any(
+            getattr(m, "gradient_checkpointing", False) is True or type(m).__name__ == "CheckpointWrapper"
+            for m in (*around, *block.module.modules())
+        ):
+            blocks.append(block)
     if not blocks:
         why = (
             "its blocks compute again by themselves (gradient checkpointing)"
@@ -70,15 +77,6 @@ def recomputed(model: nn.Module) -> list[Recomputed]:
     return found
 
 
-def _recomputes_itself(model: nn.Module, block: Block) -> bool:
-    """Check whether the block, or a module around or in it, is checkpointed by transformers or torch already."""
-    around = [m for name, m in model.named_modules() if not name or f"{block.name}.".startswith(f"{name}.")]
-    return any(
-        getattr(m, "gradient_checkpointing", False) is True or type(m).__name__ == "CheckpointWrapper"
-        for m in (*around, *block.module.modules())
-    )
-
-
 _Kept = tuple[dict[str, Tensor | None], str, Tensor]  # the dict that contains a buffer, its key, and its value
 
 
@@ -98,11 +96,39 @@ class Recomputed:
         """Return the block's output."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        kwargs = self._without_cache(kwargs)
+        for name in _CACHES:
+            cache = kwargs.get(name)
+            if cache is None:
+                continue
+            length = getattr(cache, "get_seq_length", lambda: 1)()
+            if length:
+                raise PlanError(
+                    given=f"memory.recompute = {self.kind!r} with {name} of {int(length)} tokens for {self.name}",
+                    conflict="the block adds to them, and would do so a second time where it is computed again",
+                    remedy="write memory.recompute = 'none', or train without keys and values of earlier tokens",
+                )
+            kwargs = {**kwargs, name: None}
+        if kwargs.get("use_cache"):
+            kwargs = {**kwargs, "use_cache": False}
         inputs = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in inputs]
-        buffers, generators = self._buffers(), python_generators()
-        moment = _Moment(self._start(buffers), (random.getstate(), np.random.get_state()) if self._draws else None)
+        generators = python_generators()
+        # By module and key: the dict with the buffer, its current tensor, and the tensor's version.
+        buffers = {
+            (id(module), key): (module._buffers, value, value._version)
+            for part in self._modules
+            for module in part.modules()
+            for key, value in module._buffers.items()
+            if value is not None
+        }
+        # Copies of the buffers that the forward changes. A buffer that starts to change later is discovered after that
+        # forward, which the engine then repeats.
+        start = [
+            (home, key[1], value.detach().clone())
+            for key, (home, value, _) in buffers.items()
+            if self._changing is None or key in self._changing
+        ]
+        moment = _Moment(start, (random.getstate(), np.random.get_state()) if self._draws else None)
         kept = SavedResults() if self.kind == "selective" else None
 
         def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
@@ -117,34 +143,6 @@ class Recomputed:
             )
         if kept is not None:
             kept.forget(output)
-        moment.keep(self._learn(buffers, generators))
-        if not self._draws:
-            moment.generators = None
-        return output
-
-    def _buffers(self) -> dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, int]]:
-        """Return, by module and key, the dict with the buffer, its current tensor, and the tensor's version."""
-        return {
-            (id(module), key): (module._buffers, value, value._version)
-            for part in self._modules
-            for module in part.modules()
-            for key, value in module._buffers.items()
-            if value is not None
-        }
-
-    def _start(self, buffers: dict[tuple[int, str], Any]) -> list[_Kept]:
-        """Copy, before the forward, the buffers that the forward changes.
-
-        A buffer that starts to change later is discovered after that forward, which the engine then repeats.
-        """
-        return [
-            (home, key[1], value.detach().clone())
-            for key, (home, value, _) in buffers.items()
-            if self._changing is None or key in self._changing
-        ]
-
-    def _learn(self, buffers: dict[tuple[int, str], Any], generators: tuple[Any, ...]) -> list[_Kept]:
-        """Copy, after the forward, the buffers that have started to change."""
         changed = {
             key
             for key, (home, value, version) in buffers.items()
@@ -155,23 +153,14 @@ class Recomputed:
         self._changing = changed | (self._changing or set())
         moved = python_generators() != generators
         self._draws = moved if first else self._draws or moved
-        homes = ((buffers[key][0], key[1]) for key in begun)
-        return [(home, key, value.detach().clone()) for home, key in homes if (value := home.get(key)) is not None]
-
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        for name in _CACHES:
-            cache = kwargs.get(name)
-            if cache is None:
-                continue
-            length = getattr(cache, "get_seq_length", lambda: 1)()
-            if length:
-                raise PlanError(
-                    given=f"memory.recompute = {self.kind!r} with {name} of {int(length)} tokens for {self.name}",
-                    conflict="the block adds to them, and would do so a second time where it is computed again",
-                    remedy="write memory.recompute = 'none', or train without keys and values of earlier tokens",
-                )
-            kwargs = {**kwargs, name: None}
-        return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
+        for begun_key in begun:  # a recomputation must not change these either
+            home, key = buffers[begun_key][0], begun_key[1]
+            current = home.get(key)
+            if current is not None:
+                moment.buffers.append((home, key, current.detach().clone()))
+        if not self._draws:
+            moment.generators = None
+        return output
 
 
 class _Segments:
@@ -207,19 +196,15 @@ class _Moment:
     """State before a forward, without its arguments: buffers that it changes, and Python's and numpy's generators."""
 
     def __init__(self, buffers: list[_Kept], generators: Any) -> None:
-        self._buffers, self.generators = buffers, generators
-
-    def keep(self, buffers: list[_Kept]) -> None:
-        """Add buffers that a recomputation must not change."""
-        self._buffers += buffers
+        self.buffers, self.generators = buffers, generators
 
     @contextlib.contextmanager
     def again(self, kept: SavedResults | None) -> Iterator[None]:
         """Return the context of one recomputation: it restores the stored state, and at its end the current state."""
-        now = [home[key] for home, key, _ in self._buffers]
+        now = [home[key] for home, key, _ in self.buffers]
         with contextlib.nullcontext() if self.generators is None else python_generators_kept():
             try:
-                for home, key, start in self._buffers:
+                for home, key, start in self.buffers:
                     home[key] = start.clone()
                 if self.generators is not None:
                     random.setstate(self.generators[0])
@@ -227,7 +212,7 @@ class _Moment:
                 with kept.again() if kept is not None else contextlib.nullcontext():
                     yield
             finally:
-                for (home, key, _), value in zip(self._buffers, now, strict=True):
+                for (home, key, _), value in zip(self.buffers, now, strict=True):
                     home[key] = value
 
 

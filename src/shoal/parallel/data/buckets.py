@@ -71,10 +71,20 @@ class GradientBuckets:
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
         self._num_extras = 0
+        self._num_status = _NUM_FLAGS + len(self._parameters)
         # One process in one dtype has nothing to sum: autograd accumulates.
         self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
-        if not self._plain:
-            self._fill_buckets()
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        sizes = [real_numel(p) * dtype.itemsize for p in self._parameters]
+        limit = GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES
+        groups = [] if self._plain else divide_into_buckets(sizes, limit)
+        for number, group in enumerate(groups):
+            extra = self._num_status if number == len(groups) - 1 else 0
+            length = sum(real_numel(self._parameters[i]) for i in group)
+            self._buckets.append(_Bucket(self._allocate(length + extra, device), list(group)))
+            self._lay_out(self._buckets[-1])
+            if compression is not None:
+                compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
         # For each parameter, whether it had a gradient in the last finished step; below, the same on the device.
@@ -96,18 +106,6 @@ class GradientBuckets:
             if not self._plain
         ]
 
-    def _fill_buckets(self) -> None:
-        device = self._parameters[0].device
-        sizes = [real_numel(p) * self._dtype.itemsize for p in self._parameters]
-        groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
-        for number, group in enumerate(groups):
-            extra = self._num_status if number == len(groups) - 1 else 0
-            length = sum(real_numel(self._parameters[i]) for i in group)
-            self._buckets.append(_Bucket(self._allocate(length + extra, device), list(group)))
-            self._lay_out(self._buckets[-1])
-            if self._compression is not None:
-                self._compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
-
     def _lay_out(self, bucket: _Bucket) -> None:
         """Make the gradients of the bucket's members consecutive views of the bucket."""
         own = [self._parameters[i] for i in bucket.members]
@@ -123,24 +121,6 @@ class GradientBuckets:
         if self._collective is not None and device.type == "cpu":
             return self._collective.allocate(length, self._dtype)
         return torch.zeros(length, dtype=self._dtype, device=device)
-
-    @property
-    def _num_status(self) -> int:
-        return _NUM_FLAGS + len(self._parameters)
-
-    def _reserve(self, num_extras: int) -> None:
-        """Make room for `num_extras` numbers at the end of the last buffer. Collective: as the constructor."""
-        if num_extras == self._num_extras:
-            return
-        self._num_extras = num_extras
-        bucket = self._buckets[-1]
-        length = sum(real_numel(self._parameters[i]) for i in bucket.members)
-        before = bucket.flat
-        bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
-        bucket.flat[:length] = before[:length]
-        if self._collective is not None:
-            self._collective.release(before)
-        self._lay_out(bucket)
 
     def buffers(self) -> list[Tensor]:
         """Return the flat buffers, and those of the collective and the compression."""
@@ -183,8 +163,10 @@ class GradientBuckets:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             gradient = parameter.grad = gradient.to_dense()
-        if gradient is None or self._dtype != parameter.dtype:
-            self._accumulate(index, view, parameter)
+        if gradient is None or self._dtype != parameter.dtype:  # narrow or complex: accumulate in the reduce dtype
+            if gradient is not None:
+                view.add_(as_real(gradient)) if self._fired[index] else view.copy_(as_real(gradient))
+                parameter.grad = None
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
@@ -193,20 +175,10 @@ class GradientBuckets:
             if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
                 raise RuntimeError("a gradient changed after its all-reduce began")
             bucket.pending -= 1
-            self._launch_complete()
-
-    def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
-        """Accumulate the gradient of a narrow or complex parameter in the reduce dtype instead of its own dtype."""
-        if parameter.grad is not None:
-            gradient = as_real(parameter.grad)
-            view.add_(gradient) if self._fired[index] else view.copy_(gradient)
-            parameter.grad = None
-
-    def _launch_complete(self) -> None:
-        # In the order of the buckets, not of the hooks: collectives must match across ranks. The last bucket waits for
-        # the flags.
-        while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
-            self._launch()
+            # In the order of the buckets, not of the hooks: collectives must match across ranks. The last bucket waits
+            # for the flags.
+            while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
+                self._launch()
 
     def _launch(self) -> None:
         assert self._collective is not None, "several ranks have something to sum with"
@@ -229,7 +201,11 @@ class GradientBuckets:
             return flags, extras if extras.is_cpu else extras.cpu()
         used = [float(count > 0) for count in self._fired]
         if self._world_size > 1:
-            flags, used, extras = self._reduce(flags, used, extras)
+            status = self._summed(flags, used, extras).float().cpu()
+            here, extras = status[: self._num_status].numpy(), status[self._num_status :]
+            flags, used = Flags(int(here[0]), int(here[1])), here[_NUM_FLAGS:].tolist()
+            if self._compression is not None:
+                self.compared = self._compression.settle([b.flat for b in self._buckets], self._unused_places(used))
         self._usual, self._usual_there = [count > 0 for count in used], None
         self._give(self._usual)
         return flags, extras if extras.is_cpu else extras.cpu()
@@ -244,7 +220,8 @@ class GradientBuckets:
         device = extras.device
         self._complete()
         if self._world_size == 1:
-            odd = sum(a != b for a, b in zip(self._used(), self._usual, strict=True))
+            used = self._given if self._plain else [count > 0 for count in self._fired]
+            odd = sum(a != b for a, b in zip(used, self._usual, strict=True))
             self._give(self._usual)
             if not (flags.errors or flags.redo or odd):  # avoids a copy from the host
                 return torch.zeros(3, device=device), extras
@@ -253,13 +230,10 @@ class GradientBuckets:
         tail = self._summed(flags, [float(count > 0) for count in self._fired], extras).float()
         if self._usual_there is None:
             self._usual_there = device_reads.sent(torch.tensor(self._usual), device)
-        used = tail[_NUM_FLAGS : self._num_status] > 0
-        odd_there = (used != self._usual_there).sum().float().reshape(1)
+        used_there = tail[_NUM_FLAGS : self._num_status] > 0
+        odd_there = (used_there != self._usual_there).sum().float().reshape(1)
         self._give(self._usual)
         return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
-
-    def _used(self) -> list[bool]:
-        return self._given if self._plain else [count > 0 for count in self._fired]
 
     def _complete(self) -> None:
         """Zero unused gradients in buffers not yet sent, and decide whether the next step may send early."""
@@ -286,18 +260,18 @@ class GradientBuckets:
         for i, parameter in enumerate(self._parameters):
             parameter.grad = in_dtype(self._sums[i], parameter) if used[i] else None
 
-    def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
-        status = self._summed(flags, used, extras).float().cpu()
-        here = status[: self._num_status].numpy()
-        used = here[_NUM_FLAGS:].tolist()
-        if self._compression is not None:
-            self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
-        return Flags(int(here[0]), int(here[1])), used, status[self._num_status :]
-
     def _summed(self, flags: Flags, used: list[float], extras: Tensor) -> Tensor:
         """Return the end of the last buffer, summed over the ranks: flags, which parameters were used, and `extras`."""
-        self._reserve(extras.numel())
-        tail = self._buckets[-1].flat[-self._num_status - extras.numel() :]
+        last = self._buckets[-1]
+        if extras.numel() != self._num_extras:  # make room at the end; collective as the constructor
+            self._num_extras = extras.numel()
+            length, before = sum(real_numel(self._parameters[i]) for i in last.members), last.flat
+            last.flat = self._allocate(length + self._num_status + self._num_extras, before.device)
+            last.flat[:length] = before[:length]
+            if self._collective is not None:
+                self._collective.release(before)
+            self._lay_out(last)
+        tail = last.flat[-self._num_status - extras.numel() :]
         status = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
         tail[: self._num_status] = device_reads.sent(status, tail.device)
         tail[self._num_status :] = extras
@@ -306,11 +280,10 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        summed = self._buckets[-1].summed
-        assert summed is not None, "it is laid out"
-        return summed[-len(tail) :]
+        assert last.summed is not None, "it is laid out"
+        return last.summed[-len(tail) :]
 
-    def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
+    def _unused_places(self, used: list[float]) -> list[tuple[int, int, int]]:
         """Return bucket, start and stop of each parameter that no rank used."""
         numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         found = []

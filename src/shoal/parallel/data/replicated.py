@@ -63,7 +63,9 @@ class DataParallel(AccumulatingStrategy):
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
-        self._factor, self._reduce, self._parameters = 1.0, reduce, list(parameters)
+        self._factor, self._parameters = 1.0, list(parameters)
+        # Whether the sums of several ranks travel with the gradients.
+        self._in_buckets = reduce == torch.float32 and mesh.num_data_ranks == mesh.world_size
         self._nothing = torch.empty(0, device=mesh.device)
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
@@ -89,16 +91,18 @@ class DataParallel(AccumulatingStrategy):
         world_size = self._mesh.world_size
         if world_size == 1 or not self._in_buckets:
             flags, _ = self._buckets.finish(flags, self._nothing)
-            return self._read(sums, flags) if world_size == 1 else all_sums(sums, flags, self._mesh.device)
+            if world_size > 1:
+                return all_sums(sums, flags, self._mesh.device)
+            if device_reads.waits(sums.device):  # the norm comes in the same copy
+                norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
+                if norm is not None and norm.device == sums.device:
+                    read = torch.cat([sums, norm.reshape(1)]).cpu().numpy()
+                    return StepSums(read[:-1], flags, norm=float(read[-1]))
+            return StepSums((sums if sums.is_cpu else sums.cpu()).numpy(), flags)
         flags, extras = self._buckets.finish(flags, self._extras(sums, row))
         cut = len(extras) - world_size * len(row)
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
-
-    @property
-    def _in_buckets(self) -> bool:
-        """Whether the sums of several ranks travel with the gradients."""
-        return self._reduce == torch.float32 and self._mesh.num_data_ranks == self._mesh.world_size
 
     def _extras(self, sums: Tensor, row: list[float]) -> Tensor:
         """Return what travels with the gradients: the sums, and a table with this rank's row."""
@@ -123,15 +127,6 @@ class DataParallel(AccumulatingStrategy):
         failures, extras = self._buckets.queue(flags, self._extras(sums, row))
         cut = len(extras) - world_size * len(row)
         return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
-
-    def _read(self, sums: Tensor, flags: Flags) -> StepSums:
-        """Return one process's sums, and the norm in the same copy if a copy waits for the device."""
-        if device_reads.waits(sums.device):
-            norm = norm_tensor([p.grad for p in self._parameters if p.grad is not None])
-            if norm is not None and norm.device == sums.device:
-                read = torch.cat([sums, norm.reshape(1)]).cpu().numpy()
-                return StepSums(read[:-1], flags, norm=float(read[-1]))
-        return StepSums((sums if sums.is_cpu else sums.cpu()).numpy(), flags)
 
     def gradient_buffers(self) -> list[Tensor]:
         return self._buckets.buffers()
@@ -196,7 +191,7 @@ class ExactDataParallel(Strategy):
             run_backward(total)
         grain = microbatch.grains[0].index
         with torch._C.DisableTorchFunction():  # the grain's scope covers the model's operations only
-            self._tree.add(grain, self._taken())
+            self._tree.add(grain, self._flat_gradient())
         self._clear()
         self._rows[grain] = sums
 
@@ -204,7 +199,7 @@ class ExactDataParallel(Strategy):
         if len(values):
             self._rows[microbatch.grains[0].index][NUM_SUMS:].add_(values)
 
-    def _taken(self) -> Tensor:
+    def _flat_gradient(self) -> Tensor:
         """Return the gradient as one vector, with zeros for parameters without a gradient."""
         flat = self._tree.empty()
         into, gradients = [], []

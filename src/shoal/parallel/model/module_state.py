@@ -126,8 +126,9 @@ class _StateWalk:
             return self.of(value.__func__), self.of(value.__self__)
         if isinstance(value, functools.partial):
             return self.of(value.func), self.of(value.args), self.of(value.keywords)
-        if not _is_plain(type(value)):
-            raise UnknownStateError
+        for c in type(value).__mro__:  # Python may not see the whole state of the class's objects
+            if c not in _HOLDERS and not (c.__flags__ & _HEAP_TYPE and not vars(c).get("__slots__")):
+                raise UnknownStateError
         content: tuple[Hashable, ...] = ()
         if isinstance(value, Mapping):
             content = (self._items(value),)
@@ -139,8 +140,3 @@ class _StateWalk:
 
     def _items(self, items: Mapping[Any, Any]) -> tuple[Hashable, ...]:
         return tuple((self.of(key), self.of(value)) for key, value in items.items())
-
-
-def _is_plain(kind: type) -> bool:
-    """Check whether Python sees the whole state of a class's objects."""
-    return all(c in _HOLDERS or (c.__flags__ & _HEAP_TYPE and not vars(c).get("__slots__")) for c in kind.__mro__)

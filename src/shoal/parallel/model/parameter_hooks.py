@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
@@ -47,13 +47,13 @@ class ParameterHooks:
     def take(self, model: nn.Module) -> None:
         """Remove the current hooks from the parameters and store them."""
         for name, parameter in model.named_parameters():
-            found = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
-            if found.on_gradient:
+            hooks = _Hooks(parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {})
+            if hooks.on_gradient:
                 parameter._backward_hooks = None
-            if found.on_parameter:  # after None, torch would still call the old hooks
+            if hooks.on_parameter:  # after None, torch would still call the old hooks
                 parameter._post_accumulate_grad_hooks = OrderedDict()
-            if found.on_gradient or found.on_parameter:
-                self.by_name.setdefault(name, []).append(found)
+            if hooks.on_gradient or hooks.on_parameter:
+                self.by_name.setdefault(name, []).append(hooks)
 
     def give_back(self, model: nn.Module) -> None:
         """Restore the hooks, so that autograd calls them again."""
@@ -77,14 +77,14 @@ class ParameterHooks:
                 if parameter is None or parameter.grad is None:
                     continue
                 try:
-                    _called(name, taken, parameter)
+                    _call_hooks(name, taken, parameter)
                 except ShoalError:
                     raise
                 except Exception as error:
                     raise user_error(f"a hook on the parameter {name}", error) from error
 
 
-def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
+def _call_hooks(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
     whole: Any = parameter
     if hasattr(parameter, "full_tensor"):  # a DTensor; a hook sees the whole
         whole = nn.Parameter(parameter.full_tensor())
@@ -104,19 +104,14 @@ def _called(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
             remedy="let the hook change parameter.grad, and the optimizer of the job update the parameter",
         )
     if whole is not parameter:
-        _put(parameter, whole.grad)
+        if whole.grad is None:
+            parameter.grad = None
+            return
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-
-def _put(parameter: Any, gradient: Tensor | None) -> None:
-    """Set the gradient of a DTensor parameter to this rank's rows of a whole gradient."""
-    if gradient is None:
-        parameter.grad = None
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    held = parameter.grad
-    shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
-    held.to_local().copy_(gradient[offset[0] : offset[0] + shape[0]])
+        own: Any = parameter.grad  # this rank's rows
+        shape, offset = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
+        own.to_local().copy_(whole.grad[offset[0] : offset[0] + shape[0]])
 
 
 def refuse_hooks(hooks: ParameterHooks, parts: Mapping[str, TensorSlice], plan: Plan) -> None:

@@ -166,53 +166,10 @@ class ShardedModel:
             if isinstance(t, Tensor) and not t.is_meta
         }
 
-    def key_names(self) -> dict[str, str]:
-        """Return the name in `tensors` for each key of the model's state dict, including tensors of other ranks."""
-        names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
-        found = self.model.state_dict(keep_vars=True)
-        return {key: names[id(t)] for key, t in found.items() if isinstance(t, Tensor) and id(t) in names}
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the logical shape of every parameter of the model, including those of other ranks."""
         parts = self.division.parts
         return {n: parts[n].shape if n in parts else tuple(p.shape) for n, p in self.model.named_parameters()}
-
-    def state(self, tensors: Mapping[str, Tensor]) -> TensorSlices:
-        """Return the optimizer's tensors by path, which begins with the parameter's name.
-
-        Raises: JobError for state of a divided parameter that is not divided as the parameter is.
-        """
-        parts = {name: self.part(name, p) for name, p in self.parameters()}
-        found: TensorSlices = {}
-        for path, tensor in tensors.items():
-            part = parts.get(path.partition("/")[0])
-            if part is not None and tuple(tensor.shape) == part.local_shape:
-                found[path] = part, tensor
-            elif part is None or part.is_whole or tensor.numel() == 1:
-                found[path] = TensorSlice.whole(tensor.shape), tensor
-            else:
-                raise JobError(
-                    given=f"an optimizer whose state {path} has shape {list(tensor.shape)}",
-                    conflict=f"this rank holds a part of shape {list(part.local_shape)} of that parameter",
-                    remedy="use an optimizer whose state has the shape of the parameter, or the data axis, or "
-                    'shard.level = "optimizer", which divide no parameter',
-                )
-        return found
-
-    def room(self, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
-        """Allocate memory for a checkpoint's optimizer tensors that belong to the parameters `names` or to groups."""
-        parts, absent = {name: self.part(name, p) for name, p in self.parameters()}, self.absent()
-        found: TensorSlices = {}
-        for path, entry in known.items():
-            owner = path.partition("/")[0]
-            part, shape = parts.get(owner), tuple(entry["shape"])
-            if part is not None and owner not in names:
-                continue
-            if part is None and owner in absent:
-                continue
-            mine = part if part is not None and part.shape == shape else TensorSlice.whole(shape)
-            found[path] = mine, torch.empty(mine.local_shape, dtype=getattr(torch, entry["dtype"]))
-        return found
 
     def absent(self) -> set[str]:
         """Return the names of parameters and buffers that only other ranks have."""
@@ -235,6 +192,52 @@ class ShardedModel:
             return True
         mine, nothing = self._by_rank[self.mesh.rank], object()
         return name in mine and all(self._by_rank[r].get(name, nothing) != mine[name] for r in others)
+
+
+def key_names(model: ShardedModel) -> dict[str, str]:
+    """Return the name in `tensors` for each key of the model's state dict, including tensors of other ranks."""
+    names = {id(t): name for name, t in [*model.model.named_parameters(), *model.model.named_buffers()]}
+    tensors = model.model.state_dict(keep_vars=True)
+    return {key: names[id(t)] for key, t in tensors.items() if isinstance(t, Tensor) and id(t) in names}
+
+
+def state_slices(model: ShardedModel, tensors: Mapping[str, Tensor]) -> TensorSlices:
+    """Return an optimizer's tensors with their slices by path, which begins with the parameter's name.
+
+    Raises: JobError for state of a divided parameter that is not divided as the parameter is.
+    """
+    parts = {name: model.part(name, p) for name, p in model.parameters()}
+    slices: TensorSlices = {}
+    for path, tensor in tensors.items():
+        part = parts.get(path.partition("/")[0])
+        if part is not None and tuple(tensor.shape) == part.local_shape:
+            slices[path] = part, tensor
+        elif part is None or part.is_whole or tensor.numel() == 1:
+            slices[path] = TensorSlice.whole(tensor.shape), tensor
+        else:
+            raise JobError(
+                given=f"an optimizer whose state {path} has shape {list(tensor.shape)}",
+                conflict=f"this rank holds a part of shape {list(part.local_shape)} of that parameter",
+                remedy="use an optimizer whose state has the shape of the parameter, or the data axis, or "
+                'shard.level = "optimizer", which divide no parameter',
+            )
+    return slices
+
+
+def allocate_state(model: ShardedModel, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
+    """Allocate memory for a checkpoint's optimizer tensors that belong to the parameters `names` or to groups."""
+    parts, absent = {name: model.part(name, p) for name, p in model.parameters()}, model.absent()
+    slices: TensorSlices = {}
+    for path, entry in known.items():
+        owner = path.partition("/")[0]
+        part, shape = parts.get(owner), tuple(entry["shape"])
+        if part is not None and owner not in names:
+            continue
+        if part is None and owner in absent:
+            continue
+        mine = part if part is not None and part.shape == shape else TensorSlice.whole(shape)
+        slices[path] = mine, torch.empty(mine.local_shape, dtype=getattr(torch, entry["dtype"]))
+    return slices
 
 
 def entries(held: TensorSlices) -> dict[str, list[Any]]:

@@ -56,7 +56,7 @@ def _repeated(name: str, module: nn.Module, _place: str | None) -> list[Block]:
 
 
 def is_composite(module: nn.Module) -> bool:
-    """Check whether a module has parameters and is more than one of torch's own layers."""
+    """Return True if a module has parameters and is more than one of torch's own layers."""
     own = bool(list(module.children())) or not type(module).__module__.startswith("torch.nn.")
     return own and any(True for _ in module.parameters())
 
@@ -72,25 +72,21 @@ def parts(model: nn.Module) -> list[Block]:
 
 def _parts(name: str, module: nn.Module) -> Iterator[Block]:
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        yield from _segments(name, module)
+        # About sqrt(n) segments of n layers (Chen et al., arXiv 1604.06174). Each begins with a layer.
+        children = list(module.children())
+        starts = [i for i, child in enumerate(children) if any(True for _ in child.parameters())]
+        count = max(math.isqrt(len(starts)), 2)
+        if len(starts) < 3:
+            return
+        cuts = [0, *(starts[round(i * len(starts) / count)] for i in range(1, count)), len(children)]
+        for start, stop in itertools.pairwise(cuts):
+            yield Block(f"{name}[{start}:{stop}]", module, (start, stop))
         return
     for key, child in module.named_children():
         if is_composite(child):
             path = f"{name}.{key}" if name else key
             inner = list(_parts(path, child))
             yield from inner if len(inner) > 1 else [Block(path, child)]
-
-
-def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
-    """Yield about sqrt(n) segments of n layers (Chen et al., arXiv 1604.06174). Each begins with a layer."""
-    children = list(sequence.children())
-    starts = [i for i, child in enumerate(children) if any(True for _ in child.parameters())]
-    count = max(math.isqrt(len(starts)), 2)
-    if len(starts) < 3:
-        return
-    cuts = [0, *(starts[round(i * len(starts) / count)] for i in range(1, count)), len(children)]
-    for start, stop in itertools.pairwise(cuts):
-        yield Block(f"{name}[{start}:{stop}]", sequence, (start, stop))
 
 
 def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size: int) -> ModelFacts:
@@ -183,25 +179,20 @@ def _configured(model: nn.Module, names: Iterable[str]) -> list[int]:
 
     Layers may differ (as Swin's heads do): a degree that divides all the numbers divides their gcd.
     """
-    for holders in (_configs(model), model.modules()):
-        found = [
+    config = getattr(model, "config", None)
+    # Models of several parts (vision and text) have a config for each.
+    nested = vars(config).values() if hasattr(config, "__dict__") else ()
+    configs = [] if config is None else [config, *(value for value in nested if hasattr(value, "hidden_size"))]
+    for holders in (configs, model.modules()):
+        numbers = [
             value
             for holder in holders
             for value in (getattr(holder, name, None) for name in names)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0
         ]
-        if found:
-            return found
+        if numbers:
+            return numbers
     return []
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    config = getattr(model, "config", None)
-    if config is not None:
-        yield config
-        # Models of several parts (vision and text) have a config for each.
-        nested = vars(config).values() if hasattr(config, "__dict__") else ()
-        yield from (value for value in nested if hasattr(value, "hidden_size"))
 
 
 def _heads_by_width(model: nn.Module) -> int | None:

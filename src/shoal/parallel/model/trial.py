@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.errors import text_of
 from shoal.parallel.model.function_trace import DROPOUTS
 
 # In float64 both results agree to about 1e-13, and if the user's code goes through float32 to about 1e-6. A wrong cut
@@ -64,19 +63,15 @@ def materialised(
         scale = _NOISE + float(value.std()) * _NOISE if value.numel() > 1 else _NOISE
         memo[id(parameter)] = nn.Parameter(value + scale * noise)
     for buffer in module.buffers():
-        if values is None:
-            memo[id(buffer)] = _invented(buffer, generator)
+        if values is None and buffer.is_floating_point():
+            memo[id(buffer)] = torch.randn(buffer.shape, dtype=torch.float64, generator=generator)
+            continue
+        if values is None:  # zeros, which are valid as index and count
+            memo[id(buffer)] = torch.full(buffer.shape, buffer.dtype == torch.bool, dtype=buffer.dtype)
             continue
         value = values(named[id(buffer)]).detach().to("cpu")
         memo[id(buffer)] = value.double() if value.is_floating_point() else value.clone()
     return copy.deepcopy(module, memo)
-
-
-def _invented(buffer: Tensor, generator: torch.Generator) -> Tensor:
-    """Return values for a buffer: random ones; for integers zeros, which are valid as index and count."""
-    if buffer.is_floating_point():
-        return torch.randn(buffer.shape, dtype=torch.float64, generator=generator)
-    return torch.full(buffer.shape, buffer.dtype == torch.bool, dtype=buffer.dtype)
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -120,8 +115,3 @@ def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
         return bool(torch.equal(found, wanted))
     distance, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
     return math.isfinite(distance) and distance <= TOLERANCE * max(size, floor)
-
-
-def first_line(error: Exception, length: int = 200) -> str:
-    """Return the first line of an error's text."""
-    return next(iter(text_of(error).strip().splitlines()), "")[:length]

@@ -173,7 +173,9 @@ class IntegerEvaluation(TorchDispatchMode):
         if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
             return func(*args, **kwargs)  # the most frequent case, without a walk through arguments
         if self.paused or not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
-            return self._fake(func, args, kwargs)
+            for tensor in roles(func, args, kwargs)[0]:  # written, and from here on without values
+                self._spoilt[storage_key(tensor)] = tensor.untyped_storage()
+            return func(*args, **kwargs)
         try:
             fake = func(*args, **kwargs)
         except Exception:  # its result's shape, or what it returns, depends on the values
@@ -185,11 +187,6 @@ class IntegerEvaluation(TorchDispatchMode):
 
     def _has_values(self, tensor: Tensor) -> bool:
         return not (_is_real(tensor) or isinstance(tensor, FakeTensor) or storage_key(tensor) in self._spoilt)
-
-    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for tensor in roles(func, args, kwargs)[0]:
-            self._spoilt[storage_key(tensor)] = tensor.untyped_storage()
-        return func(*args, **kwargs)
 
 
 class _Unseen(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -67,13 +67,10 @@ def unwrapped() -> Iterator[None]:
         for module, name in _COLLECTIVE:
             kind = getattr(sys.modules.get(module), name, None)
             if kind is not None:
+
+                def refuse(self: Any, *args: Any, name: str = name, **kwargs: Any) -> None:
+                    raise _wrapped(f"model() that wraps a module in {name}", name)
+
                 stack.callback(setattr, kind, "__init__", kind.__init__)
-                kind.__init__ = _refusing(name)
+                kind.__init__ = refuse
         yield
-
-
-def _refusing(name: str) -> Callable[..., None]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise _wrapped(f"model() that wraps a module in {name}", name)
-
-    return refuse

@@ -7,9 +7,10 @@ raises the failure at the end.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from shoal.parallel.backward import Weights, backward_input, backward_weight, ru
 from shoal.parallel.pipeline.messages import StageMessages
 from shoal.parallel.pipeline.stage_trace import Blank
 from shoal.parallel.pipeline.stage_units import StageUnits
-from shoal.parallel.pipeline.stages import Function, Passed, Stages
+from shoal.parallel.pipeline.stages import Function, Stages
 from shoal.plans.accounting.model_parallel import Crossing, Staged
 from shoal.plans.schedule import Action, ActionKind, Actions, actions
 
@@ -85,19 +86,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self.stages.around = dict(self.units.inner)
-
-    @property
-    def _num_stages(self) -> int:
-        return self.messages.num_ranks * self.stages_per_rank
-
-    def cut(self, units: StageUnits) -> Pipeline:
-        """Return this pipeline with the parameters of its stages cut."""
-        return replace(self, alone=False, units=units)
-
-    @property
-    def own_stages(self) -> list[int]:
-        """The stages on this rank."""
-        return list(range(self.messages.place, self._num_stages, self.messages.num_ranks))
+        self._num_stages = self.messages.num_ranks * self.stages_per_rank
+        self.own_stages = list(range(self.messages.place, self._num_stages, self.messages.num_ranks))
 
     @property
     def used(self) -> dict[int, set[str]]:
@@ -113,20 +103,6 @@ class Pipeline:
         used = {stage: frozenset(names) for stage, names in self.used.items()}
         halves = self.schedule == "zero_bubble" and self.messages.place > 0
         return Staged(tuple(self.own_stages), cuts, used, halves)
-
-    @property
-    def held(self) -> set[str]:
-        """The parameters and buffers of all stages of this rank."""
-        return set().union(*self.used.values())
-
-    @property
-    def shared(self) -> set[str]:
-        """The parameters and buffers that stages of several ranks use: each rank has a part of the gradient."""
-        ranks: dict[str, set[int]] = {}
-        for stage, names in enumerate(self.stages.holds):
-            for name in names:
-                ranks.setdefault(name, set()).add(stage % self.messages.num_ranks)
-        return {name for name, holders in ranks.items() if len(holders) > 1}
 
     def run(self, work: Work) -> None:
         """Run forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
@@ -154,7 +130,7 @@ class Pipeline:
                 if action.kind is ActionKind.FORWARD:
                     kept[key] = self._forward(work, action, action == own[-1])
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:
-                    self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
+                    self._guarded(functools.partial(self._backward_weight, work, action, kept[key], action in lasts))
                 else:
                     self._backward(work, action, kept[key], action in lasts)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
@@ -202,7 +178,12 @@ class Pipeline:
                     leave(passed.values or passed.result)
                 is_last = stage == self._num_stages - 1
                 kept.total = work.forwarded(m, passed.result if is_last else None)
-            self._note(work, stage, m, kept, passed)
+            batch = work.batches[m]
+            kept.received, kept.needs_grad = passed.received, self.stages.slots(stage, work.function, batch)
+            kept.sent = [Blank.of(value) for value in passed.values]
+            if stage < self._num_stages - 1:
+                pairs = zip(passed.values, self.stages.slots(stage + 1, work.function, batch), strict=True)
+                kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
             return passed.values
 
         # An evaluation ends with the last stage: all messages of the others precede what this stage received.
@@ -214,15 +195,6 @@ class Pipeline:
         if stage < self._num_stages - 1:
             self.messages.send("forward", stage + 1, m, values)
         return kept
-
-    def _note(self, work: Work, stage: int, m: int, kept: _ForwardState, passed: Passed) -> None:
-        function, batch = work.function, work.batches[m]
-        kept.received, kept.needs_grad = passed.received, self.stages.slots(stage, function, batch)
-        kept.sent = [Blank.of(value) for value in passed.values]
-        if stage < self._num_stages - 1:
-            wanted = self.stages.slots(stage + 1, function, batch)
-            pairs = zip(passed.values, wanted, strict=True)
-            kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
 
     def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
         with work.scope(m):
@@ -281,7 +253,7 @@ class Pipeline:
             self.messages.send("backward", stage - 1, m, sent)
         kept.roots = []
 
-    def _weights(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
+    def _backward_weight(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
         assert kept.rest is not None
         work.before_backward(action.microbatch, last)
         with kept.scope, self._again(work, action, kept):
@@ -299,24 +271,24 @@ class Pipeline:
 
         Raises: a failure of this rank; PeerError for one of another rank. Collective: the pipeline's ranks.
         """
-        told = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
 
         def forwarded(_: int, result: Any) -> None:
             if result is not None:
                 total, weight = result
-                told[0], told[1] = float(total), float(weight)
+                sums[0], sums[1] = float(total), float(weight)
 
         work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
         with torch.no_grad():
             failure = self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages))
-        told[2] = failure is not None
-        told = self.messages.total(told.to(self.device)).cpu()
+        sums[2] = failure is not None
+        sums = self.messages.total(sums.to(self.device)).cpu()
         if failure is not None:
             raise failure
-        if told[2]:
+        if sums[2]:
             raise PeerError(
                 given="this rank's stages of a pipeline",
                 conflict="they are well, and another rank's failed",
                 remedy="see what that rank says",
             )
-        return float(told[0]), float(told[1])
+        return float(sums[0]), float(sums[1])

@@ -1,24 +1,161 @@
-"""Program of a stage, derived from a trace: the treatment of each call before the stage, and the stage's tensors.
+"""Cuts of a traced model into stages, and each stage's program: the treatment of each call before it, and its tensors.
 
-A trial of the stage without data checks that none of its outputs depends on a stub.
+A plan names the cuts, or they are chosen so that the largest stage is as small as possible. A trial of a stage without
+data checks that none of its outputs depends on a stub.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import PlanError
+from shoal.errors import PlanError, nearest
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
+from shoal.parallel.model.structure import members_of
 from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, Outline, Slot, StageTrace, written_by
+from shoal.plans.legal import IN_ORDER, other_number
+
+
+class LeakError(Exception):
+    """A value of earlier stages crosses into the stage that `begins` with a module, other than as its argument."""
+
+    def __init__(self, begins: str, how: str) -> None:
+        super().__init__(how)
+        self.begins, self.how = begins, how
+
+
+# ---------------------------------------------------------------------------------------------------------------- cuts
+
+
+def is_cut(trace: StageTrace, call: ModuleCall) -> bool:
+    """Return True if the call's own arguments are all that crosses into it."""
+    crossing = {key for key, (birth, last) in trace.lives.items() if birth < call.enter < last}
+    return bool(call.slots) and call.keeps_graph and crossing <= call.argument_ids
+
+
+def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
+    """Return the first calls of members of ModuleLists and Sequentials before which the model can be cut, in order."""
+    members = set(members_of(model))
+    found: dict[int, ModuleCall] = {}
+    seen: set[str] = set()
+    for call in trace.calls:
+        if call.name in seen or call.name not in members:
+            continue
+        seen.add(call.name)
+        if is_cut(trace, call):
+            # A list and its first member begin together: one cut, under the outer name.
+            begin = call.enter
+            for around in trace.around(call.parent):
+                if around.enter != begin - 1:
+                    break
+                begin = around.enter
+            found.setdefault(begin, call)
+    return list(found.values())
+
+
+def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
+    """Return the first module of each stage after the first. Raises: PlanError that lists the possible cuts."""
+    if split:
+        return _check_split(model, trace, split, num_stages)
+    if num_stages == 1:
+        return []
+    found = candidates(model, trace)
+    if len(found) < num_stages - 1:
+        raise PlanError(
+            given=f"a pipeline of {num_stages} stages",
+            conflict=f"this model can be cut at {len(found)} places by itself"
+            + (f" ({', '.join(call.name for call in found[:6])})" if found else ""),
+            remedy=f"use {len(found) + 1} stages at most (layout.pipeline * pipeline.stages_per_rank), or name the "
+            "first module of each stage in pipeline.split",
+        )
+    costs = [(0, 0), *((call.flops, call.parameter_bytes) for call in found), (trace.flops, trace.parameter_bytes)]
+    return [found[place - 1].name for place in balanced(costs, num_stages)]
+
+
+def balanced(costs: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
+    """Return the cuts, as indices in 1..len(costs)-2, that minimise the largest stage's cost.
+
+    `costs`: cumulative, from 0; pairs compared by the first number, then the second. The result is exact, by dynamic
+    programming in O(num_stages * n^2) for n cuts.
+    """
+    last = len(costs) - 1
+
+    def cost(start: int, stop: int) -> tuple[int, int]:
+        return costs[stop][0] - costs[start][0], costs[stop][1] - costs[start][1]
+
+    best = {stop: (cost(0, stop), [0]) for stop in range(1, last + 1)}
+    for stages in range(2, num_stages + 1):
+        better = {}
+        for stop in range(stages, last + 1):
+            options = ((max(best[cut][0], cost(cut, stop)), cut) for cut in range(stages - 1, stop))
+            dearest, cut = min(options)
+            better[stop] = dearest, [*best[cut][1], cut]
+        best = better
+    return best[last][1][1:]
+
+
+def _check_split(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
+    given = f"pipeline.split = {list(split)}"
+    miscounted = other_number(split, num_stages)
+    if miscounted is not None:
+        raise PlanError(
+            given=f"{given} for {num_stages} stages",
+            conflict=miscounted,
+            remedy=f"name {num_stages - 1} modules, or none to have them chosen",
+        )
+
+    def refused(why: str) -> PlanError:
+        return PlanError(given=given, conflict=why, remedy=_places(model, trace))
+
+    canonical = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    every = dict(model.named_modules(remove_duplicate=False))
+    calls = []
+    for name in split:
+        if name not in every:
+            raise refused(f"the model has no module {name!r}{nearest(name, list(every))}")
+        call = trace.first(canonical[id(every[name])])
+        if call is None:
+            raise refused(f"{name!r} is not called: a stage begins with a call")
+        calls.append(call)
+    if [call.enter for call in calls] != sorted({call.enter for call in calls}):
+        order = dict.fromkeys(call.name for call in sorted(calls, key=lambda call: call.enter))
+        raise PlanError(given=given, conflict=IN_ORDER, remedy=f"write split = {list(order)}")
+    for call in calls:
+        if not call.slots:
+            raise refused(f"{call.name!r} is given nothing that modules before it have computed")
+    return [call.name for call in calls]
+
+
+def _places(model: nn.Module, trace: StageTrace) -> str:
+    names = [call.name for call in candidates(model, trace)]
+    shown = names if len(names) <= 12 else [*names[:6], "...", *names[-6:]]
+    return f"cut before some of: {', '.join(shown)}" if names else "use layout.pipeline = 1"
+
+
+def without(trace: StageTrace, refused: Sequence[str]) -> StageTrace:
+    """Return the trace with some modules excluded from the possible cuts."""
+    calls = [replace(call, slots=()) if call.name in refused else call for call in trace.calls]
+    return replace(trace, calls=calls)
+
+
+def leak(error: LeakError, model: nn.Module, trace: StageTrace) -> PlanError:
+    """Return the error for the user."""
+    return PlanError(
+        given=f"a pipeline stage that begins at {error.begins!r}",
+        conflict=error.how,
+        remedy="name other modules in pipeline.split: " + _places(model, trace),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
 
 
 class Do(StrEnum):
@@ -72,32 +209,30 @@ def programs(trace: StageTrace, firsts: Sequence[str]) -> list[StageProgram]:
                 remedy="checkpoint with use_reentrant=False, or name another module in pipeline.split",
             )
         begins.append(call)
-    found = []
+    stages = []
     for stage, (begin, end) in enumerate(pairwise([None, *begins, None])):
-        steps, slots = (_steps(trace, begin), begin.slots) if begin is not None else ((), ())
+        steps: list[StageCall] = []
+        stubbed_until = -1
+        for call in trace.calls[: begin.number] if begin is not None else ():
+            if call.enter < stubbed_until:
+                continue
+            if begin is None or not _is_stubbed(call, begin):
+                steps.append(StageCall(call.name, Do.RUN))
+                continue
+            if call.writes_into:
+                raise PlanError(
+                    given=f"a pipeline stage that begins at {begin.name!r}",
+                    conflict=f"{call.name!r}, which runs on a stage before it, writes into {call.writes_into}",
+                    remedy="return a new tensor from that module, or use layout.pipeline = 1",
+                )
+            stubbed_until = call.exit
+            steps.append(StageCall(call.name, Do.DENSE if call.dense else Do.STUB, call.outline))
+        if begin is not None:
+            steps.append(StageCall(begin.name, Do.BEGIN))
+        slots = () if begin is None else begin.slots
         ends_before, next_slots = (end.name, end.slots) if end is not None else (None, ())
-        found.append(StageProgram(stage, steps, slots, ends_before, next_slots))
-    return found
-
-
-def _steps(trace: StageTrace, begin: ModuleCall) -> tuple[StageCall, ...]:
-    steps: list[StageCall] = []
-    stubbed_until = -1
-    for call in trace.calls[: begin.number]:
-        if call.enter < stubbed_until:
-            continue
-        if not _is_stubbed(call, begin):
-            steps.append(StageCall(call.name, Do.RUN))
-            continue
-        if call.writes_into:
-            raise PlanError(
-                given=f"a pipeline stage that begins at {begin.name!r}",
-                conflict=f"{call.name!r}, which runs on a stage before it, writes into {call.writes_into}",
-                remedy="return a new tensor from that module, or use layout.pipeline = 1",
-            )
-        stubbed_until = call.exit
-        steps.append(StageCall(call.name, Do.DENSE if call.dense else Do.STUB, call.outline))
-    return (*steps, StageCall(begin.name, Do.BEGIN))
+        stages.append(StageProgram(stage, tuple(steps), slots, ends_before, next_slots))
+    return stages
 
 
 def _is_stubbed(call: ModuleCall, begin: ModuleCall) -> bool:
@@ -113,7 +248,10 @@ def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) ->
     held: list[set[str]] = [set() for _ in range(len(begins) + 1)]
     written: dict[str, set[int]] = {}
     for use in trace.uses:
-        stages = set(_stages_of(trace, use.time, use.call, begins))
+        # The use's own stage, and later stages that do not stub the call.
+        own, around = sum(begin.enter <= use.time for begin in begins), list(trace.around(use.call))
+        later = range(own + 1, len(begins) + 1)
+        stages = {own, *(s for s in later if not any(_is_stubbed(one, begins[s - 1]) for one in around))}
         for stage in stages:
             held[stage].add(use.name)
         if use.writes:
@@ -126,38 +264,11 @@ def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) ->
                 remedy="cut the model elsewhere by pipeline.split, so that one stage has both",
             )
     for name in set(names).difference(*held):  # unused names go to the stage of their module
-        held[_stage_of_module(trace, name, begins)].add(name)
+        prefix, call = name.rpartition(".")[0], None
+        while prefix and call is None:
+            call, prefix = trace.first(prefix), prefix.rpartition(".")[0]
+        held[0 if call is None else sum(begin.enter <= call.enter for begin in begins)].add(name)
     return held
-
-
-def _stages_of(trace: StageTrace, time: int, call: int | None, begins: Sequence[ModuleCall]) -> list[int]:
-    """Return the stages that run the code of `call` at `time`: its own stage and later stages that do not stub it."""
-    own = sum(begin.enter <= time for begin in begins)
-    around = list(trace.around(call))
-    after = [
-        stage
-        for stage in range(own + 1, len(begins) + 1)
-        if not any(_is_stubbed(one, begins[stage - 1]) for one in around)
-    ]
-    return [own, *after]
-
-
-def _stage_of_module(trace: StageTrace, name: str, begins: Sequence[ModuleCall]) -> int:
-    prefix = name
-    while prefix:
-        prefix = prefix.rpartition(".")[0]
-        call = trace.first(prefix)
-        if call is not None and prefix:
-            return sum(begin.enter <= call.enter for begin in begins)
-    return 0
-
-
-class LeakError(Exception):
-    """A value of earlier stages crosses into the stage that `begins` with a module, other than as its argument."""
-
-    def __init__(self, begins: str, how: str) -> None:
-        super().__init__(how)
-        self.begins, self.how = begins, how
 
 
 class Followed(Protocol):

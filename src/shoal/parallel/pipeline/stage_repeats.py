@@ -30,10 +30,6 @@ from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, StageTracer
 _PACKAGES = frozenset(("torch", "transformers"))
 
 
-def _is_known(block: nn.Module) -> bool:
-    return all(type(module).__module__.partition(".")[0] in _PACKAGES for module in block.modules())
-
-
 class EscapeError(Exception):
     """A value that a block did not return was used elsewhere, so the values of equal blocks are not known."""
 
@@ -45,10 +41,6 @@ class _Running:
     own: set[int]
     made: set[int] = field(default_factory=set)
     alone: bool = True
-
-    def take(self, tensor: Tensor) -> None:
-        """Record a tensor that the call takes."""
-        self.alone &= id(tensor) in self.own or id(tensor) in self.made
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,11 @@ class RepeatTracer(StageTracer):
     def __init__(self, model: nn.Module, unwrapped: Mapping[int, Any], *names_and_sizes: Any) -> None:
         super().__init__(*names_and_sizes)
         whole = (block for block in repeated_blocks(model) if block.children is None)
-        self._blocks = {block.name: block.module for block in whole if _is_known(block.module)}
+        self._blocks = {
+            block.name: block.module
+            for block in whole
+            if all(type(module).__module__.partition(".")[0] in _PACKAGES for module in block.module.modules())
+        }
         self._unwrapped = unwrapped
         self._all_names = self._names | {id(module): name for name, module in model.named_modules()}
         self._records: dict[Hashable, _Record | None] = {}
@@ -156,8 +152,9 @@ class RepeatTracer(StageTracer):
 
     def _take(self, tensor: Tensor) -> None:
         self._escaped |= id(tensor) in self._inner
-        if self._running is not None:
-            self._running.take(tensor)
+        running = self._running
+        if running is not None:
+            running.alone &= id(tensor) in running.own or id(tensor) in running.made
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Record a call of a module, and run it unless an equal call is known."""
@@ -172,32 +169,26 @@ class RepeatTracer(StageTracer):
         key = None if state is None else state()
         if state is None or key is None:
             return super().call(name, forward, args, kwargs)
-        key = key, frozenset(self._renamed(used, name, "") for used in self._used if used.startswith(f"{name}."))
+        key = key, frozenset(_renamed(used, name, "") for used in self._used if used.startswith(f"{name}."))
         known = self._records.get(key)
         if known is not None:
             return self._repeated(known, name, tensors)
         before = self._amounts(), len(self.trace.uses), set(self.trace.lives)
-        with self._alone(name, tensors) as running:
+        own = {key for key, full in self._names.items() if full.startswith(f"{name}.")}
+        self._running = running = _Running(own | set(map(id, tensors)))
+        for number in self._places:
+            number.is_read = False
+        try:
             output = super().call(name, forward, args, kwargs)
+        finally:
+            self._running = None
+        running.alone &= not any(number.is_read for number in self._places)
         if running.alone and state() == key[0]:
             self._records[key] = self._record(name, tensors, output, before, running)
         return output
 
     def _amounts(self) -> _Amounts:
         return _Amounts(self.trace.end, len(self.trace.calls), self.total_flops, self.trace.parameter_bytes)
-
-    @contextlib.contextmanager
-    def _alone(self, name: str, tensors: list[Tensor]) -> Iterator[_Running]:
-        """Return a context that checks whether a call takes only its own tensors."""
-        own = {key for key, full in self._names.items() if full.startswith(f"{name}.")}
-        self._running = running = _Running(own | set(map(id, tensors)))
-        for number in self._places:
-            number.is_read = False
-        try:
-            yield running
-        finally:
-            self._running = None
-        running.alone &= not any(number.is_read for number in self._places)
 
     # ------------------------------------------------------------------------------------------------------- equality
 
@@ -208,32 +199,27 @@ class RepeatTracer(StageTracer):
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         stacks = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
         seen: dict[int, int] = {}
-        given = tuple(self._argument(tensor, seen, place) for place, tensor in enumerate(tensors))
+        arguments: list[Hashable] = []
+        for place, tensor in enumerate(tensors):
+            if not isinstance(tensor, FakeTensor):  # it has values
+                arguments.append((id(tensor), tensor._version))
+                continue
+            with torch._C.DisableTorchFunction():
+                same = seen.setdefault(id(tensor), place), seen.setdefault(storage_key(tensor), place)
+                layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
+                kind = tensor.requires_grad, tensor.is_leaf, tensor._is_view()
+            arguments.append((same, layout, kind, id(tensor) in self._tainted))
         more = [{k: v for k, v in vars(tensor).items() if k not in self._usual} for tensor in tensors]
+
+        def own_name(value: Any) -> str | None:
+            full = self._all_names.get(id(value))
+            return None if full is None else _renamed(full, name, "")
+
         try:
-            found = state_of(
-                [self._blocks[name], others, more], lambda value: self._own_name(name, value), self._unwrapped
-            )
+            state = state_of([self._blocks[name], others, more], own_name, self._unwrapped)
         except UnknownStateError:
             return None
-        return modes, stacks, given, found
-
-    def _own_name(self, block: str, value: Any) -> str | None:
-        name = self._all_names.get(id(value))
-        return None if name is None else self._renamed(name, block, "")
-
-    def _renamed(self, name: str, block: str, other: str) -> str:
-        """Return the name with the block's prefix replaced by the other block's."""
-        return other + name.removeprefix(block) if name == block or name.startswith(f"{block}.") else name
-
-    def _argument(self, tensor: Tensor, seen: dict[int, int], place: int) -> Hashable:
-        if not isinstance(tensor, FakeTensor):  # it has values
-            return id(tensor), tensor._version
-        with torch._C.DisableTorchFunction():
-            same = seen.setdefault(id(tensor), place), seen.setdefault(storage_key(tensor), place)
-            layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device
-            kind = tensor.requires_grad, tensor.is_leaf, tensor._is_view()
-        return same, layout, kind, id(tensor) in self._tainted
+        return modes, stacks, tuple(arguments), state
 
     # -------------------------------------------------------------------------------------------------------- records
 
@@ -244,9 +230,21 @@ class RepeatTracer(StageTracer):
         trace, arguments = self.trace, tuple(map(id, tensors))
         amounts, uses, born = before
         leaves, spec = tree_flatten(output)
-        outputs = self._outputs(leaves, tensors, running)
-        if outputs is None:
-            return None
+        places, storages = {id(t): place for place, t in enumerate(tensors)}, {storage_key(t) for t in tensors}
+        outputs: list[_Output] = []
+        for leaf in leaves:
+            if id(leaf) in places:
+                outputs.append(places[id(leaf)])
+            elif not isinstance(leaf, Tensor):
+                if type(leaf) not in (int, float, bool, str, type(None)):
+                    return None
+                outputs.append((leaf,))
+            else:
+                made = _described(leaf, running)
+                if made is None or storage_key(leaf) in storages:
+                    return None
+                storages.add(storage_key(leaf))
+                outputs.append(made)
         self._inner |= running.made - {id(leaf) for leaf in leaves}
         return _Record(
             name,
@@ -261,25 +259,6 @@ class RepeatTracer(StageTracer):
             spec,
         )
 
-    def _outputs(self, leaves: list[Any], arguments: list[Tensor], running: _Running) -> list[_Output] | None:
-        places = {id(tensor): place for place, tensor in enumerate(arguments)}
-        storages = {storage_key(tensor) for tensor in arguments}
-        found: list[_Output] = []
-        for leaf in leaves:
-            if id(leaf) in places:
-                found.append(places[id(leaf)])
-            elif not isinstance(leaf, Tensor):
-                if type(leaf) not in (int, float, bool, str, type(None)):
-                    return None
-                found.append((leaf,))
-            else:
-                made = _made(leaf, running)
-                if made is None or storage_key(leaf) in storages:
-                    return None
-                storages.add(storage_key(leaf))
-                found.append(made)
-        return found
-
     # -------------------------------------------------------------------------------------------------------- repeats
 
     def _repeated(self, record: _Record, name: str, arguments: list[Tensor]) -> Any:
@@ -290,7 +269,7 @@ class RepeatTracer(StageTracer):
         ids = dict(zip(record.arguments, map(id, arguments), strict=True)) | {old: id(t) for old, t in made.items()}
         self._alive += made.values()
         self._tainted |= {ids[old] for old in record.tainted & made.keys()}
-        first = self._noted(record, name, ids)
+        first = self._copy_record(record, name, ids)
         leaves: list[Any] = []
         for output in record.outputs:
             if isinstance(output, _Made):
@@ -300,7 +279,7 @@ class RepeatTracer(StageTracer):
                 leaves.append(arguments[output] if isinstance(output, int) else output[0])
         return tree_unflatten(leaves, record.spec)
 
-    def _noted(self, record: _Record, name: str, ids: dict[int, int]) -> ModuleCall:
+    def _copy_record(self, record: _Record, name: str, ids: dict[int, int]) -> ModuleCall:
         """Copy a record of another block into the trace; return the call of this block."""
         trace, now, before, after = self.trace, self._amounts(), record.before, record.after
         later, further = now.end - before.end, now.calls - before.calls
@@ -315,7 +294,7 @@ class RepeatTracer(StageTracer):
                 replace(
                     call,
                     number=call.number + further,
-                    name=self._renamed(call.name, record.block, name),
+                    name=_renamed(call.name, record.block, name),
                     parent=around + further if around is not None else outside,
                     enter=call.enter + later,
                     exit=call.exit + later,
@@ -326,7 +305,7 @@ class RepeatTracer(StageTracer):
             )
         first = trace.calls[now.calls]
         for use in record.uses:
-            full, around = self._renamed(use.name, record.block, name), use.call
+            full, around = _renamed(use.name, record.block, name), use.call
             trace.uses.append(Use(full, use.time + later, None if around is None else around + further, use.writes))
             self._used.add(full)
         if parent is not None:
@@ -337,7 +316,12 @@ class RepeatTracer(StageTracer):
         return first
 
 
-def _made(leaf: Tensor, running: _Running) -> _Made | None:
+def _renamed(name: str, block: str, other: str) -> str:
+    """Return the name with the block's prefix replaced by the other block's."""
+    return other + name.removeprefix(block) if name == block or name.startswith(f"{block}.") else name
+
+
+def _described(leaf: Tensor, running: _Running) -> _Made | None:
     """Return the description of a tensor that a call has made; None if its kind cannot be reproduced."""
     with torch._C.DisableTorchFunction():
         whole = leaf._base if leaf._is_view() else leaf

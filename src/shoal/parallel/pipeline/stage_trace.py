@@ -170,7 +170,13 @@ class StageTracer(FunctionTrace):
         call.flops, call.parameter_bytes = self.total_flops, trace.parameter_bytes
         trace.calls.append(call)
         leaves = tree_leaves((args, kwargs))
-        call.slots = self._slots(leaves)
+        places: dict[int, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in self._tainted:
+                places.setdefault(id(leaf), []).append(place)
+        call.slots = tuple(
+            Slot(tuple(at), leaves[at[0]].requires_grad, Blank.of(leaves[at[0]])) for at in places.values()
+        )
         call.keeps_graph = torch.is_grad_enabled() == self._with_gradients
         call.argument_ids = frozenset(id(leaf) for leaf in leaves)
         for leaf in leaves:
@@ -195,13 +201,6 @@ class StageTracer(FunctionTrace):
             self._made_by[id(leaf)] = call
         return output
 
-    def _slots(self, leaves: list[Any]) -> tuple[Slot, ...]:
-        places: dict[int, list[int]] = {}
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and id(leaf) in self._tainted:
-                places.setdefault(id(leaf), []).append(place)
-        return tuple(Slot(tuple(at), leaves[at[0]].requires_grad, Blank.of(leaves[at[0]])) for at in places.values())
-
     def _taint(self, value: Tensor) -> None:
         if id(value) not in self._tainted:
             self._tainted.add(id(value))
@@ -219,37 +218,29 @@ class StageTracer(FunctionTrace):
             return
         self.trace.end += 1
         for tensor in call.given:
-            self._use(tensor, any(tensor is w for w in written))
+            name = self._names.get(id(tensor))
+            if name is not None:
+                number = self._open[-1].number if self._open else None
+                self.trace.uses.append(Use(name, self.trace.end, number, any(tensor is w for w in written)))
+                if name in self._parameters and self._open:
+                    self._open[-1].uses_parameters = True
+                if name not in self._used:
+                    self._used.add(name)
+                    self.trace.parameter_bytes += self._sizes[name]
             self._live(tensor)
         if any(id(tensor) in self._tainted for tensor in call.given):
-            for tensor in written:
-                self._written(tensor)
+            for value in (value for tensor in written for value in (tensor, tensor._base)):
+                if value is None or id(value) in self._tainted or id(value) in self._names:
+                    continue
+                for around in self._open:
+                    if id(value) in around.argument_ids:
+                        around.writes_into = f"a tensor of shape {list(value.shape)} among its arguments"
+                self._taint(value)
             for tensor in call.made:
                 self._taint(tensor)
         for tensor in written:
             if id(tensor) in self._made_by:
                 self._made_by[id(tensor)].dense = True
-
-    def _use(self, tensor: Tensor, writes: bool) -> None:
-        name = self._names.get(id(tensor))
-        if name is None:
-            return
-        self.trace.uses.append(Use(name, self.trace.end, self._open[-1].number if self._open else None, writes))
-        if name in self._parameters and self._open:
-            self._open[-1].uses_parameters = True
-        if name not in self._used:
-            self._used.add(name)
-            self.trace.parameter_bytes += self._sizes[name]
-
-    def _written(self, tensor: Tensor) -> None:
-        """Taint a tensor that is written into, and record it in each call that received it from outside."""
-        for value in (tensor, tensor._base):
-            if value is None or id(value) in self._tainted or id(value) in self._names:
-                continue
-            for call in self._open:
-                if id(value) in call.argument_ids:
-                    call.writes_into = f"a tensor of shape {list(value.shape)} among its arguments"
-            self._taint(value)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.shard.param_groups import param_groups, release_gathered
+from shoal.parallel.shard.torch_release import param_groups, release_gathered
 from shoal.plans.schedule import Action, ActionKind, Actions
 
 # Backwards that compute gradients of weights.
@@ -46,10 +46,7 @@ class GatherUnit:
         self.group.post_forward(None, None, output)
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._arrived)
-
-    def _arrived(self, _: Tensor) -> None:
-        self.group.pre_backward(False)
+                leaf.register_hook(lambda _: self.group.pre_backward(False))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -152,16 +149,16 @@ class StageUnits:
         Collective: the shard axis, an all-gather per unit that is not gathered and a reduce-scatter per unit that is
         due.
         """
-        found = self.of(action.stage) if action.kind is not ActionKind.FORWARD else []
-        for unit in found:
+        units = self.of(action.stage) if action.kind is not ActionKind.FORWARD else []
+        for unit in units:
             last = self._lasts[id(unit)] == action
             due = action.kind in _WEIGHTS and (last or not self._late)
             unit.group.reduce_grads = unit.group.all_reduce_grads = due
             unit.group.reshard_after_backward = last or not self._keep
         yield
-        for unit in found:
+        for unit in units:
             unit.end()
-        for unit in found[:1]:
+        for unit in units[:1]:
             scattered = unit.group.comm_ctx.reduce_scatter_states
             for state in scattered:
                 if state.event is not None:

@@ -18,17 +18,29 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.user_frames import raised_in_derivative
-from shoal.numerics.grain_randomness import active_scope
+from shoal.numerics.grain_randomness import DrawCounter, active_scope
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import ValueFree
-from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
-from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
-from shoal.parallel.pipeline.stage_shapes import StageShapes
-from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer
+from shoal.parallel.pipeline.stage_program import (
+    Do,
+    LeakError,
+    StageCall,
+    StageProgram,
+    StubWatch,
+    candidates,
+    chosen,
+    holds,
+    leak,
+    programs,
+    without,
+)
+from shoal.parallel.pipeline.stage_repeats import RepeatTracer
+from shoal.parallel.pipeline.stage_trace import Blank, Forward, Outline, Slot, StageTrace, StageTracer
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
@@ -103,9 +115,10 @@ class _StageRun:
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if self.begun:
             if name == self._program.ends_before:
-                raise _Left(self._values(args, kwargs))
+                leaves = [self._stands_for.get(id(leaf), leaf) for leaf in tree_leaves((args, kwargs))]
+                raise _Left([leaves[slot.places[0]] for slot in self._program.next_slots])
             if self._stands_for:
-                args, kwargs = tree_map(self._real, (args, kwargs))
+                args, kwargs = tree_map(lambda leaf: self._stands_for.get(id(leaf), leaf), (args, kwargs))
             return self._computed(name, forward, args, kwargs)
         if self._place == len(self._program.steps) or self._program.steps[self._place].name != name:
             raise _diverged(self._program, self._place, name)
@@ -116,7 +129,18 @@ class _StageRun:
                 self._modules.followers[name].stubbed(args, kwargs)
             return self._stub(step, forward, args, kwargs)
         if step.do is Do.BEGIN:
-            args, kwargs = self._begin(args, kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+            self.begun = True
+            slots = self._program.slots
+            stubs = [leaves[slot.places[0]] for slot in slots]
+            self.received = self._receive([Blank.of(stub) for stub in stubs])
+            for slot, stub, value in zip(slots, stubs, self.received, strict=True):
+                value.requires_grad_(slot.needs_grad and torch.is_grad_enabled())
+                self._stands_for[id(stub)] = value
+                for place in slot.places:
+                    leaves[place] = value
+            self._stubs = stubs
+            args, kwargs = tree_unflatten(leaves, spec)
         return self._computed(name, forward, args, kwargs)
 
     def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -132,26 +156,54 @@ class _StageRun:
         around.leave(output)
         return output
 
-    def _begin(self, args: Any, kwargs: Any) -> Any:
+
+class StageShapes:
+    """Output shapes of modules, from one run without data for each kind of arguments."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._modules = dict(model.named_modules())
+        self._device = device
+        self._known: dict[Any, tuple[Outline, int]] = {}
+        self.is_running = False
+
+    def output(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> tuple[Any, int]:
+        """Return (a stub for the output, number of random draws of a GrainScope that the call would have made)."""
         leaves, spec = tree_flatten((args, kwargs))
-        self.begun = True
-        slots = self._program.slots
-        stubs = [leaves[slot.places[0]] for slot in slots]
-        self.received = self._receive([Blank.of(stub) for stub in stubs])
-        for slot, stub, value in zip(slots, stubs, self.received, strict=True):
-            value.requires_grad_(slot.needs_grad and torch.is_grad_enabled())
-            self._stands_for[id(stub)] = value
-            for place in slot.places:
-                leaves[place] = value
-        self._stubs = stubs
-        return tree_unflatten(leaves, spec)
+        key = self._key(name, leaves, spec)
+        known = self._known.get(key)
+        if known is None:
+            module = self._modules[name]
+            self.is_running = True
+            try:
+                value_free = ValueFree(self._device)
+                with value_free.in_place(module, {}):
+                    given = value_free.fakes_of(leaves)
+                    args, kwargs = tree_unflatten(given, spec)
+                    with value_free.running(), DrawCounter() as counter:
+                        output = forward(*args, **kwargs)
+            except DataDependentOutputException as error:
+                raise JobError(
+                    given=f"module {name}, whose forward reads a number off a tensor, in a pipeline",
+                    conflict="another stage computes the module: here the shapes of its outputs are known, and no "
+                    "values",
+                    remedy="write layout.pipeline = 1, or a forward that keeps the number in a tensor",
+                ) from error
+            finally:
+                self.is_running = False
+            known = self._known[key] = Outline.of(output, given), counter.count
+        return known[0].filled(leaves, dense), known[1]
 
-    def _real(self, leaf: Any) -> Any:
-        return self._stands_for.get(id(leaf), leaf)
-
-    def _values(self, args: Any, kwargs: Any) -> list[Tensor]:
-        leaves = [self._real(leaf) for leaf in tree_leaves((args, kwargs))]
-        return [leaves[slot.places[0]] for slot in self._program.next_slots]
+    def _key(self, name: str, leaves: list[Any], spec: TreeSpec) -> Any:
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        seen: dict[int, int] = {}
+        described: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                described.append((Blank.of(leaf), seen.setdefault(id(leaf), place)))
+            else:
+                described.append(leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf))
+        return name, self._modules[name].training, torch.is_grad_enabled(), autocast, str(spec), tuple(described)
 
 
 class Stages:
@@ -218,7 +270,7 @@ class Stages:
                 refused.append(error.begins)
         stages.cuts = [program.next_slots for program in made[:-1]]
         stages.holds = holds(trace, stages.firsts, stages._sizes)
-        stages._programs[stages._key(function)] = made
+        stages._programs[function, model.training, torch.is_grad_enabled()] = made
         return stages
 
     def __deepcopy__(self, memo: Any) -> Stages:
@@ -237,14 +289,14 @@ class Stages:
         Blocks within which a stage begins are excluded. The replacement applies only on the stage that computes the
         block.
         """
-        names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
-        forwards = ((name, compiled(name, self.forwards[name])) for name in names)
-        self._compiled = {name: functools.partial(self._unwatched, forward) for name, forward in forwards}
-        return names
 
-    def _unwatched(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        with self._handling(None):
-            return forward(*args, **kwargs)
+        def unwatched(forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+            with self._handling(None):
+                return forward(*args, **kwargs)
+
+        names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
+        self._compiled = {name: functools.partial(unwatched, compiled(name, self.forwards[name])) for name in names}
+        return names
 
     def _stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
         output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
@@ -283,12 +335,12 @@ class Stages:
         """Return blanks of the values that a stage would receive, without computing the values."""
 
         def stop(blanks: list[Blank]) -> list[Tensor]:
-            found.extend(blanks)
+            expected.extend(blanks)
             raise _Left([])
 
-        found: list[Blank] = []
+        expected: list[Blank] = []
         self.forward(stage, function, batch, stop)
-        return found
+        return expected
 
     def slots(self, stage: int, function: Function, batch: Any) -> list[bool]:
         """Return, for each value that a stage receives, whether it has a gradient."""
@@ -302,7 +354,13 @@ class Stages:
 
         def call(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
             if name in stubs and any(p.is_meta for p in self._model.get_submodule(name).parameters()):
-                raise _recomputes_another(name, program.steps[-1].name)
+                raise JobError(
+                    given=f"a stage that begins at {program.steps[-1].name}, within what torch.utils.checkpoint "
+                    f"computes again: {name} is before it",
+                    conflict="that part is on another rank",
+                    remedy='leave checkpoint out and write memory.recompute = "full", or call it within the forward of '
+                    "a block",
+                )
             if program.slots and name == program.steps[-1].name:
                 leaves, spec = tree_flatten((args, kwargs))
                 for slot, value in zip(program.slots, received, strict=True):
@@ -318,11 +376,8 @@ class Stages:
 
     # ------------------------------------------------------------------------------------------------ programs
 
-    def _key(self, function: Function) -> Any:
-        return function, self._model.training, torch.is_grad_enabled()
-
     def _program(self, function: Function, batch: Any) -> list[StageProgram]:
-        key = self._key(function)
+        key = function, self._model.training, torch.is_grad_enabled()
         if key not in self._programs:
             trace = self.traced(function, batch)
             made = programs(trace, self.firsts)
@@ -393,9 +448,28 @@ def _diverged(program: StageProgram, place: int, name: str) -> UserCodeError:
     )
 
 
-def _recomputes_another(name: str, first: str) -> JobError:
-    return JobError(
-        given=f"a stage that begins at {first}, within what torch.utils.checkpoint computes again: {name} is before it",
-        conflict="that part is on another rank",
-        remedy='leave checkpoint out and write memory.recompute = "full", or call it within the forward of a block',
-    )
+def places(model: nn.Module, function: Function, batch: Any) -> tuple[str, ...]:
+    """Return the modules before which a model can be cut into stages, in the order of their calls.
+
+    The rule is the engine's own. `function`: the loss. `batch`: for shapes only. Nothing is computed, so the model may
+    be without data. The modules' forwards remain wrapped, as in a pipeline.
+    Raises: UserCodeError if the function does not run without data, and thus in no pipeline.
+    """
+    stages, names = Stages(model, torch.device("cpu"), {}), []
+    trace = shared_trace(stages, model, function, batch)
+    for call in candidates(model, trace):
+        # An argument with a use after the call may bypass the cut: only a trial shows whether it does.
+        used = max((trace.lives[key][1] for key in call.argument_ids & trace.lives.keys()), default=0)
+        with contextlib.suppress(LeakError):
+            if used > call.exit:
+                stages.check(function, batch, programs(trace, [call.name]))
+            names.append(call.name)
+    return tuple(names)
+
+
+def shared_trace(stages: Stages, model: nn.Module, function: Function, batch: Any) -> StageTrace:
+    """Return the trace. It runs one of several equal blocks if they are known to be equal, else all."""
+    forwards = {id(model.get_submodule(name).forward): forward for name, forward in stages.forwards.items()}
+    with contextlib.suppress(ShoalError):
+        return stages.traced(function, batch, functools.partial(RepeatTracer, model, forwards))
+    return stages.traced(function, batch)

@@ -58,7 +58,16 @@ def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> 
     mask = given.pop("attn_mask", None)
     if given.get("dropout_p", 0.0):
         raise dropout_refusal(block, given["dropout_p"])
-    _refuse(span, block, query, key, value)
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        what = f"it attends with a query of shape {list(query.shape)}, which has no dim of heads"
+        remedy = "give scaled_dot_product_attention tensors of shape [batch, heads, positions, width]"
+        raise refusal(block, what, remedy)
+    if {query.shape[2], key.shape[2], value.shape[2]} != {span.size}:
+        what = f"it attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {span.size}"
+        raise refusal(block, what, "use context = 1: only attention within one sequence is divided")
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        what = f"it attends with {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query, key and value"
+        raise refusal(block, what, "use as many heads of keys as of values, which divide those of the query")
     heads = Heads(query.shape[1], key.shape[1], axis.degree)
     refuse_degree(heads.num_query, axis.degree, block)
     query, key, value = _to_heads(span, axis, heads, (query, key, value))
@@ -67,9 +76,14 @@ def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> 
         index = torch.tensor(repeats, device=key.device)
         key, value = key.index_select(1, index), value.index_select(1, index)
     given.pop("enable_gqa", None)
-    mask = _own_mask(span, heads, block, mask, axis.place)
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **given)
-    return _to_positions(span, axis, heads, found)
+    if mask is not None and any(size not in (1, span.length) for size in mask.shape[-2:]):
+        what = f"its attention mask is of shape {list(mask.shape)} where the sequence has {span.length} positions"
+        raise refusal(block, what, "make the mask outside of the blocks and hand it to them, or use is_causal=True")
+    if mask is not None and mask.ndim >= 3 and mask.shape[-3] != 1:  # this rank's heads
+        start, stop = heads.bounds(axis.place)
+        mask = mask.narrow(-3, start, stop - start)
+    result = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **given)
+    return _to_positions(span, axis, heads, result)
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
@@ -96,32 +110,6 @@ def _to_positions(span: Span, axis: TensorAxis, heads: Heads, found: Tensor) -> 
     bounds = map(heads.bounds, range(axis.degree))
     shapes = [[torch.Size((batch, stop - start, span.size, width))] for start, stop in bounds]
     return torch.cat([of[0] for of in _exchange(pieces, shapes, axis)], 1)
-
-
-def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: int) -> Tensor | None:
-    """Return this rank's heads of a mask for all positions, [.., H or 1, T or 1, T or 1]."""
-    if mask is None:
-        return None
-    if any(size not in (1, span.length) for size in mask.shape[-2:]):
-        what = f"its attention mask is of shape {list(mask.shape)} where the sequence has {span.length} positions"
-        raise refusal(block, what, "make the mask outside of the blocks and hand it to them, or use is_causal=True")
-    if mask.ndim < 3 or mask.shape[-3] == 1:
-        return mask
-    start, stop = heads.bounds(place)
-    return mask.narrow(-3, start, stop - start)
-
-
-def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        what = f"it attends with a query of shape {list(query.shape)}, which has no dim of heads"
-        remedy = "give scaled_dot_product_attention tensors of shape [batch, heads, positions, width]"
-        raise refusal(block, what, remedy)
-    if {query.shape[2], key.shape[2], value.shape[2]} != {span.size}:
-        what = f"it attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {span.size}"
-        raise refusal(block, what, "use context = 1: only attention within one sequence is divided")
-    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
-        what = f"it attends with {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query, key and value"
-        raise refusal(block, what, "use as many heads of keys as of values, which divide those of the query")
 
 
 def dropout_refusal(block: str, p: float) -> ShoalError:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, first_line
 from shoal.parallel.axis_collectives import TensorAxis, enter, is_without_data
-from shoal.parallel.model.trial import ModelTrial, Values, first_line
+from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.attention import Sliced
 from shoal.parallel.sequence.plan import BlockPlan, ContextPlan, decide
 from shoal.parallel.sequence.positions import (
@@ -71,26 +71,19 @@ _WHY = (
 )
 
 
-class Prover:
-    """Prover for the blocks of one model with its own `values`, on `device`."""
-
-    def __init__(self, model: nn.Module, values: Values, axis: TensorAxis, device: torch.device) -> None:
-        self._model, self._values, self._axis, self._device = model, values, axis, device
-
-    def prove(self, plan: ContextPlan, traces: Mapping[str, BlockTrace]) -> None:
-        """Test one block of each kind. Collective: the axis. Raises: JobError that names the block."""
-        seen = set()
-        for name, block in plan.blocks.items():
-            trace = traces[name]
-            kind = repr(self._model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
-            if kind not in seen:
-                seen.add(kind)
-                self._prove(name, block, trace)
-
-    def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
-        trial = BlockTrial.of(self._model, name, self._values, trace, self._device)
-        role = BlockWrapper(name, replace(plan, opens=True, closes=True), Stream(self._axis))
-        surround(trial.divided, role)
+def _prove(
+    subject: ModelTrial, plan: ContextPlan, traces: Mapping[str, BlockTrace], axis: TensorAxis, device: torch.device
+) -> None:
+    """Test one block of each kind. Collective: the axis. Raises: JobError that names the block."""
+    seen = set()
+    for name, block in plan.blocks.items():
+        trace = traces[name]
+        kind = repr(subject.model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
+        if kind in seen:
+            continue
+        seen.add(kind)
+        trial = BlockTrial.of(subject.model, name, subject.values, trace, device)
+        surround(trial.divided, BlockWrapper(name, replace(block, opens=True, closes=True), Stream(axis)))
         try:
             split = computed(trial.divided, trial.arguments).values
         except ShoalError:
@@ -98,9 +91,9 @@ class Prover:
         except Exception as error:
             what = f"it raised {type(error).__name__} on a part of the positions: {first_line(error)}"
             raise _refused(name, trace, what) from error
-        for key, found in split.items():
+        for key, value in split.items():
             if key.startswith(OF_PARAMETER):
-                dist.all_reduce(found, group=self._axis.group)
+                dist.all_reduce(value, group=axis.group)
         for key, wanted in trial.whole.values.items():
             if not trial.is_same(key, split[key], wanted):
                 raise _refused(name, trace, f"{key} is another where each rank has a part of the positions")
@@ -128,7 +121,7 @@ def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, nu
     names = {id(p): name for name, p in model.named_parameters()}
     owned = {name: [names[id(p)] for p in model.get_submodule(name).parameters()] for name in traces[0].blocks}
     plan = decide(traces, owned, axis.degree, num_cuts)
-    Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
+    _prove(subject, plan, traces[0].blocks, axis, device)
     length = next(iter(traces[0].blocks.values())).length
     if len(traces) > 1:  # runs with lengths that differ by one, to show the effect of one more token
         length += length_of(subject.batch) - shortened_to(subject.batch, axis.degree)
@@ -155,10 +148,11 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
     """Combine the inverses of two divisions of the same modules."""
-    return {**first, **then, **{name: _composed(first[name], then[name]) for name in first.keys() & then.keys()}}
-
-
-def _composed(first: Whole, then: Whole) -> Whole:
-    if first is None or then is None:
-        return None
-    return lambda tensor: then(first(tensor))
+    inverses = {**first, **then}
+    for name in first.keys() & then.keys():
+        one, other = first[name], then[name]
+        if one is None or other is None:
+            inverses[name] = None
+        else:
+            inverses[name] = lambda tensor, one=one, other=other: other(one(tensor))  # type: ignore[misc]
+    return inverses

@@ -104,9 +104,15 @@ def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping
                 remedy = "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1"
                 raise refusal(name, what, remedy)
     outputs: dict[str, int | None] = {}
-    for inner, found in block.outputs.items():
-        pairs = zip(found, twin.outputs[inner] if twin is not None else found, strict=True)
+    for inner, inner_shapes in block.outputs.items():
+        pairs = zip(inner_shapes, twin.outputs[inner] if twin is not None else inner_shapes, strict=True)
         outputs[inner] = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
+    dropouts: dict[int, int | None] = {}
+    for i, shape in enumerate(block.dropouts):
+        dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
+        if dropouts.setdefault(len(shape), dim) != dim or dim == -1 or (dim is not None and shape[dim] != block.length):
+            what = f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own"
+            raise refusal(name, what, "use dropout on [batch, positions, features], or p = 0")
     return BlockPlan(
         opens=name not in edges,
         closes=name not in edges.values(),
@@ -114,19 +120,9 @@ def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping
         result=block.results[0],
         cuts=cuts,
         kept=frozenset(shapes) - cuts.keys() - {block.hidden},
-        dropouts=_dropouts(name, block, twin),
+        dropouts=dropouts,
         outputs=outputs,
     )
-
-
-def _dropouts(name: str, block: BlockTrace, twin: BlockTrace | None) -> dict[int, int | None]:
-    found: dict[int, int | None] = {}
-    for i, shape in enumerate(block.dropouts):
-        dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
-        if found.setdefault(len(shape), dim) != dim or dim == -1 or (dim is not None and shape[dim] != block.length):
-            what = f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own"
-            raise refusal(name, what, "use dropout on [batch, positions, features], or p = 0")
-    return found
 
 
 def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> list[int]:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError, ShoalError, first_line
 from shoal.parallel.axis_collectives import TensorAxis, divide, join
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.parallel.model.trial import ModelTrial, first_line
+from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.plan import edges_of
 from shoal.parallel.sequence.positions import (
     SEQUENCE,
@@ -36,7 +36,7 @@ from shoal.parallel.sequence.positions import (
     tensors_by_path,
     with_tensors,
 )
-from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, observe
+from shoal.parallel.sequence.trace import BlockTrace, observe
 from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
 from shoal.parallel.tensor.layers import Column, Entry, Row
 from shoal.parallel.tensor.plan import TensorPlan
@@ -201,14 +201,18 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
             failures.setdefault(found, []).append(name)
         else:
             blocks[name] = found
-    notes = [f"whole sequences in {', '.join(names)}: {why}" for why, names in failures.items()]
+    notes = [f"whole sequences in {', '.join(failed)}: {why}" for why, failed in failures.items()]
     names = {id(p): name for name, p in subject.model.named_parameters()}
     partial = {
         names[id(subject.model.get_submodule(name).get_parameter(inner))]
         for name, block in blocks.items()
         for inner in block.partial
     }
-    shared = sorted(partial & _elsewhere(subject.model, blocks, trace))
+    used_outside = set(trace.outside)  # parameters that code or modules outside these blocks use
+    for name, module in subject.model.named_modules():
+        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            used_outside |= {names[id(p)] for p in module._parameters.values() if p is not None}
+    shared = sorted(partial & used_outside)
     if shared:
         return SequencePlan({}, (f"no block computes parts of a sequence: {shared[0]} is used past its block too",))
     if blocks:
@@ -222,16 +226,6 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
         for name, block in blocks.items()
     }
     return SequencePlan(linked, tuple(notes), tuple(sorted(partial)))
-
-
-def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: ContextTrace) -> set[str]:
-    """Return the parameters that code or modules outside these blocks use."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    found = set(trace.outside)
-    for name, module in model.named_modules():
-        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
-            found |= {names[id(p)] for p in module._parameters.values() if p is not None}
-    return found
 
 
 def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
@@ -267,49 +261,46 @@ class _Bench:
         key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
         if key not in self._known:
             for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
-                found = SequenceBlock(True, True, block.hidden, block.results[0], pairs, wholes)
-                self._known[key] = self._tried(name, block, own, found)
+                divided = SequenceBlock(True, True, block.hidden, block.results[0], pairs, wholes)
+                self._known[key] = self._try(name, block, own, divided)
                 if not isinstance(self._known[key], str):
                     break
         return self._known[key]
 
-    def _tried(self, name: str, block: BlockTrace, own: TensorPlan, found: SequenceBlock) -> SequenceBlock | str:
+    def _try(self, name: str, block: BlockTrace, own: TensorPlan, divided: SequenceBlock) -> SequenceBlock | str:
         trial = BlockTrial.of(self._subject.model, name, self._subject.values, block, self._device)
         parts = apply(trial.divided, own, self._axis).parts
-        found.give(trial.divided, name, FeatureStream(self._axis))
+        divided.give(trial.divided, name, FeatureStream(self._axis))
         try:
             split = computed(trial.divided, trial.arguments)
         except Exception as error:
             return f"it raises {type(error).__name__} on a part of the positions: {first_line(error)}"
-        partial = self._compare(trial, split.values, parts)
-        if isinstance(partial, str):
-            return partial
-        return replace(found, partial=partial, parts=_parts(trial.whole.shapes, split.shapes))
-
-    def _compare(self, trial: BlockTrial, split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
-        """Return the parameters with partial gradients, or what differs.
-
-        Collective: the axis, a message per parameter.
-        """
         partial = []
         for key, wanted in trial.whole.values.items():
             name = key.removeprefix(OF_PARAMETER).strip()
             part = parts[name] if key.startswith(OF_PARAMETER) else TensorSlice.whole(wanted.shape)
-            own = split[key]
-            if self._all(trial.is_same(key, own, part.take(wanted))):
+            if self._all(trial.is_same(key, split.values[key], part.take(wanted))):
                 continue
-            total = own.clone()
+            total = split.values[key].clone()
             dist.all_reduce(total, group=self._axis.group)
             is_sum = key.startswith(OF_PARAMETER) and part.is_whole
             if not is_sum or not self._all(trial.is_same(key, total, wanted)):
                 return f"{key} is another where each rank has a part of the positions"
             partial.append(name)
-        return tuple(partial)
+        is_part: dict[str, bool] = {}  # modules with outputs that are shorter along the sequence, and only there
+        for inner, wholes in trial.whole.shapes.items():
+            pairs = list(zip(wholes, split.shapes.get(inner, []), strict=False))
+            is_part[inner] = bool(pairs) and len(pairs) == len(wholes)
+            for whole, shape in pairs:
+                differ = [d for d in range(len(shape)) if len(whole) != len(shape) or shape[d] != whole[d]]
+                is_part[inner] &= len(whole) == len(shape) and differ == [SEQUENCE]
+        return replace(divided, partial=tuple(partial), parts=tuple(inner for inner in is_part if is_part[inner]))
 
     def _all(self, right: bool) -> bool:
-        told = torch.tensor([float(right)], device=self._device)
-        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._axis.group)
-        return bool(told)
+        """Return True if `right` is True on all ranks. Collective: the axis, an all-reduce of a number."""
+        on_all = torch.tensor([float(right)], device=self._device)
+        dist.all_reduce(on_all, dist.ReduceOp.MIN, group=self._axis.group)
+        return bool(on_all)
 
 
 def _within(plan: TensorPlan, block: str) -> TensorPlan:
@@ -330,14 +321,12 @@ def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
     """Return two ways to gather: at the columns, and at the modules around them, in case their code reads the shape."""
     found = [p.candidate for p in own.pairs]
     plain = tuple(PairByPositions(c.columns, c.row) for c in found)
-    around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
-    return [plain] if plain == around else [plain, around]
-
-
-def _around(columns: tuple[str, ...]) -> str:
-    """Return the parent that all of several columns share, or an empty name."""
-    parents = {name.rpartition(".")[0] for name in columns}
-    return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
+    around = []
+    for candidate in found:
+        parents = {name.rpartition(".")[0] for name in candidate.columns}
+        shared = parents.pop() if len(candidate.columns) > 1 and len(parents) == 1 else ""
+        around.append(PairByPositions(candidate.columns, candidate.row, shared))
+    return [plain] if plain == tuple(around) else [plain, tuple(around)]
 
 
 def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
@@ -364,16 +353,3 @@ def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, .
         if top not in found:
             found.append(top)
     return tuple(found)
-
-
-def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:
-    """Return the modules with outputs that are shorter along the sequence, and only there."""
-
-    def is_part(whole: torch.Size, own: torch.Size) -> bool:
-        return len(whole) == len(own) and [d for d in range(len(own)) if own[d] != whole[d]] == [SEQUENCE]
-
-    def all_parts(name: str) -> bool:
-        pairs = list(zip(wholes[name], found.get(name, []), strict=False))
-        return bool(pairs) and len(pairs) == len(wholes[name]) and all(is_part(*pair) for pair in pairs)
-
-    return tuple(name for name in wholes if all_parts(name))

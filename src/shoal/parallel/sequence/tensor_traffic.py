@@ -33,7 +33,7 @@ class TensorTraffic:
         return [one for samples in microbatches for one in self._of(samples)]
 
     def _of(self, samples: int) -> Iterator[SizedCollective]:
-        opened = 0
+        opened, names = 0, list(self.sequences.blocks)
         for pair in self.plan.pairs:
             block = next((b for b in self.sequences.blocks if pair.candidate.row.startswith(f"{b}.")), None)
             shapes = self.plan.shapes
@@ -43,18 +43,11 @@ class TensorTraffic:
                 )
                 where = Positions(into.input[1], self.degree) if block is not None else None
                 yield from tensor_parallel([sent], [], 1, positions=where)
-                if where is not None and block is not None and opened < self._num_streams(block):
-                    opened += 1
-                    yield stream(sent.output_bytes, where, 1)
-        yield from self._others(samples)
-
-    def _num_streams(self, block: str) -> int:
-        """Return how many streams of blocks have begun up to this block."""
-        names = list(self.sequences.blocks)
-        return sum(self.sequences.blocks[name].opens for name in names[: names.index(block) + 1])
-
-    def _others(self, samples: int) -> Iterator[SizedCollective]:
-        """Yield the traffic of embeddings, and of layers without a pair."""
+                if where is not None and block is not None:
+                    begun = sum(self.sequences.blocks[name].opens for name in names[: names.index(block) + 1])
+                    if opened < begun:
+                        opened += 1
+                        yield stream(sent.output_bytes, where, 1)
         for name in self.plan.rows:
             for call in self.plan.shapes[name]:
                 yield from tensor_parallel([LayerPair(0, self._bytes(call.output, samples), False)], [], 1)

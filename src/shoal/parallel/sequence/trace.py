@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shoal.errors import PlanError
+from shoal.errors import PlanError, first_line
 from shoal.numerics.grain_randomness import draws
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.model.structure import repeated_blocks
-from shoal.parallel.model.trial import Values, first_line
+from shoal.parallel.model.trial import Values
 from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 
@@ -82,10 +82,24 @@ def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Value
     """
     small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
     error: Exception | None = None
+    both = [batch]  # with sequences of two lengths, if it has sequences
+    if length_of(batch) >= 3:
+        first = shortened_to(batch, degree)
+        both = [
+            tree_map(lambda v, n=n: v[:, :n] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
+            for n in (first, first + 1)
+        ]
     for given in (None, values) if small else (None,):
-        for batches in (_shortened(batch, degree), [batch]):
+        for batches in (both, [batch]):
             try:
-                return [_run(model, loss, each, given) for each in batches]
+                traces = []
+                for each in batches:
+                    with on_copies(model, loss, each, given) as (copied_model, shown):
+                        watcher = _Watcher(copied_model.train())
+                        with watcher:
+                            loss(copied_model, shown)
+                        traces.append(watcher.trace)
+                return traces
             except Exception as caught:
                 error = caught
     assert error is not None
@@ -101,25 +115,13 @@ def sliced(
     trace: ContextTrace, length: int, opens: Collection[str], closes: Collection[str]
 ) -> tuple[SlicedBlock, ...]:
     """Return a trace's blocks for the planner's formulas, one per call, for sequences of `length`."""
-    found: list[SlicedBlock] = []
+    blocks: list[SlicedBlock] = []
     for name, block in trace.blocks.items():
         hidden = dict(tensors_by_path(block.arguments))[block.hidden]
         width, ends = prod(hidden.shape[2:]), (name in opens, name in closes)
         one = SlicedBlock(name, length, width, *ends, tuple(block.attentions), hidden.requires_grad)
-        found += [one] * len(block.sources)
-    return tuple(found)
-
-
-def _shortened(batch: Any, degree: int) -> list[Any]:
-    """Return the batch with sequences of two lengths, or unchanged if it has no sequences."""
-    if length_of(batch) < 3:
-        return [batch]
-    first = shortened_to(batch, degree)
-
-    def cut(length: int) -> Any:
-        return tree_map(lambda v: v[:, :length] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
-
-    return [cut(first), cut(first + 1)]
+        blocks += [one] * len(block.sources)
+    return tuple(blocks)
 
 
 def length_of(batch: Any) -> int:
@@ -131,14 +133,6 @@ def length_of(batch: Any) -> int:
 def shortened_to(batch: Any, degree: int) -> int:
     """Return the shorter of the two lengths to run, if possible no multiple of `degree`."""
     return min(4 * degree + 1, length_of(batch) - 1)
-
-
-def _run(model: nn.Module, loss: Loss, batch: Any, values: Values | None) -> ContextTrace:
-    with on_copies(model, loss, batch, values) as (copied, shown):
-        watcher = _Watcher(copied.train())
-        with watcher:
-            loss(copied, shown)
-        return watcher.trace
 
 
 class _Watcher(FunctionTrace):
@@ -159,19 +153,18 @@ class _Watcher(FunctionTrace):
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         with torch._C.DisableTorchFunction():
-            self._enter(name, [args, kwargs])
-
-    def _enter(self, name: str, arguments: Any) -> None:
-        found = list(tensors_by_path(arguments))
-        hidden = next((p for p, t in found if t.is_floating_point() and t.ndim >= 3), None)
-        if hidden is None:
-            return
-        self._first = name not in self.trace.blocks
-        block = self.trace.blocks.setdefault(name, BlockTrace())
-        if self._first:
-            block.hidden, block.arguments = hidden, _kept(arguments)
+            arguments = [args, kwargs]
+            tensors = list(tensors_by_path(arguments))
+            hidden = next((p for p, t in tensors if t.is_floating_point() and t.ndim >= 3), None)
+            if hidden is None:
+                return
+            self._first = name not in self.trace.blocks
+            block = self.trace.blocks.setdefault(name, BlockTrace())
+            if self._first:  # a snapshot, with copies of tensors that a block may change
+                copies = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors}
+                block.hidden, block.arguments = hidden, copied(with_tensors(arguments, copies))
         source = None
-        for path, tensor in found:
+        for path, tensor in tensors:
             origin = self._came_out.get(id(tensor))
             if path == hidden:
                 source = origin
@@ -185,10 +178,10 @@ class _Watcher(FunctionTrace):
         if self._block != name:
             return
         self._block = None
-        found = list(tensors_by_path(output))
-        self.trace.blocks[name].results = [path for path, _ in found]
+        tensors = list(tensors_by_path(output))
+        self.trace.blocks[name].results = [path for path, _ in tensors]
         self._sources.clear()
-        for _, tensor in found:
+        for _, tensor in tensors:
             self._came_out[id(tensor)] = name
             self._alive.append(tensor)
 
@@ -211,18 +204,18 @@ class _Watcher(FunctionTrace):
         sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in call.given))
         for tensor in call.made:
             self.mark(tensor, sources)
-        if self._first:
-            self.trace.blocks[self._block].operations.append(call.name)
-            self._facts(self.trace.blocks[self._block], call)
-
-    def _facts(self, block: BlockTrace, call: FunctionCall) -> None:
-        func, given = call.func, call.given
+        if not self._first:
+            return
+        block, func, given = self.trace.blocks[self._block], call.func, call.given
+        block.operations.append(call.name)
         if func is F.scaled_dot_product_attention:
             block.masks |= self._sources.get(id(call.argument(3, "attn_mask")), frozenset())
             query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
             block.heads.append(query.shape[1] if query.ndim == 4 else 0)
             if query.ndim == 4:
-                block.attentions.append(_attention(query, key, value))
+                needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+                widths = query.shape[-1], value.shape[-1]
+                block.attentions.append(Attention(query.shape[1], key.shape[1], *widths, needs_gradient))
             block.attention_dropout = call.argument(4, "dropout_p", 0.0)
         elif func in DROPOUTS:
             if dropout_arguments(*call.args, **call.kwargs)[2]:
@@ -232,20 +225,6 @@ class _Watcher(FunctionTrace):
             block.random.append((call.name, sizes))
         elif call.name == "softmax":
             block.softmaxes.append(given[0].shape)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor) -> Attention:
-    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
-    return Attention(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], needs_gradient)
-
-
-def _kept(arguments: Any) -> Any:
-    """Return a snapshot of the arguments, with copies of tensors that a block may change."""
-    found = {
-        path: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for path, tensor in tensors_by_path(arguments)
-    }
-    return copied(with_tensors(arguments, found))
 
 
 def copied(value: Any) -> Any:

@@ -44,12 +44,29 @@ class BlockTrial:
         """
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(model, name, values, generator).to(device)
-        arguments = _numbers(trace, generator, device)
+
+        def numbers(path: Any, tensor: Tensor) -> Tensor:
+            shape, dtype = tensor.shape, tensor.dtype
+            if dtype == torch.bool:
+                value = torch.rand(shape, generator=generator) < 0.7
+                value[..., :1] = True  # a position needs at least one key that is not masked
+            elif dtype.is_complex:
+                value = torch.randn(shape, dtype=torch.complex128, generator=generator)
+            elif dtype.is_floating_point:
+                value = torch.randn(shape, dtype=torch.float64, generator=generator)
+            else:
+                value = (torch.arange(tensor.numel()) % trace.length).view(shape).to(dtype)
+            return value.to(device).requires_grad_(path == trace.hidden or tensor.requires_grad)
+
+        values_by_path = {path: numbers(path, tensor) for path, tensor in tensors_by_path(trace.arguments)}
+        arguments = with_tensors(trace.arguments, values_by_path)
         divided = copy.deepcopy(module)  # before a forward, which may leave state that cannot be copied
         try:
             whole = computed(module, arguments)
         except Exception:  # code that creates float32 tensors does not compute in float64
-            divided, arguments = divided.float(), _narrowed(arguments)
+            doubles = ((path, t) for path, t in tensors_by_path(arguments) if t.dtype == torch.float64)
+            floats = {path: t.detach().float().requires_grad_(t.requires_grad) for path, t in doubles}
+            divided, arguments = divided.float(), with_tensors(arguments, floats)
             whole = computed(module.float(), arguments)
         floor = floor_of(gradient for key, gradient in whole.values.items() if key != OUTPUT)
         return cls(whole, floor, divided, arguments)
@@ -59,32 +76,6 @@ class BlockTrial:
         return is_same(found, wanted, 0.0 if key == OUTPUT else self.floor)
 
 
-def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
-    """Return the arguments of the traced call with random numbers."""
-
-    def numbers(path: Any, tensor: Tensor) -> Tensor:
-        shape, dtype = tensor.shape, tensor.dtype
-        if dtype == torch.bool:
-            found = torch.rand(shape, generator=generator) < 0.7
-            found[..., :1] = True  # a position needs at least one key that is not masked
-        elif dtype.is_complex:
-            found = torch.randn(shape, dtype=torch.complex128, generator=generator)
-        elif dtype.is_floating_point:
-            found = torch.randn(shape, dtype=torch.float64, generator=generator)
-        else:
-            found = (torch.arange(tensor.numel()) % trace.length).view(shape).to(dtype)
-        return found.to(device).requires_grad_(path == trace.hidden or tensor.requires_grad)
-
-    found = {path: numbers(path, tensor) for path, tensor in tensors_by_path(trace.arguments)}
-    return with_tensors(trace.arguments, found)
-
-
-def _narrowed(arguments: Any) -> Any:
-    """Convert float64 arguments to float32."""
-    doubles = ((path, t) for path, t in tensors_by_path(arguments) if t.dtype == torch.float64)
-    return with_tensors(arguments, {p: t.detach().float().requires_grad_(t.requires_grad) for p, t in doubles})
-
-
 def computed(module: nn.Module, arguments: Any) -> BlockResult:
     """Return output and gradients of a module by name; the module and its arguments do not change."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
@@ -92,7 +83,11 @@ def computed(module: nn.Module, arguments: Any) -> BlockResult:
     # Clones: a leaf that requires a gradient cannot be changed in place.
     args, kwargs = copied(with_tensors(arguments, {path: leaf.clone() for path, leaf in leaves.items()}))
     shapes: dict[str, list[torch.Size]] = {}
-    handles = [m.register_forward_hook(partial(_note, shapes, name)) for name, m in module.named_modules() if name]
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        shapes.setdefault(name, []).extend(t.shape for t in tensors_in(output))
+
+    handles = [m.register_forward_hook(partial(note, name)) for name, m in module.named_modules() if name]
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), WithoutDropout():
             torch.manual_seed(SEED)
@@ -103,7 +98,3 @@ def computed(module: nn.Module, arguments: Any) -> BlockResult:
     wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
     wanted |= {f"{OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
     return BlockResult({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
-
-
-def _note(shapes: dict[str, list[torch.Size]], name: str, module: nn.Module, args: Any, output: Any) -> None:
-    shapes.setdefault(name, []).extend(t.shape for t in tensors_in(output))

@@ -72,7 +72,10 @@ class SharedParameters:
         self._views: dict[int, tuple[nn.Parameter, Tensor, Tensor]] = {}
         for parameter in model.parameters():
             pointer = parameter.untyped_storage().data_ptr()
-            own, everybodys = (_laid_out(memory[pointer], parameter) for memory in (private, shared))
+            geometry = parameter.shape, parameter.stride(), parameter.storage_offset()
+            own, everybodys = (
+                memory[pointer].view(parameter.dtype).as_strided(*geometry) for memory in (private, shared)
+            )
             self._views[id(parameter)] = parameter, own, everybodys
         self._put_back()
         self._pointers = self._pointers_now()
@@ -81,7 +84,7 @@ class SharedParameters:
         return [parameter.data_ptr() for parameter, _, _ in self._views.values()]
 
     def is_written(self) -> bool:
-        """Check whether this rank has written to a parameter, or replaced its memory, since the last `renew`."""
+        """Return True if this rank has written to a parameter, or replaced its memory, since the last `renew`."""
         return self._memory.is_written() or self._pointers_now() != self._pointers
 
     def memory_of(self, parameter: Tensor) -> Tensor:
@@ -117,10 +120,6 @@ class SharedParameters:
     def _put_back(self) -> None:
         for parameter, own, _ in self._views.values():
             parameter.data = own
-
-
-def _laid_out(memory: Tensor, like: Tensor) -> Tensor:
-    return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 class OneCopyUpdate(UpdateDivision):
@@ -223,9 +222,9 @@ class OneCopyUpdate(UpdateDivision):
 
         error = error_of(updated)
         self._mark("exposed_communication")
-        told = torch.tensor([error is not None, pieces is not None and pieces.is_new()], dtype=torch.float32)
-        self._collective.all_reduce(told)
-        failed, is_new = told.tolist()
+        status = torch.tensor([error is not None, pieces is not None and pieces.is_new()], dtype=torch.float32)
+        self._collective.all_reduce(status)
+        failed, is_new = status.tolist()
         if failed:
             raise_together(self._mesh, error)
         if pieces is not None and is_new:

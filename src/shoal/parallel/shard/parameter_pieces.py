@@ -29,12 +29,12 @@ Kinds = dict[str, dict[str, str]]
 
 
 def can_divide(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether an optimizer computes each element from that element's gradient and state alone."""
+    """Return True if an optimizer computes each element from that element's gradient and state alone."""
     return type(optimizer) in _BY_ELEMENT
 
 
 def is_divisible(parameter: Tensor) -> bool:
-    """Check whether runs of a parameter's elements are whole rows in order, as kernels and the gradient norm need."""
+    """Return True if runs of a parameter's elements are whole rows in order, as kernels and the gradient norm need."""
     return (
         parameter.dtype == torch.float32
         and parameter.is_contiguous()
@@ -56,25 +56,6 @@ class _Divided:
     shared: dict[str, Tensor] = field(default_factory=dict)  # by key, the memory that all ranks map, as one row
     others: dict[str, Any] = field(default_factory=dict)  # entries of the owner's state that no step of a part reads
     versions: list[int] = field(default_factory=list)  # of the owner's counters; each rank has its own counters
-
-    def gradient(self) -> None:
-        """Set the part's gradient to this rank's run of the parameter's gradient."""
-        if self.part is not None:
-            gradient = self.whole.grad
-            self.part.grad = None if gradient is None else gradient.detach().view(-1)[slice(*self.bounds)]
-
-    def is_new(self) -> bool:
-        """Check whether a step has created state of the part that other ranks do not see."""
-        return any(
-            _is_like(value, self.part) and not (key in self.shared and _lies_in(value, self.shared[key]))
-            for key, value in self.state.items()
-        )
-
-    def is_replaced(self, found: dict[str, Any] | None) -> bool:
-        """Check whether the owner's optimizer has state that it did not receive here, or a changed counter."""
-        if not self.is_owner:
-            return False
-        return not _is_same(found, self.entry) or self.versions != _versions(self.entry)
 
     def settle(self) -> None:
         """Record the versions of the owner's counters after a step."""
@@ -117,7 +98,9 @@ class ParameterPieces:
     def take_gradients(self) -> None:
         """Give each part its elements of the whole parameter's gradient."""
         for one in self._divided:
-            one.gradient()
+            if one.part is not None:
+                gradient = one.whole.grad
+                one.part.grad = None if gradient is None else gradient.detach().view(-1)[slice(*one.bounds)]
 
     # -------------------------------------------------------------------------------------------------------- step
 
@@ -154,13 +137,27 @@ class ParameterPieces:
     # ------------------------------------------------------------------------------------------------------- state
 
     def is_new(self) -> bool:
-        """Check whether the step has created state that the owner of a parameter does not see."""
-        return any(one.is_new() for one in self._divided)
+        """Return True if the step has created state of a part that other ranks do not see."""
+        return any(
+            _is_like(value, one.part)
+            and not (
+                key in one.shared and value.untyped_storage().data_ptr() == one.shared[key].untyped_storage().data_ptr()
+            )
+            for one in self._divided
+            for key, value in one.state.items()
+        )
 
     def is_replaced(self) -> bool:
-        """Check whether the state of a parameter that this rank owns was replaced, for example from a checkpoint."""
+        """Return True if the state of a parameter that this rank owns was replaced, for example from a checkpoint.
+
+        The optimizer then has state that it did not receive here, or a changed counter.
+        """
         state = self._optimizer.state
-        return any(one.is_replaced(state.get(one.whole)) for one in self._divided)
+        return any(
+            not _is_same(state.get(one.whole), one.entry) or one.versions != _versions(one.entry)
+            for one in self._divided
+            if one.is_owner
+        )
 
     def share(self) -> None:
         """Move the parts' state to memory that all ranks map.
@@ -192,7 +189,10 @@ class ParameterPieces:
                     memory.copy_(entries[i][key].reshape(-1))
                 known = {*one.shared, *rest[str(i)]}
                 one.others = {key: value for key, value in entries[i].items() if key not in known}
-            one.state = {key: _decoded(value) for key, value in rest[str(i)].items()}
+            one.state = {
+                key: torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
+                for key, (dtype, value) in rest[str(i)].items()
+            }
             if one.part is not None:
                 one.state |= {key: memory[slice(*one.bounds)] for key, memory in one.shared.items()}
         self._collective.barrier()
@@ -235,15 +235,11 @@ def _is_like(value: Any, parameter: Tensor | None) -> bool:
     return isinstance(value, Tensor) and parameter is not None and value.ndim > 0 and value.shape == parameter.shape
 
 
-def _lies_in(value: Tensor, memory: Tensor) -> bool:
-    return value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
-def _is_same(found: dict[str, Any] | None, given: dict[str, Any] | None) -> bool:
-    """Check whether the optimizer has the state that it received: the same tensors and values."""
-    if found is None or given is None or found.keys() != given.keys():
-        return not found and not given
-    return all(found[key] is value for key, value in given.items())
+def _is_same(state: dict[str, Any] | None, given: dict[str, Any] | None) -> bool:
+    """Return True if the optimizer has the state that it received: the same tensors and values."""
+    if state is None or given is None or state.keys() != given.keys():
+        return not state and not given
+    return all(state[key] is value for key, value in given.items())
 
 
 def _versions(entry: dict[str, Any] | None) -> list[int]:
@@ -273,8 +269,3 @@ def _rest(entry: dict[str, Any]) -> dict[str, Any]:
         elif value is None or isinstance(value, bool | int | float | str):
             found[key] = ["", value]
     return found
-
-
-def _decoded(told: Sequence[Any]) -> Any:
-    dtype, value = told
-    return torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
-from shoal.parallel.shard.param_groups import param_groups
+from shoal.parallel.shard.torch_release import param_groups
 
 _POLL_SECONDS = 0.0005
 # Sums over 1024 ranks of smaller numbers and of their squares, and products of the sums, are exact in float64.

@@ -34,7 +34,7 @@ from shoal.parallel.model.sharded_model import ShardedModel, cut_of, local, repl
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.parallel.shard import torch_release
-from shoal.parallel.shard.param_groups import param_groups
+from shoal.parallel.shard.torch_release import param_groups
 from shoal.parallel.shard.unit_calls import UnitCalls, unequal
 from shoal.plans.plan import Plan
 
@@ -75,11 +75,28 @@ def shard(
     keep = plan.shard.level == "gradients"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
-    _refuse_sparse(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise JobError(
+                given=f"{name or 'the model'}: {type(module).__name__}(sparse=True), with sharded gradients",
+                conflict="torch's fully_shard cuts and sums dense gradients only",
+                remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
+            )
     kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
-    _refuse_mixed(found, kept, plan)
+    seen = set(kept)
+    for unit in found:  # inner units come before outer ones
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+        if len(kinds) > 1:
+            raise JobError(
+                given=f"shard.level = {plan.shard.level!r} for a model with parameters in {' and '.join(kinds)}",
+                conflict="torch's fully_shard cuts parameters of one dtype together",
+                remedy='use shard.level = "optimizer", or one dtype for all parameters',
+            )
+        seen.update(own)
     others = set(found)
+    device_mesh = _device_mesh(mesh)
     writing = set() if writing is None else writing
     writing.update(module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks)
     for unit in found:
@@ -89,7 +106,7 @@ def shard(
             unit.register_forward_hook(_WrittenParameters(writing, model))
         fully_shard(
             unit,
-            mesh=_device_mesh(mesh),
+            mesh=device_mesh,
             reshard_after_forward=not keep,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False),
             offload_policy=offload,
@@ -101,23 +118,13 @@ def shard(
         unit.set_reduce_scatter_unused_params(True)  # another rank's grains may use what this rank's do not
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
-        _give_homes(unit)
+        homes: dict[nn.Module, _Home] = {}  # torch finds Keras variables there, by their parameters' names
+        for group in param_groups(unit):
+            for parameter in group.fsdp_params:
+                place = parameter._module_info
+                if getattr(place.module, place.param_name) is not parameter.sharded_param:
+                    place.module = cast(nn.Module, homes.setdefault(place.module, _Home(place.module)))
     return found
-
-
-def _refuse_mixed(found: Iterable[nn.Module], kept: set[nn.Parameter], plan: Plan) -> None:
-    """Raise JobError for trainable parameters of several dtypes in one unit. Inner units come before outer ones."""
-    seen = set(kept)
-    for unit in found:
-        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
-        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
-        if len(kinds) > 1:
-            raise JobError(
-                given=f"shard.level = {plan.shard.level!r} for a model with parameters in {' and '.join(kinds)}",
-                conflict="torch's fully_shard cuts parameters of one dtype together",
-                remedy='use shard.level = "optimizer", or one dtype for all parameters',
-            )
-        seen.update(own)
 
 
 def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
@@ -182,20 +189,18 @@ class _WrittenParameters:
         _refuse_replaced(unit, self._root)
         self._num_forwards += torch.is_grad_enabled()
         compares = self._num_forwards <= _COMPARED_FORWARDS or not torch.is_grad_enabled()
+        parameters = [parameter for group in param_groups(unit) for parameter in group.fsdp_params]
         with torch.no_grad():
-            self._keep(unit, compares=compares)
-
-    def _keep(self, unit: nn.Module, *, compares: bool) -> None:
-        held = [one for group in param_groups(unit) for one in group.fsdp_params]
-        for number, one in enumerate(held):
-            is_written = number in self._written or one._module_info.module in self._hooked
-            if not (is_written or compares):
-                continue
-            own = local(one.sharded_param)
-            now = cut_of(one.sharded_param, TensorSlice.whole(one.sharded_param.shape)).take(one._unsharded_param)
-            if is_written or not torch.equal(own, now.to(own.device)):
-                self._written.add(number)
-                own.copy_(now)
+            for number, parameter in enumerate(parameters):
+                is_written = number in self._written or parameter._module_info.module in self._hooked
+                if not (is_written or compares):
+                    continue
+                own = local(parameter.sharded_param)
+                part = cut_of(parameter.sharded_param, TensorSlice.whole(parameter.sharded_param.shape))
+                now = part.take(parameter._unsharded_param)
+                if is_written or not torch.equal(own, now.to(own.device)):
+                    self._written.add(number)
+                    own.copy_(now)
 
 
 def _refuse_replaced(unit: nn.Module, root: nn.Module) -> None:
@@ -224,16 +229,6 @@ def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
         yield from _tensors_in(item, depth - 1)
 
 
-def _give_homes(unit: FSDPModule) -> None:
-    """Let torch find parameters of modules with other objects in the attributes of these names."""
-    homes: dict[nn.Module, _Home] = {}
-    for group in param_groups(unit):
-        for parameter in group.fsdp_params:
-            place = parameter._module_info
-            if getattr(place.module, place.param_name) is not parameter.sharded_param:
-                place.module = cast(nn.Module, homes.setdefault(place.module, _Home(place.module)))
-
-
 class _Home:
     """Module for fully_shard, which reads parameters as attributes, if the attributes are Keras variables."""
 
@@ -258,17 +253,6 @@ def scalars(model: nn.Module) -> list[str]:
 
 def _is_cut(shape: tuple[int, ...]) -> bool:
     return len(shape) > 0 and math.prod(shape) > 0
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    """Raise JobError for an embedding with sparse gradients, which fully_shard cannot sum."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise JobError(
-                given=f"{name or 'the model'}: {type(module).__name__}(sparse=True), with sharded gradients",
-                conflict="torch's fully_shard cuts and sums dense gradients only",
-                remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
-            )
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -397,8 +381,16 @@ class FullySharded(AccumulatingStrategy):
         super().add(sums)
         if self._calls is not None:
             self._calls.end()
-        if len(self._handles) < len(self._cut):
-            self._watch()
+        if len(self._handles) == len(self._cut):
+            return
+        # Record which parameters get a gradient here: for the others the units sum zeros.
+        numbers = {id(p): i for i, p in self._cut.items()}
+        for parameter in (p for unit in self._units for group in param_groups(unit) for p in group.fsdp_params):
+            number = numbers.get(id(parameter.sharded_param))
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if number is not None and gathered is not None and number not in self._handles:
+                hook = functools.partial(self._note_gradient, number)
+                self._handles[number] = gathered.register_post_accumulate_grad_hook(hook)
 
     def arm(self) -> None:
         self._scatter(True)
@@ -422,19 +414,7 @@ class FullySharded(AccumulatingStrategy):
         for unit in self._units if self._late else ():
             unit.set_requires_gradient_sync(now, recurse=False)
 
-    def _watch(self) -> None:
-        """Register hooks that record which parameters got a gradient here: for the others the units sum zeros."""
-        numbers = {id(p): i for i, p in self._cut.items()}
-        for unit in self._units:
-            for group in param_groups(unit):
-                for parameter in group.fsdp_params:
-                    number = numbers.get(id(parameter.sharded_param))
-                    gathered = getattr(parameter, "_unsharded_param", None)
-                    if number is not None and gathered is not None and number not in self._handles:
-                        hook = functools.partial(self._note, number)
-                        self._handles[number] = gathered.register_post_accumulate_grad_hook(hook)
-
-    def _note(self, number: int, gathered: Tensor) -> None:
+    def _note_gradient(self, number: int, gathered: Tensor) -> None:
         self._used[number] = 1.0
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:

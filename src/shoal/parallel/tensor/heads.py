@@ -6,7 +6,6 @@ head with only cross entropies as consumers stays cut, if each cross entropy, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -40,8 +39,20 @@ def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree:
     heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
     if not heads:
         return plan
+    consumers = {name: _Uses() for name in heads}
+    values = subject.values if trace.has_values else None
+    with on_copies(subject.model, subject.loss, subject.batch, values) as (model, batch):
+        for name, uses in consumers.items():
+            module = model.get_submodule(name)
+            head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), uses)
+            give_role(module, partial(_shown, head))
+        try:
+            subject.loss(model, batch)
+        except Exception as error:
+            for uses in consumers.values():
+                uses.obstacle = f"the loss raises {type(error).__name__} on slices"
     notes, kept, taken = dict(plan.notes), [], list[tuple[int, bool]]()
-    for name, uses in _uses(heads, subject, trace, degree).items():
+    for name, uses in consumers.items():
         size = num_features(subject.model.get_submodule(name))[1]
         why = uses.obstacle or next((f"{e} differs" for e in set(uses.entropies) if not is_proven(e, size, degree)), "")
         if not why and uses.entropies:
@@ -84,31 +95,14 @@ class _Noting(Head):
         """Return zeros that depend on the slice, and record the cross entropy."""
         self.uses.entropies.append(entropy)
         self.uses.targets.append(len(local))
-        found = local.sum(1) * 0.0
-        return found if entropy.reduction == "none" else found.sum()
+        nothing = local.sum(1) * 0.0
+        return nothing if entropy.reduction == "none" else nothing.sum()
 
 
 def _shown(head: _Noting, module: nn.Module, input: Tensor) -> Tensor:
     """Compute a whole layer and return a slice of its outputs as logits."""
     whole = product(module, input, module.weight, module.bias)  # type: ignore[arg-type]
     return divided(whole.narrow(-1, 0, head.sizes[0]), whole.ndim - 1, head)
-
-
-def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
-    """Run the loss once and return the consumers of each head's logits."""
-    values = subject.values if trace.has_values else None
-    found = {name: _Uses() for name in heads}
-    with on_copies(subject.model, subject.loss, subject.batch, values) as (model, batch):
-        for name, uses in found.items():
-            module = model.get_submodule(name)
-            head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), uses)
-            give_role(module, partial(_shown, head))
-        try:
-            subject.loss(model, batch)
-        except Exception as error:
-            for uses in found.values():
-                uses.obstacle = f"the loss raises {type(error).__name__} on slices"
-    return found
 
 
 def is_proven(entropy: Entropy, size: int, degree: int) -> bool:

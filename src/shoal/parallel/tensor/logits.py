@@ -178,7 +178,12 @@ def _picked(func: Any, logits: Any, index: Any) -> Any:
     if any(isinstance(i, bool | Logits) or not isinstance(i, _INDICES) for i in items) or not items:
         return NotImplemented
     # The last item selects classes if all dims are named, or if an ellipsis precedes it.
-    named = sum(map(_dims, items)) >= logits.ndim or any(item is Ellipsis for item in items[:-1])
+    num_dims = sum(
+        item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+        for item in items
+        if item is not None and item is not Ellipsis
+    )
+    named = num_dims >= logits.ndim or any(item is Ellipsis for item in items[:-1])
     last = items[-1]
     if last is None or (named and not (isinstance(last, slice) and last == slice(None))):
         return NotImplemented
@@ -187,13 +192,6 @@ def _picked(func: Any, logits: Any, index: Any) -> Any:
 
 
 _INDICES = (int, slice, Tensor, type(None), type(Ellipsis))
-
-
-def _dims(item: Any) -> int:
-    """Return the number of dims that one item of an index covers."""
-    if item is None or item is Ellipsis:
-        return 0
-    return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
 _OPTIONS = inspect.signature(F.cross_entropy)
@@ -205,27 +203,23 @@ def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     given = bound.arguments
     logits, target, weight = given["input"], given["target"], given["weight"]
-    if not isinstance(logits, Logits) or logits.dim_ != min(1, logits.ndim - 1) or not _is_usual(logits, given):
+    if not isinstance(logits, Logits) or logits.dim_ != min(1, logits.ndim - 1):
+        return NotImplemented
+    if not isinstance(target, Tensor) or isinstance(target, Logits) or target.dtype != torch.int64:
+        return NotImplemented
+    row_sizes = [size for d, size in enumerate(logits.shape) if d != logits.dim_]
+    weighs = weight is None or (not weight.requires_grad and list(weight.shape) == [logits.shape[logits.dim_]])
+    is_usual = given["reduction"] in ("none", "sum", "mean") and 0.0 <= given["label_smoothing"] <= 1.0
+    is_old = given["size_average"] is not None or given["reduce"] is not None
+    if list(target.shape) != row_sizes or not weighs or not is_usual or is_old:
         return NotImplemented
     local = logits.local.movedim(logits.dim_, -1)
     rows = Rows(target.reshape(-1), given["ignore_index"], given["label_smoothing"], weight)
     entropy = Entropy(rows.ignored, given["reduction"], rows.smoothing, weight is not None)
-    found = logits.head.lost(local.reshape(target.numel(), local.shape[-1]), rows, entropy)
+    loss = logits.head.lost(local.reshape(target.numel(), local.shape[-1]), rows, entropy)
     narrow = logits.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(logits.device.type)
-    found = found.to(logits.dtype) if narrow else found
-    return found.view(target.shape) if entropy.reduction == "none" else found
-
-
-def _is_usual(logits: Logits, given: dict[str, Any]) -> bool:
-    """Check whether slices can compute a cross entropy."""
-    target, weight = given["target"], given["weight"]
-    if not isinstance(target, Tensor) or isinstance(target, Logits) or target.dtype != torch.int64:
-        return False
-    rows = [size for d, size in enumerate(logits.shape) if d != logits.dim_]
-    weighs = weight is None or (not weight.requires_grad and list(weight.shape) == [logits.shape[logits.dim_]])
-    asked = given["reduction"] in ("none", "sum", "mean") and 0.0 <= given["label_smoothing"] <= 1.0
-    old = given["size_average"] is not None or given["reduce"] is not None
-    return list(target.shape) == rows and weighs and asked and not old
+    loss = loss.to(logits.dtype) if narrow else loss
+    return loss.view(target.shape) if entropy.reduction == "none" else loss
 
 
 def _methods(*names: str) -> list[Any]:

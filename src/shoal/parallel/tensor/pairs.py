@@ -114,8 +114,18 @@ def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> l
             continue
         found.append(_candidate([name for name in trace.inputs if name in columns], row, trace))
         free -= {row, *columns}
-    for near, row in _planned(model, free):
-        found.append(_candidate(near, row, trace))
+    # A tp_plan pairs a "rowwise" module with the "colwise" modules nearest to it.
+    said = {name: style for name, style in styles(model).items() if name in free}
+    colwise = [name for name, style in said.items() if style == "colwise"]
+    for row in [name for name, style in said.items() if style == "rowwise"]:
+        owner = row
+        near: list[str] = []
+        while owner and not near:
+            owner = owner.rpartition(".")[0]
+            near = [name for name in colwise if name.startswith(f"{owner}.")]
+        if near:
+            colwise = [name for name in colwise if name not in near]
+            found.append(_candidate(near, row, trace))
     return found
 
 
@@ -146,21 +156,6 @@ def styles(model: nn.Module) -> dict[str, str]:
             whole = re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+")
             found |= {name: str(style) for name in names if re.fullmatch(whole, name)}
     return found
-
-
-def _planned(model: nn.Module, free: set[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield the pairs of a tp_plan: a "rowwise" module with the "colwise" modules nearest to it."""
-    said = {name: style for name, style in styles(model).items() if name in free}
-    columns = [name for name, style in said.items() if style == "colwise"]
-    for row in [name for name, style in said.items() if style == "rowwise"]:
-        owner = row
-        near: list[str] = []
-        while owner and not near:
-            owner = owner.rpartition(".")[0]
-            near = [name for name in columns if name.startswith(f"{owner}.")]
-        if near:
-            columns = [name for name in columns if name not in near]
-            yield near, row
 
 
 def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree: int) -> Iterator[SectionCut]:

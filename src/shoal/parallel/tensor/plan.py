@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shoal.errors import JobError, PlanError
-from shoal.parallel.model.trial import Values, first_line
+from shoal.errors import JobError, PlanError, first_line
+from shoal.parallel.model.trial import Values
 from shoal.parallel.tensor.layers import kind, num_outputs, output_dims
 from shoal.parallel.tensor.pairs import (
     PairCandidate,
@@ -80,8 +80,12 @@ def follow(
         except Exception as error:
             errors.append(error)
             continue
-        short = _short(batch)
-        if short is not None:
+        # The proofs need only the first tokens of a batch of longer sequences.
+        wide = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1]
+        lengths = {leaf.shape[1] for leaf in wide}
+        is_long = len(lengths) == 1 and lengths.pop() > _FEW_TOKENS
+        if is_long and not any(leaf.is_floating_point() for leaf in wide):
+            short = tree_map(lambda v: v[:, :_FEW_TOKENS] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
             with contextlib.suppress(Exception):
                 other = observe(model, loss, short, given)
                 if other.inputs == trace.inputs:
@@ -95,40 +99,23 @@ def follow(
     ) from errors[-1]
 
 
-def _short(batch: Any) -> Any:
-    """Return the first tokens of a batch of longer sequences, for the proofs; None for other kinds of batch."""
-    wide = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1]
-    lengths = {leaf.shape[1] for leaf in wide}
-    if len(lengths) != 1 or lengths.pop() <= _FEW_TOKENS or any(leaf.is_floating_point() for leaf in wide):
-        return None
-    return tree_map(lambda v: v[:, :_FEW_TOKENS] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
-
-
 def decide(model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> TensorPlan:
     """Return the plan of a model with proven pairs. Without `values` the proofs use random numbers.
 
     Raises: PlanError if nothing can be cut into `degree` parts.
     """
-    plan = _planned(model, trace, degree, _Prover(model, trace, values, degree).prove)
-    if not (plan.pairs or plan.gathered or plan.rows):
-        raise _nothing_to_cut(model, degree)
-    return plan
-
-
-def _planned(
-    model: nn.Module, trace: TensorTrace, degree: int, prove: Callable[[PairCandidate], ProvenPair | str]
-) -> TensorPlan:
+    prover = _Prover(model, trace, values, degree)
     notes, holders = _whole(model, trace, degree), _holders(model)
     linear = {name: m for name, m in model.named_modules() if kind(m) in ("linear", "transposed") and name not in notes}
     usable = [name for name, m in linear.items() if all(len(holders[id(p)]) == 1 for p in _own(m))]
     pairs, failures = [], dict[str, str]()
     for candidate in candidates(model, trace, usable):
         reader = trace.reader_within(candidate.owner)
-        found = f"what {reader} computes depends on values" if reader is not None else prove(candidate)
-        if isinstance(found, ProvenPair):
-            pairs.append(found)
+        result = f"what {reader} computes depends on values" if reader is not None else prover.prove(candidate)
+        if isinstance(result, ProvenPair):
+            pairs.append(result)
         else:
-            failures |= dict.fromkeys((*candidate.columns, candidate.row), found)
+            failures |= dict.fromkeys((*candidate.columns, candidate.row), result)
     for pair in pairs:
         row = pair.candidate.row
         notes |= dict.fromkeys(pair.candidate.columns, f"cut along its outputs, which {row} takes")
@@ -139,6 +126,14 @@ def _planned(
     for name in gathered:
         why = failures.get(name) or obstacle(name, trace)
         notes[name] = "cut along its outputs, gathered" + (f" ({why})" if why else "")
+    if not (pairs or gathered or rows):
+        widest = max((num_outputs(m) for m in model.modules() if kind(m) not in (None, "dropout")), default=1)
+        raise PlanError(
+            given=f"tensor = {degree}",
+            conflict=f"no module of this model can be cut into {degree} parts"
+            + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
+            remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
+        )
     notes |= dict.fromkeys(rows, "cut along its rows")
     order = [name for name, _ in model.named_modules() if name in notes]
     sending = {name for p in pairs for name in (*p.candidate.columns, p.candidate.row)}.union(gathered, rows)
@@ -207,6 +202,9 @@ def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
+_SIMPLE = (int, float, bool, str, type(None))
+
+
 class _Prover:
     """Prover of candidates. A result applies to all modules of the same structure."""
 
@@ -216,25 +214,33 @@ class _Prover:
 
     def prove(self, candidate: PairCandidate) -> ProvenPair | str:
         """Return the pair, or why it fails. If a module returns slices, the enclosing module may absorb them."""
-        found = self._proven(candidate)
+        result = self._proven(candidate)
         around = candidate.owner.rpartition(".")[0]
         while around and around not in self._trace.calls:
             around = around.rpartition(".")[0]
-        if isinstance(found, OutputDiffersError) and around and self._trace.reader_within(around) is None:
+        if isinstance(result, OutputDiffersError) and around and self._trace.reader_within(around) is None:
             wider = self._proven(replace(candidate, owner=around))
-            found = wider if isinstance(wider, ProvenPair) else found
-        if isinstance(found, ProvenPair):
-            return found
-        return str(found)
+            result = wider if isinstance(wider, ProvenPair) else result
+        return result if isinstance(result, ProvenPair) else str(result)
 
     def _proven(self, candidate: PairCandidate) -> ProvenPair | Exception:
-        key = _structure(self._model, self._trace, candidate)
+        # Equal for modules that compute the same, judging by classes, shapes and plain attributes.
+        module, prefix = self._model.get_submodule(candidate.owner), f"{candidate.owner}."
+        inside = [
+            (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, _SIMPLE) and "idx" not in k))
+            for name, m in module.named_modules()
+        ]
+        shapes = tuple((name, p.shape) for name, p in module.named_parameters())
+        args, kwargs = self._trace.calls[candidate.owner]
+        arguments = str([tuple(a.shape) if isinstance(a, Tensor) else type(a) for a in (*args, *kwargs.values())])
+        names = tuple(name.removeprefix(prefix) for name in (*candidate.columns, candidate.row))
+        key = str(inside), shapes, arguments, names
         if key not in self._known:
             self._known[key] = candidate.owner, self._try(candidate)
-        owner, found = self._known[key]
-        if isinstance(found, Exception):
-            return found
-        return found.renamed(lambda name: candidate.owner + name.removeprefix(owner))
+        owner, result = self._known[key]
+        if isinstance(result, Exception):
+            return result
+        return result.renamed(lambda name: candidate.owner + name.removeprefix(owner))
 
     def _try(self, candidate: PairCandidate) -> ProvenPair | Exception:
         why: NotProvenError = NotProvenError(f"no heads or features for {self._degree} ranks")
@@ -256,31 +262,3 @@ class _Prover:
 
 def _first_line(error: Exception) -> str:
     return first_line(error) or type(error).__name__
-
-
-_SIMPLE = (int, float, bool, str, type(None))
-
-
-def _structure(model: nn.Module, trace: TensorTrace, candidate: PairCandidate) -> Any:
-    """Return a key that is equal for modules that compute the same, judging by classes, shapes and plain attributes."""
-    owner, prefix = model.get_submodule(candidate.owner), f"{candidate.owner}."
-    inside = [
-        (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, _SIMPLE) and "idx" not in k))
-        for name, m in owner.named_modules()
-    ]
-    shapes = tuple((name, p.shape) for name, p in owner.named_parameters())
-    args, kwargs = trace.calls[candidate.owner]
-    arguments = str([tuple(a.shape) if isinstance(a, Tensor) else type(a) for a in (*args, *kwargs.values())])
-    names = tuple(name.removeprefix(prefix) for name in (*candidate.columns, candidate.row))
-    return str(inside), shapes, arguments, names
-
-
-def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
-    sizes = [num_outputs(m) for m in model.modules() if kind(m) not in (None, "dropout")]
-    widest = max(sizes, default=1)
-    return PlanError(
-        given=f"tensor = {degree}",
-        conflict=f"no module of this model can be cut into {degree} parts"
-        + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
-        remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
-    )

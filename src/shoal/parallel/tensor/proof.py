@@ -15,7 +15,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +71,9 @@ class Bench:
         self._row = candidate.row.removeprefix(self._prefix)
         generator = torch.Generator().manual_seed(SEED)
         self._fixed: dict[str, Tensor] = {}
-        thin = self._thin(model, trace, generator)
-        self._module = materialised(model, candidate.owner, values, generator, thin)
-        real = functools.partial(_argument, real=trace.real if values is not None else {}, generator=generator)
-        self._args, self._kwargs = tree_map(real, trace.calls[candidate.owner])
-        self._whole = self._run(None, 0)
-
-    def _thin(self, model: nn.Module, trace: TensorTrace, generator: torch.Generator) -> dict[int, nn.Parameter]:
-        """Return low-rank weights for the linear layers, by id of the model's weights, if nothing else uses these."""
-        module = model.get_submodule(self._candidate.owner)
+        module = model.get_submodule(candidate.owner)
         holders = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
-        found = {}
+        thin: dict[int, nn.Parameter] = {}  # low-rank weights by id of the model's, if nothing else uses these
         for name, layer in module.named_modules():
             weight = layer._parameters.get("weight") if kind(layer) in ("linear", "transposed") else None
             if weight is None or id(weight) in trace.foreign_uses or holders[id(weight)] > 1:
@@ -89,14 +81,17 @@ class Bench:
             shape = (_RANK, weight.shape[1]), (weight.shape[0], _RANK)
             is_row, is_transposed = name == self._row, kind(layer) == "transposed"
             own, fixed = shape if is_row != is_transposed else shape[::-1]
-            found[id(weight)] = nn.Parameter(_random(own, generator))
-            self._fixed[name] = _random(fixed, generator) / math.sqrt(max(fixed))
+            thin[id(weight)] = nn.Parameter(torch.randn(own, dtype=torch.float64, generator=generator))
+            self._fixed[name] = torch.randn(fixed, dtype=torch.float64, generator=generator) / math.sqrt(max(fixed))
             if not is_transposed:
                 self._fixed[name] = self._fixed[name].T
-        others = sum(p.numel() for p in module.parameters() if id(p) not in found)
+        others = sum(p.numel() for p in module.parameters() if id(p) not in thin)
         if others > _MOST:
             raise NotProvenError(f"{others:,} parameters beside its linear layers are too many")
-        return found
+        self._module = materialised(model, candidate.owner, values, generator, thin)
+        real = functools.partial(_argument, real=trace.real if values is not None else {}, generator=generator)
+        self._args, self._kwargs = tree_map(real, trace.calls[candidate.owner])
+        self._whole = self._run(None, 0)
 
     def prove(self, cut: SectionCut) -> ProvenPair:
         """Return the pair for this cut. Raises: NotProvenError, or what the user's module raises on slices."""
@@ -109,14 +104,26 @@ class Bench:
             tuple((f"{self._candidate.owner}.{name}".strip("."), a, v) for name, a, v in cut.values(place))
             for place in range(cut.degree)
         )
-        slices = self._slices(cut, runs)
-        for name, found in slices.items():
-            if found is None and kind(self._module.get_submodule(name)) == "dropout":
+        slices: dict[str, Slice | None] = {}  # of inner modules; None if a slice cannot be described
+        for name, wholes in self._whole.seen.items():
+            others = [run.seen[name] for run in runs]
+            if any([len(call) for call in seen] != [len(call) for call in wholes] for seen in others):
+                slices[name] = None
+                continue
+            kinds = {
+                self._slice(cut, name, whole, [seen[i][j] for seen in others])
+                for i, call in enumerate(wholes)
+                for j, whole in enumerate(call)
+            }
+            if kinds - {_WHOLE}:
+                slices[name] = next(iter(kinds)) if len(kinds) == 1 else None
+        for name, part in slices.items():
+            if part is None and kind(self._module.get_submodule(name)) == "dropout":
                 raise NotProvenError(f"what {name} sees")
         return ProvenPair(
             self._candidate,
             names,
-            {self._prefix + name: found for name, found in slices.items()},
+            {self._prefix + name: part for name, part in slices.items()},
             tuple(self._prefix + name for name in partial),
             attributes,
         )
@@ -127,11 +134,11 @@ class Bench:
         run = _ProofRun()
         for name, layer in module.named_modules():
             if name in self._columns:
-                layer.forward = functools.partial(self._column, run, (name, layer), cut, place)
+                layer.forward = functools.partial(self._column_forward, run, (name, layer), cut, place)
             elif name == self._row:
-                layer.forward = functools.partial(self._taken, run, layer, cut, place)
+                layer.forward = functools.partial(self._row_forward, run, layer, cut, place)
             elif kind(layer) == "dropout":
-                layer.forward = _skipped
+                layer.forward = nn.Identity().forward
             elif name in self._fixed:
                 layer.forward = functools.partial(_thin_product, layer, self._fixed[name])
             if name:
@@ -141,12 +148,19 @@ class Bench:
         args, kwargs = tree_map(fresh, (self._args, self._kwargs))
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), WithoutDropout(inside_attention=True):
             torch.manual_seed(SEED)
-            outputs = module(*args, **kwargs)
-        run.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        self._backward(module, run, (args, kwargs))
+            output = module(*args, **kwargs)
+        run.outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        outputs = [output for output in run.outputs if output.requires_grad]
+        if not outputs:
+            raise NotProvenError("what it returns has no gradient")
+        leaves: dict[str, Tensor] = {f"parameter {name}": p for name, p in module.named_parameters()}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves |= {f"argument {i}": leaf for i, leaf in enumerate(inputs)}
+        leaves |= {f"input {name} {i}": leaf for name, calls in run.entries.items() for i, leaf in enumerate(calls)}
+        run.gradients = gradients(outputs, leaves)
         return run
 
-    def _column(
+    def _column_forward(
         self, run: _ProofRun, named: tuple[str, nn.Module], cut: SectionCut | None, place: int, /, input: Tensor
     ) -> Tensor:
         name, layer = named
@@ -163,7 +177,9 @@ class Bench:
     def _before(self, name: str, input: Tensor) -> Tensor:
         return input @ self._fixed[name] if name in self._fixed else input
 
-    def _taken(self, run: _ProofRun, layer: nn.Module, cut: SectionCut | None, place: int, input: Tensor) -> Tensor:
+    def _row_forward(
+        self, run: _ProofRun, layer: nn.Module, cut: SectionCut | None, place: int, input: Tensor
+    ) -> Tensor:
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, Tensor)
         run.inputs.append(input.detach())
@@ -178,16 +194,6 @@ class Bench:
         else:
             found = self._whole.results[len(run.inputs) - 1] + (found - found.detach())
         return found if bias is None else found + bias  # type: ignore[operator]
-
-    def _backward(self, module: nn.Module, run: _ProofRun, given: Any) -> None:
-        outputs = [output for output in run.outputs if output.requires_grad]
-        if not outputs:
-            raise NotProvenError("what it returns has no gradient")
-        leaves: dict[str, Tensor] = {f"parameter {name}": p for name, p in module.named_parameters()}
-        inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        leaves |= {f"argument {i}": leaf for i, leaf in enumerate(inputs)}
-        leaves |= {f"input {name} {i}": leaf for name, found in run.entries.items() for i, leaf in enumerate(found)}
-        run.gradients = gradients(outputs, leaves)
 
     def _compare(self, cut: SectionCut, runs: list[_ProofRun]) -> list[str]:
         """Return the parameters with partial gradients. Raises: NotProvenError."""
@@ -223,22 +229,6 @@ class Bench:
                     raise NotProvenError("an argument gets a part of its gradient")
                 partial.append(name.removeprefix("parameter "))
         return partial
-
-    def _slices(self, cut: SectionCut, runs: list[_ProofRun]) -> dict[str, Slice | None]:
-        """Return the inner modules that return slices, and which; None if a slice cannot be described."""
-        found: dict[str, Slice | None] = {}
-        for name, wholes in self._whole.seen.items():
-            others = [run.seen[name] for run in runs]
-            if any([len(call) for call in seen] != [len(call) for call in wholes] for seen in others):
-                found[name] = None
-                continue
-            told = set()
-            for i, call in enumerate(wholes):
-                for j, whole in enumerate(call):
-                    told.add(self._slice(cut, name, whole, [seen[i][j] for seen in others]))
-            if told - {_WHOLE}:
-                found[name] = next(iter(told)) if len(told) == 1 else None
-        return found
 
     def _slice(self, cut: SectionCut, name: str, whole: Tensor, slices: list[Tensor]) -> Slice | None:
         differ = [d for d in range(whole.ndim) if any(own.shape[d : d + 1] != whole.shape[d : d + 1] for own in slices)]
@@ -284,16 +274,8 @@ def fresh(leaf: Any) -> Any:
     return copy.deepcopy(leaf)
 
 
-def _random(shape: Iterable[int], generator: torch.Generator) -> Tensor:
-    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
-
-
 def _thin_product(layer: nn.Module, fixed: Tensor, input: Tensor) -> Tensor:
     return product(layer, input @ fixed, layer.weight, layer.bias)  # type: ignore[arg-type]
-
-
-def _skipped(input: Tensor) -> Tensor:
-    return input
 
 
 def _watch(seen: list[list[Tensor]], module: nn.Module, args: Any, output: Any) -> None:

@@ -41,7 +41,7 @@ from shoal.parallel.tensor.layers import (
     output_dim,
     output_dims,
 )
-from shoal.parallel.tensor.pairs import ProvenPair, Slice, set_count
+from shoal.parallel.tensor.pairs import Slice, set_count
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.plans.accounting.partition import cuts
 
@@ -86,22 +86,17 @@ def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
             error = as_shoal_error(caught)
             document = {"error": to_json(error, 0, "")}
     if axis.degree > 1:
-        document = _broadcast(document, axis)
+        text = bytearray(json.dumps(document).encode()) if axis.place == 0 else bytearray()
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, group=axis.group, group_src=0)
+        data = torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(data, group=axis.group, group_src=0)
+        document = json.loads(bytes(data.numpy().tobytes()))
     if error is not None:
         raise error
     if "error" in document:
         raise from_json(document["error"])
     return TensorPlan.from_json(document["plan"])
-
-
-def _broadcast(document: dict[str, Any], axis: TensorAxis) -> dict[str, Any]:
-    text = bytearray(json.dumps(document).encode()) if axis.place == 0 else bytearray()
-    length = torch.tensor([len(text)])
-    dist.broadcast(length, group=axis.group, group_src=0)
-    data = torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(data, group=axis.group, group_src=0)
-    found: dict[str, Any] = json.loads(bytes(data.numpy().tobytes()))
-    return found
 
 
 def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParallel:
@@ -133,15 +128,38 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         for parameter, dim in output_dims(module).items():
             cut(module, parameter, dim, ((start, stop),))
     _give_roles(model, plan, axis)
-    _replace(model, names, parts)
+    made: dict[int, nn.Parameter] = {}  # a shared parameter stays shared
+    for module in model.modules():
+        for attribute, whole in list(module._parameters.items()):
+            if whole is None or parts[names[id(whole)]].is_whole:
+                continue
+            if id(whole) not in made:
+                own = parts[names[id(whole)]].take(whole.detach()).clone()
+                made[id(whole)] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            module._parameters[attribute] = made[id(whole)]
     return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
 
 
 def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
     for pair in plan.pairs:
-        _give_pair(model, pair, axis)
+        entry = Entry(functools.partial(enter, axis=axis), len(pair.candidate.columns))
+        for name in pair.candidate.columns:
+            give_role(model.get_submodule(name), Column(entry))
+        give_role(model.get_submodule(pair.candidate.row), Row(functools.partial(leave, axis=axis)))
+        for name, part in pair.slices.items():
+            module = model.get_submodule(name)
+            if kind(module) == "dropout" and part is not None:
+                give_role(module, SlicedDropout(part.dim, part.runs[axis.place], part.size))
+        for name, attribute, value in pair.attributes[axis.place] if pair.attributes else ():
+            set_count(model.get_submodule(name), attribute, value)
     for name in plan.gathered:
-        _give_gathered(model.get_submodule(name), SlicedOutputLayer if name in plan.kept else GatheredLayer, axis)
+        module = model.get_submodule(name)
+        own_sizes, outputs = sizes(num_outputs(module), axis.degree), foreign(module)
+        if outputs is None:
+            give_role(module, (SlicedOutputLayer if name in plan.kept else GatheredLayer)(axis, own_sizes))
+        else:
+            give_role(module, Foreign(axis, own_sizes, type(module).forward, outputs.feature_dim))
+            module.keep_outputs(own_sizes[axis.place])  # type: ignore[operator]
     for name in plan.rows:
         module = model.get_submodule(name)
         size = num_outputs(module)
@@ -154,42 +172,6 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
             # In evaluation it passes its layers' weights to one kernel and skips their forwards, unless there are
             # hooks.
             module.register_forward_pre_hook(lambda module, args: None)
-
-
-def _give_gathered(module: nn.Module, role: type[GatheredLayer], axis: TensorAxis) -> None:
-    parts, told = sizes(num_outputs(module), axis.degree), foreign(module)
-    if told is None:
-        give_role(module, role(axis, parts))
-    else:
-        give_role(module, Foreign(axis, parts, type(module).forward, told.feature_dim))
-        module.keep_outputs(parts[axis.place])  # type: ignore[operator]
-
-
-def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
-    entry = Entry(functools.partial(enter, axis=axis), len(pair.candidate.columns))
-    for name in pair.candidate.columns:
-        give_role(model.get_submodule(name), Column(entry))
-    give_role(model.get_submodule(pair.candidate.row), Row(functools.partial(leave, axis=axis)))
-    for name, found in pair.slices.items():
-        module = model.get_submodule(name)
-        if kind(module) == "dropout" and found is not None:
-            give_role(module, SlicedDropout(found.dim, found.runs[axis.place], found.size))
-    if pair.attributes:
-        for name, attribute, value in pair.attributes[axis.place]:
-            set_count(model.get_submodule(name), attribute, value)
-
-
-def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, TensorSlice]) -> None:
-    """Replace whole parameters by slices; a shared parameter stays shared."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for attribute, held in list(module._parameters.items()):
-            if held is None or parts[names[id(held)]].is_whole:
-                continue
-            if id(held) not in made:
-                own = parts[names[id(held)]].take(held.detach()).clone()
-                made[id(held)] = nn.Parameter(own, requires_grad=held.requires_grad)
-            module._parameters[attribute] = made[id(held)]
 
 
 def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -143,8 +142,8 @@ class _Tracer(FunctionTrace):
             self.trace.outputs[source].leaks.append(why)
 
     def _of(self, tensor: Tensor) -> Sources:
-        found: Sources = self._sources.get(id(tensor), frozenset((OPAQUE,)))
-        return found
+        sources: Sources = self._sources.get(id(tensor), frozenset((OPAQUE,)))
+        return sources
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stack.append((name, module))
@@ -155,57 +154,60 @@ class _Tracer(FunctionTrace):
             self.trace.inputs.setdefault(name, []).append(sources)
             for source in sources - {OPAQUE}:
                 self.trace.outputs[source].feeds.add(name)
-        elif what is None and name not in self.trace.calls and _num_linear(module) > 1:
-            self.trace.calls[name] = tree_map(_kept, (args, kwargs))
+        elif what is None and name not in self.trace.calls:
+            num_linear = sum(kind(m) in ("linear", "transposed") for m in module.modules())
+            if num_linear > 1:
+                self.trace.calls[name] = tree_map(_snapshot, (args, kwargs))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
         if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
             dim = feature_dim(module, output)
-            found = LayerShapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
-            self.trace.shapes.setdefault(name, []).append(found)
+            shapes = LayerShapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
+            self.trace.shapes.setdefault(name, []).append(shapes)
         if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):
             self.trace.outputs.setdefault(name, Output(output.shape[-1]))
             self.mark(output, frozenset((name,)))
 
     def seen(self, call: FunctionCall) -> None:
         """Record what a call computes from sources, and which parameters it uses."""
-        name = _name(call.func)
+        raw = getattr(call.func, "__name__", str(call.func))
+        if raw == "__get__":  # of a property
+            name = f"{getattr(getattr(call.func, '__self__', None), '__name__', '')}.get"
+        else:
+            name = str(raw).strip("_")
         origin = max((self._origins.get(id(tensor), _OF_MODEL) for tensor in call.given), default=_OF_SHAPES)
         if not call.made:
-            if name in _READS and call.given:
-                self._read(name, call.given, origin)
+            if name in _READS and call.given:  # values that follow from shapes do not count
+                for tensor in call.given:
+                    self.leak(tensor, f"{name}()")
+                if self._stack and origin == _OF_BATCH:
+                    self.trace.decided_by_batch.add(self._stack[-1][0])
+                elif self._stack and origin == _OF_MODEL:
+                    self.trace.decided_by_values = self._stack[-1][0] or "the model"
             return
         self._origins |= {id(tensor): origin for tensor in call.made}
+        where, module = self._stack[-1] if self._stack else (None, None)
         for tensor in call.given:
-            self._used(tensor, name)
-        sources = self._outcome(call, name)
+            owners = self._owners.get(id(tensor))
+            if owners is None or name == "get":
+                continue
+            if where not in owners or module is None or kind(module) is None:
+                by = f"{name}() in {where or 'the model'}" if where is not None else f"{name}() in the loss"
+                self.trace.foreign_uses.setdefault(id(self._own[id(tensor)]), by)
+        sources: Sources = _NOTHING.union(*map(self._of, call.given))
+        inside = module is not None and kind(module) in ("linear", "transposed", "dropout")
+        why = None if inside else self._objection(call, name)
+        if why is not None:
+            for tensor in call.given:
+                self.leak(tensor, why)
+            has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in call.given)
+            sources = frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
         if name in _VIEWS or name in _SPLITS or name == "getitem":
-            self._shapes(name, call.given[0], call.made)
+            self._record_sections(name, call.given[0], call.made)
         for tensor in call.made:
             if not (isinstance(tensor, nn.Parameter) and id(tensor) in self._sources):
                 self.mark(tensor, sources)
-
-    def _read(self, name: str, given: list[Tensor], origin: int) -> None:
-        """Record a module that reads values. Values that follow from shapes do not count."""
-        for tensor in given:
-            self.leak(tensor, f"{name}()")
-        if self._stack and origin == _OF_BATCH:
-            self.trace.decided_by_batch.add(self._stack[-1][0])
-        elif self._stack and origin == _OF_MODEL:
-            self.trace.decided_by_values = self._stack[-1][0] or "the model"
-
-    def _outcome(self, call: FunctionCall, name: str) -> Sources:
-        """Return the sources of a function's results."""
-        sources: Sources = _NOTHING.union(*map(self._of, call.given))
-        inside = bool(self._stack) and kind(self._stack[-1][1]) in ("linear", "transposed", "dropout")
-        why = None if inside else self._objection(call, name)
-        if why is None:
-            return sources
-        for tensor in call.given:
-            self.leak(tensor, why)
-        has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in call.given)
-        return frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
 
     def _objection(self, call: FunctionCall, name: str) -> str | None:
         """Return why a function does not act on slices, or None."""
@@ -221,16 +223,7 @@ class _Tracer(FunctionTrace):
         dropped = call.argument(4, "dropout_p", 0.0) if "attention" in name else 0.0
         return "dropout inside of the attention, whose mask cannot be cut" if dropped else None
 
-    def _used(self, tensor: Tensor, name: str) -> None:
-        owners = self._owners.get(id(tensor))
-        if owners is None or name == "get":
-            return
-        where, module = self._stack[-1] if self._stack else (None, None)
-        if where not in owners or module is None or kind(module) is None:
-            by = f"{name}() in {where or 'the model'}" if where is not None else f"{name}() in the loss"
-            self.trace.foreign_uses.setdefault(id(self._own[id(tensor)]), by)
-
-    def _shapes(self, name: str, whole: Tensor, made: list[Tensor]) -> None:
+    def _record_sections(self, name: str, whole: Tensor, made: list[Tensor]) -> None:
         """Record how a linear module's output is divided into sections and heads."""
         sources = self._of(whole)
         if len(sources) != 1 or OPAQUE in sources or not whole.ndim:
@@ -246,7 +239,8 @@ class _Tracer(FunctionTrace):
             if is_slice and width == output.width:
                 output.slices.add((int(part.storage_offset() - whole.storage_offset()), part.shape[-1]))
         elif name in _VIEWS:
-            extras = _divided(width, made[0].shape)
+            shape = made[0].shape  # its last dims may be those into which the view has divided the width
+            extras = next((tuple(shape[-k:]) for k in range(1, len(shape) + 1) if math.prod(shape[-k:]) == width), ())
             if len(extras) == 3:
                 output.sections.add((extras[1] * extras[2],) * extras[0])
                 output.groups.add(extras[0])
@@ -254,26 +248,7 @@ class _Tracer(FunctionTrace):
                 output.heads.add(extras[-2])
 
 
-def _divided(width: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the last dims of `shape` into which a dim of `width` was divided."""
-    for k in range(1, len(shape) + 1):
-        if math.prod(shape[-k:]) == width:
-            return tuple(shape[-k:])
-    return ()
-
-
-def _name(func: Any) -> str:
-    raw = getattr(func, "__name__", str(func))
-    if raw == "__get__":  # of a property
-        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.get"
-    return str(raw).strip("_")
-
-
-def _num_linear(module: nn.Module) -> int:
-    return sum(kind(m) in ("linear", "transposed") for m in module.modules())
-
-
-def _kept(value: Any) -> Any:
+def _snapshot(value: Any) -> Any:
     """Return a snapshot of an argument, a copy if a module may change it; None for a cache that has no copy."""
     if isinstance(value, Tensor | int | float | str | bool | None):
         return value

@@ -26,7 +26,7 @@ from shoal.hardware.fastest_all_reduce import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.structure import facts_of
-from shoal.parallel.pipeline.stage_places import places
+from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
 from shoal.planner.answer.finer import Finer, finer
 from shoal.planner.answer.outlook import (

@@ -18,7 +18,7 @@ from shoal.checkpoint.state import TENSOR, encode
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
-from shoal.errors import JobError, ShoalError, UserCodeError, text_of
+from shoal.errors import JobError, ShoalError, UserCodeError, first_line, text_of
 from shoal.jobs.user_frames import place_of
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.events import Events
@@ -225,7 +225,7 @@ class CallbackCalls:
             )
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
-        step, text = self._state.step, next(iter(text_of(error).strip().splitlines()), "")[:300]
+        step, text = self._state.step, first_line(error, 300)
         rank, host = (self._mesh.rank, self._mesh.host) if self._mesh is not None else (0, "")
         said = f"{type(error).__name__}: {text}{place_of(error)}"
         where = f"rank {rank} on {host}" if host else f"rank {rank}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.whole_optimizer import states
 from shoal.numerics.isolation import YieldingHooks
-from shoal.parallel.shard.param_groups import param_groups
+from shoal.parallel.shard.torch_release import param_groups
 from shoal.plans.accounting.memory import Footprint
 
 

@@ -17,8 +17,7 @@ from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import Job
 from shoal.numerics.isolation import generators_kept
 from shoal.numerics.no_trace import NoTrace
-from shoal.parallel.model.init_recorder import InitRecorder
-from shoal.parallel.model.init_tape import NotUnderstoodError
+from shoal.parallel.model.deferred_init import InitRecorder, NotUnderstoodError
 
 
 def lazy_names(model: object) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import text_of
+from shoal.errors import first_line
 from shoal.runs.directory import read_json, write_file
 from shoal.training.trackers.services import SERVICES, TrackedRun
 
@@ -31,7 +31,7 @@ def main() -> int:
     try:
         _serve(_entries())
     except BaseException as error:  # a package may even call sys.exit()
-        text = next(iter(text_of(error).strip().splitlines()), "")[:250]
+        text = first_line(error, 250)
         print(f"{type(error).__name__}: {text}", file=answers, flush=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1

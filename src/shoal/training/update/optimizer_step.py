@@ -30,7 +30,7 @@ from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, local, replaced
+from shoal.parallel.model.sharded_model import ShardedModel, local, replaced, state_slices
 from shoal.plans.grains import random_key
 from shoal.training.loop.direct_step import DirectStep
 from shoal.training.microbatch.compute import Observer
@@ -418,7 +418,7 @@ class Updater:
         """Raise JobError for optimizer state of a divided parameter that is not divided in the same way."""
         refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
         tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
-        self._sharded_model.state(tensors)
+        state_slices(self._sharded_model, tensors)
 
 
 def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:

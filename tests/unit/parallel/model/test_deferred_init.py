@@ -324,7 +324,7 @@ def test_operations_that_only_fail_when_they_run_are_not_believed(monkeypatch: p
     seed_everything(KEY)
     want = buffers()
     model, values = deferred(buffers, KEY)
-    monkeypatch.setattr("shoal.parallel.model.init_tape.TensorRef.same_place", lambda *_: False)
+    monkeypatch.setattr("shoal.parallel.model.deferred_init.TensorRef.same_place", lambda *_: False)
     after = all_generators()
     assert same_bits(values.whole("keep"), want.keep)  # type: ignore[arg-type]
     assert values.note is not None

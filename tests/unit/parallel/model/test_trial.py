@@ -11,7 +11,6 @@ from shoal.parallel.model.trial import (
     SEED,
     TOLERANCE,
     WithoutDropout,
-    first_line,
     floor_of,
     gradients,
     is_same,
@@ -65,8 +64,3 @@ def test_nothing_is_dropped(inside: bool) -> None:
 
 def attention(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x, *args, **kwargs)  # type: ignore[arg-type]
-
-
-def test_the_first_line_of_an_error() -> None:
-    assert first_line(ValueError("\none\ntwo"), 2) == "on"
-    assert first_line(ValueError()) == ""

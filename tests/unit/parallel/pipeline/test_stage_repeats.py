@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.pipeline.stage_places import places, shared_trace
 from shoal.parallel.pipeline.stage_trace import StageTrace
-from shoal.parallel.pipeline.stages import Stages
+from shoal.parallel.pipeline.stages import Stages, places, shared_trace
 
 BATCH = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
 RUN: SimpleQueue[int] = SimpleQueue()  # no state of a block; a trace would put a list back as it was

@@ -209,7 +209,11 @@ class Compression:
             return
         beside = [self._collective.all_reduce(rest, asynchronous=True)] if rest.numel() else []
         exact = body.clone() if self._tally is not None else None
-        values = self._attempt(bucket, body)
+        values = body  # to send: the gradient plus the withheld values, scaled to this rank's current weight
+        if bucket.withheld is not None and bucket.attempt is not None and self.unit and self._now:
+            values = torch.add(body, bucket.withheld, alpha=self._now / self.unit, out=bucket.attempt)
+        elif bucket.withheld is not None and bucket.attempt is not None:
+            values = bucket.attempt.copy_(body)
         if exact is not None:
             bucket.compared = [exact, values.clone() if self.feedback else exact]
             distinct = bucket.compared if self.feedback else [exact]
@@ -221,14 +225,6 @@ class Compression:
         if self._tally is not None:
             exact, wanted = bucket.compared
             self._tally.add(exact, wanted, body)
-
-    def _attempt(self, bucket: _CompressedBucket, body: Tensor) -> Tensor:
-        """Return the values to send: the gradient plus the withheld values, scaled to this rank's current weight."""
-        if bucket.withheld is None or bucket.attempt is None:
-            return body
-        if self.unit and self._now:
-            return torch.add(body, bucket.withheld, alpha=self._now / self.unit, out=bucket.attempt)
-        return bucket.attempt.copy_(body)
 
     def drain(self) -> None:
         """Finish all buckets, one round of each in turn."""
@@ -243,13 +239,13 @@ class Compression:
         `unused`: (bucket, start, stop) of gradients that no rank had; their withheld values stay.
         Collective: a broadcast in a sampled step.
         """
-        found = self._compare(flats) if self._tally is not None else None
+        comparison = self._compare(flats) if self._tally is not None else None
         self._unused = unused
         for number, start, stop in unused:
             bucket = self._buckets[number]
             if bucket.withheld is not None and bucket.attempt is not None and self.unit:
                 torch.mul(bucket.withheld[start:stop], self._now / self.unit, out=bucket.attempt[start:stop])
-        return found
+        return comparison
 
     def _compare(self, flats: Sequence[Tensor]) -> Comparison:
         assert self._tally is not None, "the step was sampled"
@@ -267,8 +263,15 @@ class Compression:
 
     def commit(self) -> None:
         """Commit the residuals of a step that updates."""
-        if self.fell_back is not None:
-            self._sent_the_rest()
+        if self.fell_back is not None:  # uncompressed sums included all withheld values but those that `unused` names
+            for number, bucket in enumerate(self._buckets if self._now else ()):
+                if bucket.withheld is None:
+                    continue
+                left = torch.zeros_like(bucket.withheld)
+                for _, start, stop in (place for place in self._unused if place[0] == number):
+                    left[start:stop] = bucket.withheld[start:stop]
+                bucket.withheld = left if self._unused else None
+            self.unit = 0.0 if self._now and not self._unused else self.unit
             return
         for bucket in self._buckets:
             bucket.codec.commit()
@@ -278,19 +281,6 @@ class Compression:
             self.unit = self._now
         if self._verdict is not None:
             self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
-
-    def _sent_the_rest(self) -> None:
-        """Clear the withheld values that uncompressed sums included, all but those of gradients that no rank had."""
-        if not self._now:
-            return
-        for number, bucket in enumerate(self._buckets):
-            if bucket.withheld is None:
-                continue
-            left = torch.zeros_like(bucket.withheld)
-            for _, start, stop in (place for place in self._unused if place[0] == number):
-                left[start:stop] = bucket.withheld[start:stop]
-            bucket.withheld = left if self._unused else None
-        self.unit = self.unit if self._unused else 0.0
 
     def fall_back(self, why: dict[str, Any]) -> None:
         """End compression; the next sums include the residuals. Not collective."""

@@ -19,7 +19,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -73,16 +73,6 @@ class _Pending:
         self._owner._complete(self._call)
 
 
-@dataclass
-class _State:
-    """Progress of this rank: numbers of posted and finished calls, the unfinished calls, and those not yet posted."""
-
-    posted: int = 0
-    finished: int = 0
-    queue: deque[_SharedCall] = field(default_factory=deque)
-    backlog: deque[_SharedCall] = field(default_factory=deque)
-
-
 class SharedMemory(Collective):
     """Collectives through memory that all ranks of the group map. Collective: an all-gather of a few numbers, twice."""
 
@@ -104,13 +94,23 @@ class SharedMemory(Collective):
         self._one_sum = one_sum
         self._exchange = functools.partial(exchanged, group=self.group)
         told = self._exchange([*place_of_process(), os.getpid()])
-        _refuse_places([row[:3] for row in told])
+        places = [row[:3] for row in told]
+        others = apart(places)
+        if others:
+            here = "rank 0's host or container" if places[0][0] else "a Linux host with futexes and memfd_create"
+            raise LaunchError(
+                given=f'all_reduce = "shared_memory" among {len(places)} ranks',
+                conflict=f"rank {', '.join(map(str, others))} is not on {here}, where memory could be shared",
+                remedy='use "hierarchical" across hosts, or "native"',
+            )
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
         self._peers = Peers(self._control, self.rank, [row[3] for row in told], timeout, num_here)
         self._regions: dict[int, tuple[int, SharedRegion]] = {}
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
-        self._state = _State()
+        self._posted = self._finished = 0  # numbers of this rank's last posted and last finished call
+        self._queue: deque[_SharedCall] = deque()  # posted and unfinished
+        self._backlog: deque[_SharedCall] = deque()  # not yet posted
         self._work = Workplace(self._control, self._peers, self.rank, self.world_size)
 
     # ------------------------------------------------------------------------------------------------- interface
@@ -159,7 +159,12 @@ class SharedMemory(Collective):
             header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
             if len(self._known) >= MAX_CACHED:
                 self._known.clear()
-            self._known[key] = header, _nothing, lambda _: self._reduce_slots(region, offset, like, op)
+            everywhere = not self._one_sum
+            self._known[key] = (
+                header,
+                _nothing,
+                lambda _: self._work.reduce_slots(region, offset, like, op, everywhere=everywhere),
+            )
             call = _SharedCall(*self._known[key], True)
         else:
             header = self._header("all_reduce", tensor, op, _STAGED, 0)
@@ -232,8 +237,8 @@ class SharedMemory(Collective):
             where, region, offset = place
             header = self._header("broadcast", tensor, "sum", where, offset, root)
             source = region.tensor(root, offset, tensor.numel(), tensor.dtype)
-            is_root = root == self.rank
-            call = _SharedCall(header, _nothing, lambda _: None if is_root else _copy(source, tensor), True)
+            work = _nothing if root == self.rank else lambda _: _gather([source], [tensor])
+            call = _SharedCall(header, _nothing, work, True)
         else:
             header = self._header("broadcast", tensor, "sum", _STAGED, 0, root)
             call = _SharedCall(header, _nothing, lambda _: self._work.broadcast_staged(tensor, root), False)
@@ -245,9 +250,8 @@ class SharedMemory(Collective):
 
     def settle(self) -> None:
         """Wait for all calls, before the ranks communicate in another way. Collective: as the calls."""
-        state = self._state
-        while state.queue or state.backlog:
-            self._complete((state.backlog or state.queue)[-1])
+        while self._queue or self._backlog:
+            self._complete((self._backlog or self._queue)[-1])
 
     def close(self) -> None:
         self._peers.close()
@@ -258,7 +262,7 @@ class SharedMemory(Collective):
     # ------------------------------------------------------------------------------------------- order of calls
 
     def _call(self, call: _SharedCall, asynchronous: bool) -> Handle:
-        self._state.backlog.append(call)
+        self._backlog.append(call)
         self._post()
         handle = _Pending(self, call)
         if asynchronous:
@@ -269,30 +273,28 @@ class SharedMemory(Collective):
 
     def _post(self) -> None:
         """Post calls while there is room: call n reuses the place of call n - NUM_HEADERS once all have ended it."""
-        state = self._state
-        while state.backlog:
-            number = state.posted + 1
+        while self._backlog:
+            number = self._posted + 1
             reused = number - NUM_HEADERS
-            if reused > 0 and (state.finished < reused or not self._peers.reached(FINISHED, reused)):
+            if reused > 0 and (self._finished < reused or not self._peers.reached(FINISHED, reused)):
                 return
-            call = state.backlog.popleft()
+            call = self._backlog.popleft()
             call.number = number
             call.deliver(number)
             self._peers.write_header(number, call.header)
-            state.posted = number
-            state.queue.append(call)
+            self._posted = number
+            self._queue.append(call)
             self._peers.publish(POSTED, number)
 
     def _complete(self, call: _SharedCall) -> None:
-        state = self._state
         while not call.number:  # it waits for room
-            if state.queue:
+            if self._queue:
                 self._work_on_next()
             else:
-                oldest = state.posted + 1 - NUM_HEADERS
+                oldest = self._posted + 1 - NUM_HEADERS
                 self._peers.wait(FINISHED, oldest, lambda: _describe(call.header))
             self._post()
-        while state.finished < call.number:
+        while self._finished < call.number:
             self._work_on_next()
         self._work_on_ready()  # before this rank waits for the others
         self._post()
@@ -304,26 +306,22 @@ class SharedMemory(Collective):
 
         Staged calls are excluded, since each of their pieces waits for the others.
         """
-        state = self._state
-        while state.queue and not state.queue[0].staged and self._peers.reached(POSTED, state.finished + 1):
+        while self._queue and not self._queue[0].staged and self._peers.reached(POSTED, self._finished + 1):
             self._work_on_next()
 
     def _work_on_next(self) -> None:
         """Do this rank's part of the oldest unfinished call."""
-        state, peers = self._state, self._peers
-        call = state.queue[0]
+        peers = self._peers
+        call = self._queue[0]
         number = call.number
         peers.wait(POSTED, number, lambda: f"{_describe(call.header)}, call {number} of this group")
         peers.check_headers(number, call.header, _describe)
         call.work(number)
-        state.queue.popleft()
-        state.finished = number
+        self._queue.popleft()
+        self._finished = number
         peers.publish(FINISHED, number)
 
     # ---------------------------------------------------------------------------------------------- what is called
-
-    def _reduce_slots(self, region: SharedRegion, offset: int, like: Tensor, op: Operation) -> None:
-        self._work.reduce_slots(region, offset, like, op, everywhere=not self._one_sum)
 
     def _mailed(
         self, kind: str, tensor: Tensor, outputs: Sequence[Tensor], op: Operation = "sum", root: int = 0
@@ -359,16 +357,12 @@ class SharedMemory(Collective):
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Check whether the tensor fits in a mailbox."""
+    """Return True if the tensor fits in a mailbox."""
     return tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES
 
 
 def _nothing(number: int) -> None:
     """Do nothing, as the `deliver` or `work` of a call."""
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    target.view(-1).copy_(source)
 
 
 def _gather(values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -386,14 +380,3 @@ def _describe(header: bytes) -> str:
 def apart(places: list[list[int]]) -> list[int]:
     """Return the ranks of a group that cannot share memory with its first rank, given each rank's place."""
     return [r for r, place in enumerate(places) if place != places[0] or not place[0]]
-
-
-def _refuse_places(places: list[list[int]]) -> None:
-    others = apart(places)
-    if others:
-        here = "rank 0's host or container" if places[0][0] else "a Linux host with futexes and memfd_create"
-        raise LaunchError(
-            given=f'all_reduce = "shared_memory" among {len(places)} ranks',
-            conflict=f"rank {', '.join(map(str, others))} is not on {here}, where memory could be shared",
-            remedy='use "hierarchical" across hosts, or "native"',
-        )

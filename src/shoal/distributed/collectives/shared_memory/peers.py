@@ -88,7 +88,17 @@ class Peers:
                 return
             self._raise_verdict()
             if waited >= self._timeout:
-                self._late(other, what())
+                states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits for a disk or device"}
+                state = next(iter(_fields(self._pids[other])), "")  # empty if the process is gone
+                doing = states.get(state, "it is alive and elsewhere")
+                self._fail(
+                    PeerError(
+                        given=f"rank {other} (process {self._pids[other]})",
+                        conflict=f"it did not come to {what()} within {self._timeout:g} s: {doing}",
+                        remedy="let it go on (SIGCONT) or look at what it does; --resume goes on from the newest "
+                        "checkpoint",
+                    )
+                )
             self._words.wait(index, seen, min(_SLICE_SECONDS, self._timeout))
             now = time.monotonic()
             # Time in which this process itself was stopped does not count.
@@ -130,7 +140,14 @@ class Peers:
 
     def _check_alive(self, what: Callable[[], str]) -> None:
         for other in self.others:
-            if not self._is_alive(other):
+            descriptor = self._processes.get(other)
+            if descriptor is None:
+                ended = has_ended(self._pids[other])
+            else:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                ended = bool(poll.poll(0))
+            if ended:
                 self._raise_verdict()  # a rank that ended after it wrote a verdict was not the cause
                 self._fail(
                     PeerError(
@@ -139,26 +156,6 @@ class Peers:
                         remedy="look at what that rank said; --resume goes on from the newest checkpoint",
                     )
                 )
-
-    def _is_alive(self, other: int) -> bool:
-        descriptor = self._processes.get(other)
-        if descriptor is None:
-            return not has_ended(self._pids[other])
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return not poll.poll(0)
-
-    def _late(self, other: int, what: str) -> NoReturn:
-        states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits for a disk or device"}
-        state = next(iter(_fields(self._pids[other])), "")  # empty if the process is gone
-        doing = states.get(state, "it is alive and elsewhere")
-        self._fail(
-            PeerError(
-                given=f"rank {other} (process {self._pids[other]})",
-                conflict=f"it did not come to {what} within {self._timeout:g} s: {doing}",
-                remedy="let it go on (SIGCONT) or look at what it does; --resume goes on from the newest checkpoint",
-            )
-        )
 
     def _fail(self, error: ShoalError) -> NoReturn:
         """Write the verdict, wake all ranks, and raise the error."""

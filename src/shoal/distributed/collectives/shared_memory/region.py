@@ -152,7 +152,14 @@ def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping
     (rank, world_size), descriptor, problem = place, -1, 0
     if rank == 0:
         try:
-            descriptor = _create(slot_bytes * world_size)
+            descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.fchmod(descriptor, 0o600)
+                os.ftruncate(descriptor, slot_bytes * world_size)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in _SEALS))
+            except OSError:
+                os.close(descriptor)
+                raise
         except OSError as error:
             problem = error.errno or -1
     status = os.fstat(descriptor) if descriptor >= 0 else None
@@ -169,20 +176,21 @@ def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping
     problems = [row[0] for row in exchange([problem])]  # the first rank keeps its descriptor until all have opened it
     if descriptor >= 0:
         os.close(descriptor)
-    _refuse([row[3] for row in told], problems)
+    sizes = [row[3] for row in told]
+    if len(set(sizes)) > 1:
+        raise CollectiveError(
+            given=f"shared memory of {sizes} bytes by rank",
+            conflict="every rank asks for the same size",
+            remedy="allocate as many elements of the same dtype on every rank",
+        )
+    culprit = next((r for r, problem in enumerate(problems) if problem), None)
+    if culprit is not None:
+        raise LaunchError(
+            given=f"{sum(sizes) / 1e6:.1f} MB of memory shared by {len(problems)} ranks",
+            conflict=f"rank {culprit} cannot map it: {os.strerror(max(problems[culprit], 0))}",
+            remedy='use all_reduce = "native", or let the ranks see each other in /proc and have that memory',
+        )
     return mapped[0]
-
-
-def _create(num_bytes: int) -> int:
-    descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, num_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(getattr(fcntl, name) for name in _SEALS))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _open_of(pid: int, number: int, inode: int) -> int:
@@ -214,19 +222,3 @@ def exchanged(row: list[int], group: dist.ProcessGroup | None = None) -> list[li
 def places() -> list[list[int]]:
     """Return `place_of_process` of every rank. Collective: all ranks of the run, an all-gather of three numbers."""
     return exchanged(place_of_process())
-
-
-def _refuse(sizes: list[int], problems: list[int]) -> None:
-    if len(set(sizes)) > 1:
-        raise CollectiveError(
-            given=f"shared memory of {sizes} bytes by rank",
-            conflict="every rank asks for the same size",
-            remedy="allocate as many elements of the same dtype on every rank",
-        )
-    rank = next((r for r, problem in enumerate(problems) if problem), None)
-    if rank is not None:
-        raise LaunchError(
-            given=f"{sum(sizes) / 1e6:.1f} MB of memory shared by {len(problems)} ranks",
-            conflict=f"rank {rank} cannot map it: {os.strerror(max(problems[rank], 0))}",
-            remedy='use all_reduce = "native", or let the ranks see each other in /proc and have that memory',
-        )

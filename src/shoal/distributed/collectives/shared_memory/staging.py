@@ -81,20 +81,16 @@ class Workplace:
         if chunks is None:
             if len(self._chunks) >= MAX_CACHED:
                 self._chunks.clear()
-            chunks = self._chunks[key] = self._cut_slots(region, offset, like)
+            cuts = cut(like.numel(), like.itemsize, self._world_size)
+            begin, end = cuts[self._rank], cuts[self._rank + 1]
+            whole = [region.tensor(r, offset, like.numel(), like.dtype)[begin:end] for r in range(self._world_size)]
+            parts = [w.split(CHUNK_BYTES // like.itemsize) for w in whole] if end > begin else []
+            chunks = self._chunks[key] = [list(chunk) for chunk in zip(*parts, strict=True)]
         for slots in chunks:
             first = slots[0]
             reduce_in_order(op, slots, first, self._wide)
             for slot in slots[1:] if everywhere else ():
                 slot.copy_(first)
-
-    def _cut_slots(self, region: SharedRegion, offset: int, like: Tensor) -> list[list[Tensor]]:
-        cuts = cut(like.numel(), like.itemsize, self._world_size)
-        begin, end = cuts[self._rank], cuts[self._rank + 1]
-        whole = [region.tensor(r, offset, like.numel(), like.dtype)[begin:end] for r in range(self._world_size)]
-        if end == begin:
-            return []
-        return [list(parts) for parts in zip(*(w.split(CHUNK_BYTES // like.itemsize) for w in whole), strict=True)]
 
     # ------------------------------------------------------------------------------------------------- staged
 
@@ -103,19 +99,15 @@ class Workplace:
         self._turn ^= 1
         return self._at(_STAGES + self._turn * STAGE_BYTES, numel, dtype)
 
-    def _results(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return every rank's area for its result of that piece."""
-        return self._at(_RESULTS + self._turn * STAGE_BYTES, numel, dtype)
-
     def _at(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         key = (offset, numel, dtype)
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= MAX_CACHED:
                 self._views.clear()
-            found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
-            self._views[key] = found
-        return found
+            views = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
+            self._views[key] = views
+        return views
 
     def _through(self, what: str) -> Callable[[], None]:
         """Publish that this rank has ended a phase. Return a function that waits until all ranks have."""
@@ -151,6 +143,7 @@ class Workplace:
                     piece[a:b].copy_(results[r][a:b])
 
     def _put_parts(self, piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Write the other ranks' parts of a piece; return every rank's area for it, and for its result."""
         areas = self._areas(piece.numel(), piece.dtype)
         area = areas[self._rank]
         cuts = cut(piece.numel(), piece.itemsize, self._world_size)
@@ -159,7 +152,7 @@ class Workplace:
             area[:begin].copy_(piece[:begin])
         if end < piece.numel():
             area[end:].copy_(piece[end:])
-        return areas, self._results(piece.numel(), piece.dtype)
+        return areas, self._at(_RESULTS + self._turn * STAGE_BYTES, piece.numel(), piece.dtype)
 
     def scatter_staged(self, output: Tensor, parts: Sequence[Tensor], op: Operation) -> None:
         """Reduce-scatter, in steps so small that all ranks' parts of one step fit in an area."""

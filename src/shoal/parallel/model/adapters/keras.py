@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import JobError
-from shoal.numerics.grain_randomness import GrainScope, active_scope
+from shoal.numerics.grain_randomness import active_scope
 from shoal.parallel.model.tensor_slice import Outputs
 
 _INT31 = 2**31 - 1
@@ -80,15 +80,10 @@ def _children(layer: Any) -> dict[str, nn.Module]:
     attributes = {id(module) for module in named.values()}
     for child in own:
         if id(child) not in attributes:
-            named[_free(_plain_name(child), named)] = child
+            plain = to_snake_case(type(child).__name__)  # without the number that Keras appends to a generated name
+            name = plain if re.fullmatch(rf"{re.escape(plain)}_\d+", child.name) else child.name
+            named[_free(re.sub(r"\W", "_", name), named)] = child
     return named
-
-
-def _plain_name(layer: Any) -> str:
-    """Return the layer's name without the number that Keras appends to a generated name."""
-    made = to_snake_case(type(layer).__name__)
-    name: str = made if re.fullmatch(rf"{re.escape(made)}_\d+", layer.name) else layer.name
-    return re.sub(r"\W", "_", name)
 
 
 def _free(name: str, taken: dict[str, Any]) -> str:
@@ -116,7 +111,11 @@ def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
         home = layer._parameters if trains else layer._buffers
         home[name] = variable._value if trains else variable._value.detach()
         if not isinstance(variable, _Held):  # a variable that two layers share stays with the first
-            _hold_in(variable, home, name)
+            kind: Any = type(variable)
+            for key in ("_value", "_dtype", "_shape"):
+                del variable.__dict__[key]
+            variable.__dict__["_shoal_home"] = home, name
+            variable.__class__ = _held_class(kind)
 
 
 class _Held:
@@ -137,14 +136,6 @@ class _Held:
     # Keras only sets these to the value's own.
     _dtype = property(lambda self: str(self._value.dtype).removeprefix("torch."), lambda self, value: None)
     _shape = property(lambda self: tuple(self._value.shape), lambda self, value: None)
-
-
-def _hold_in(variable: Any, home: dict[str, Any], name: str) -> None:
-    kind: Any = type(variable)
-    for key in ("_value", "_dtype", "_shape"):
-        del variable.__dict__[key]
-    variable.__dict__["_shoal_home"] = home, name
-    variable.__class__ = _held_class(kind)
 
 
 @cache
@@ -215,26 +206,22 @@ class _BatchNormalization(_Adapted):
             normalised: Tensor = super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
             return normalised
         scope.calls += 1
-        return _grain_by_grain(super().call, scope, self, inputs, mask)  # type: ignore[misc]
-
-
-def _grain_by_grain(call: Any, scope: GrainScope, layer: Any, inputs: Tensor, mask: Tensor | None) -> Tensor:
-    parts = scope.split(inputs)
-    masks = [None] * len(parts) if mask is None else scope.split(mask)
-    statistics = [variable.value for variable in layer._non_trainable_variables]
-    start = [value.clone() for value in statistics]
-    sums = [torch.zeros_like(value) for value in statistics]
-    outputs = []
-    for part, its_mask in zip(parts, masks, strict=True):
-        outputs.append(call(part, training=True, mask=its_mask))
+        parts = scope.split(inputs)
+        masks = [None] * len(parts) if mask is None else scope.split(mask)
+        statistics = [variable.value for variable in self._non_trainable_variables]
+        start = [value.clone() for value in statistics]
+        sums = [torch.zeros_like(value) for value in statistics]
+        outputs = []
+        for part, its_mask in zip(parts, masks, strict=True):
+            outputs.append(super().call(part, training=True, mask=its_mask))  # type: ignore[misc]
+            with torch.no_grad():
+                for value, total, before in zip(statistics, sums, start, strict=True):
+                    total.add_(value, alpha=len(part) / len(inputs))
+                    value.copy_(before)
         with torch.no_grad():
-            for value, total, before in zip(statistics, sums, start, strict=True):
-                total.add_(value, alpha=len(part) / len(inputs))
-                value.copy_(before)
-    with torch.no_grad():
-        for value, total in zip(statistics, sums, strict=True):
-            value.copy_(total)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            for value, total in zip(statistics, sums, strict=True):
+                value.copy_(total)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class _Product(_Adapted):
@@ -286,7 +273,12 @@ def _outermost(layer: Any, given: Any) -> Iterator[None]:
     seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
     with ExitStack() as stack:
         if held is not None:
-            _follow(layer, held.dtype)
+            # The layers' dtype policies are their own, or the parameters' dtype if that was changed.
+            name = str(held.dtype).removeprefix("torch.")
+            for each in layer._flatten_layers() if layer.dtype_policy.variable_dtype != name else ():
+                own = each._shoal_policy
+                if own.variable_dtype.startswith(("float", "bfloat")):
+                    each.dtype_policy = own if own.variable_dtype == name else name
             # A pipeline stage has no data for parameters of other stages, but its arguments are on its device.
             tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
             place = next(tensors, held) if held.is_meta else held
@@ -321,17 +313,6 @@ class _Device(str):
         return not self == other
 
 
-def _follow(layer: Any, dtype: torch.dtype) -> None:
-    """Set the layers' dtype policies to their own, or to the parameters' dtype if that was changed."""
-    name = str(dtype).removeprefix("torch.")
-    if layer.dtype_policy.variable_dtype == name:
-        return
-    for each in layer._flatten_layers():
-        own = each._shoal_policy
-        if own.variable_dtype.startswith(("float", "bfloat")):
-            each.dtype_policy = own if own.variable_dtype == name else name
-
-
 # --------------------------------------------------------------------------------------------------------- randomness
 
 
@@ -355,7 +336,14 @@ class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
 
 def _copied(layer: Any, memo: dict[int, Any]) -> Any:
     # Create empty shells first: layers, their calls in a graph and the symbols between them refer to each other.
-    family = {id(each): each for each in _family(layer)}
+    inside = list(layer._flatten_layers())  # the layers in it, and the operations of their graphs
+    for each in inside:  # the list grows meanwhile
+        functions = [value for value in vars(each).values() if isinstance(value, Function)]
+        graphs = [each, *functions] if isinstance(each, Function) else functions
+        for other in (*functions, *(operation for graph in graphs for operation in graph.operations)):
+            if all(other is not known for known in inside):
+                inside.append(other)
+    family = {id(each): each for each in inside}
     memo |= {key: object.__new__(type(each)) for key, each in family.items()}
     kinds = ("_trainable_variables", "_non_trainable_variables")
     variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
@@ -363,7 +351,11 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
     for each in family.values():
         # Calls from or to objects that are not copied belong to the original's history, not to the copy's.
         nodes = (*each._inbound_nodes, *each._outbound_nodes)
-        memo |= {id(node): node for node in nodes if not _is_within(node, family)}
+        for node in nodes:
+            callers = [symbol._keras_history.operation for symbol in node.input_tensors]
+            is_inside = all(caller is None or id(caller) in family for caller in callers)
+            if not (id(node.operation) in family and is_inside):
+                memo[id(node)] = node
     for key, each in family.items():
         # Keras has wrapped these methods of the original; a copy is built already.
         held = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
@@ -379,20 +371,3 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
         for name, (_, store) in tracker.config.items() if tracker is not None else ():
             tracker.stored_ids[name] = {id(value) for value in store}
     return memo[id(layer)]
-
-
-def _family(layer: Any) -> list[Any]:
-    """Return a layer, the layers in it, and the operations of their graphs, which need not be layers."""
-    found = list(layer._flatten_layers())
-    for each in found:  # the list grows meanwhile
-        inner = [value for value in vars(each).values() if isinstance(value, Function)]
-        graphs = [each, *inner] if isinstance(each, Function) else inner
-        for other in (*inner, *(operation for graph in graphs for operation in graph.operations)):
-            if all(other is not known for known in found):
-                found.append(other)
-    return found
-
-
-def _is_within(node: Any, family: dict[int, Any]) -> bool:
-    callers = (symbol._keras_history.operation for symbol in node.input_tensors)
-    return id(node.operation) in family and all(caller is None or id(caller) in family for caller in callers)

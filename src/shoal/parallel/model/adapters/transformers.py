@@ -26,7 +26,20 @@ def save_config(model: nn.Module, folder: Path, names: Iterable[str]) -> None:
     """
     kinds = type(model).__mro__
     if any(k.__name__ == "PeftModel" and k.__module__.startswith("peft.") for k in kinds):
-        _save_adapter_config(model, folder, names)
+        peft: Any = model
+        folder.mkdir(parents=True, exist_ok=True)
+        name = peft.active_adapter
+        adapter = copy.deepcopy(peft.peft_config[name])
+        adapter.inference_mode = True
+        text = json.dumps(adapter.to_dict(), indent=2, sort_keys=True, default=_json)
+        write_file(folder / "adapter_config.json", text)
+        stand_ins = {key: torch.empty(0) for key in names}
+        key_of = {id(value): key for key, value in stand_ins.items()}
+        saved = importlib.import_module("peft").get_peft_model_state_dict(
+            peft, state_dict=stand_ins, adapter_name=name, save_embedding_layers=False
+        )
+        text = json.dumps({key: key_of[id(value)] for key, value in saved.items()}, indent=2, sort_keys=True)
+        write_file(folder / ADAPTER_NAMES, text + "\n")
         return
     if not any(k.__name__ == "PreTrainedModel" and k.__module__.startswith("transformers.") for k in kinds):
         return
@@ -39,22 +52,6 @@ def save_config(model: nn.Module, folder: Path, names: Iterable[str]) -> None:
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():  # type: ignore[operator]
         write_file(folder / "generation_config.json", generation.to_json_string())
-
-
-def _save_adapter_config(model: Any, folder: Path, names: Iterable[str]) -> None:
-    """Write the active adapter's configuration and tensor names, as peft's own functions define them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = model.active_adapter
-    config = copy.deepcopy(model.peft_config[name])
-    config.inference_mode = True
-    write_file(folder / "adapter_config.json", json.dumps(config.to_dict(), indent=2, sort_keys=True, default=_json))
-    stand_ins = {key: torch.empty(0) for key in names}
-    of = {id(value): key for key, value in stand_ins.items()}
-    saved = importlib.import_module("peft").get_peft_model_state_dict(
-        model, state_dict=stand_ins, adapter_name=name, save_embedding_layers=False
-    )
-    text = json.dumps({key: of[id(value)] for key, value in saved.items()}, indent=2, sort_keys=True)
-    write_file(folder / ADAPTER_NAMES, text + "\n")
 
 
 def _json(value: Any) -> Any:

@@ -15,7 +15,7 @@ from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.loader import Microbatch
 from shoal.numerics.flat import is_strided
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, whole_tensors
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, state_slices, whole_tensors
 from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
@@ -232,7 +232,7 @@ class TraceRecorder(Observer):
             updates = self._strategy.update_division.updates
             self._trace.updates[self._rank] = [name for name, p in self._named if updates(p)]
         parameters = {name for name, _ in sharded_model.model.named_parameters()}
-        self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
+        self._keep(state_by_key(sharded_model.tensors(), parameters, state_slices(sharded_model, tensors)))
 
     def _keep(self, held: TensorSlices) -> None:
         """Store digests of this rank's tensors, and the whole tensors on rank 0. Collective: as `whole_tensors`."""
