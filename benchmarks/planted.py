@@ -26,7 +26,7 @@ from tests.ranks.test_doctor import HEALTHY, JOB, PLANTED, Planted, quota
 from shoal.doctor.causes import Remedy
 from shoal.doctor.run_diagnosis import best_remedies, diagnosis, planned_for, trial_job, trial_steps
 from shoal.doctor.trial import tried
-from shoal.launch.in_child import in_child
+from shoal.launch.supervise.child import in_child
 from shoal.runs.run_files import read_run
 
 

@@ -1,8 +1,9 @@
 """Claim: at the failure rates of Llama 3 the supervisor keeps 16,384 simulated ranks effective 94 % of the time.
 
-Repeat with `python -m benchmarks.simulated`: a minute or two. `shoal.launch.recovery` decides on starts and pauses,
-`shoal.launch.watch` on ranks that hang, `shoal.runs.generation` numbers the starts, `shoal.runs.events` counts losses,
-and `shoal.checkpoint.writer` sets the interval; clock, network, ranks, checkpoints and hosts are simulated.
+Repeat with `python -m benchmarks.simulated`: a minute or two. `shoal.launch.supervise.recovery` decides on starts and
+pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.generation` numbers the starts,
+`shoal.runs.events` counts losses, and `shoal.checkpoint.writer` sets the interval; clock, network, ranks, checkpoints
+and hosts are simulated.
 
 The rate: 419 unexpected interruptions in 54 days on 16,384 GPUs (Grattafiori et al., The Llama 3 Herd of Models, 2024,
 section 3.3.4). Which of them end a process, a host, or let a rank hang is not published: the shares below are ours, as
@@ -25,10 +26,10 @@ from pathlib import Path
 
 from shoal.checkpoint.writer import interval_seconds
 from shoal.errors import PeerError, RankLostError, ShoalError
-from shoal.launch import heartbeat
-from shoal.launch.recovery import MOST, Recovery
 from shoal.launch.signals import Signals
-from shoal.launch.watch import Watch
+from shoal.launch.supervise import heartbeat
+from shoal.launch.supervise.heartbeat import Watch
+from shoal.launch.supervise.recovery import MOST, Recovery
 from shoal.planner.answer.outlook import Failures, daly, share_left
 from shoal.runs.directory import RunDirectory
 from shoal.runs.events import Events, mtbf_seconds
@@ -192,7 +193,7 @@ class Simulation:
                 clock.now += 0.5
                 found = watch.look(living)
         seconds, clock.now = clock.now - began, began
-        return seconds, found[0].reason
+        return seconds, next(iter(found.values()))
 
     def _await_hosts(self) -> None:
         """Waits for a repaired host where more are broken than there are spare ones."""

@@ -36,7 +36,11 @@ RECOVERY, PREEMPTED, INCIDENTS = "faults/test_recovery", "faults/test_preempted"
 JOINING, OTHER_JOB, DAMAGE, STORAGE = (f"faults/test_{n}" for n in ("joining", "other_job", "damage", "storage"))
 HOSTS, ENDS, OUTPUT, SERVED = (f"faults/test_{n}" for n in ("hosts", "ends", "output", "parameter_server"))
 STORE, WRITER = "unit/checkpoint/test_store", "unit/checkpoint/test_keeper_writer"
-SURVIVES, WATCH, DECIDES = "unit/checkpoint/test_store_survives", "unit/launch/test_watch", "unit/launch/test_recovery"
+SURVIVES, WATCH, DECIDES = (
+    "unit/checkpoint/test_store_survives",
+    "unit/launch/supervise/test_heartbeat_watch",
+    "unit/launch/supervise/test_recovery",
+)
 
 ROWS = (
     Row(
@@ -125,7 +129,7 @@ ROWS = (
         "a rank hangs: in a lock, in the interpreter's own, in data",
         "as one that is stopped",
         _in(WATCH, "test_how_long_is_waited", "test_who_waits_for_others_is_not_blamed")
-        + _in("unit/launch/test_heartbeat", "test_the_end_of_a_rank_shows_where_it_was"),
+        + _in("unit/launch/supervise/test_heartbeat", "test_the_end_of_a_rank_shows_where_it_was"),
         _in(RECOVERY, "test_a_rank_that_does_not_go_on") + _in(INCIDENTS, "test_a_data_worker_that_dies_or_hangs"),
     ),
     Row(
@@ -228,7 +232,7 @@ ROWS = (
         "ranks with other versions, code, data or options",
         "refused before the first step",
         _in(OTHER_JOB, "test_ranks_with_another_model_or_other_data", "test_ranks_with_another_option")
-        + _in("unit/launch/test_host_process", "test_differences_are_named"),
+        + _in("unit/launch/supervise/test_host_process", "test_differences_are_named"),
     ),
     Row(
         29,

@@ -14,7 +14,7 @@ from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started
 from tests.sharing import Shared
 from tests.usual import parametrize
 
-from shoal.launch.signals import SAME_SECONDS
+from shoal.launch.signals import BURST_SECONDS
 
 pytestmark = pytest.mark.faults
 
@@ -199,7 +199,7 @@ def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path:
         started.send(number)
         wait_until_handed_on(started)
         assert started.process.poll() is None
-        time.sleep(SAME_SECONDS)
+        time.sleep(BURST_SECONDS)
         started.send(number)
         ended = started.wait().expect(130)
     assert "Traceback" not in ended.output
@@ -212,7 +212,7 @@ def test_one_process_asked_twice_stops_at_once(tmp_path: Path) -> None:
         started.until(lambda: gate.reached(1), "the gate")
         started.send(signal.SIGTERM)
         started.send(signal.SIGINT)  # one of each is a scheduler's habit, not impatience
-        time.sleep(SAME_SECONDS + 0.2)  # the process sleeps at the gate and is to go on doing so
+        time.sleep(BURST_SECONDS + 0.2)  # the process sleeps at the gate and is to go on doing so
         assert started.process.poll() is None
         started.send(signal.SIGTERM)
         ended = started.wait().expect(130)

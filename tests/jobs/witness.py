@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.launch import heartbeat
+from shoal.launch.supervise import heartbeat
 
 
 def rank() -> str:

@@ -16,7 +16,7 @@ from tests.launching import JOBS, Ended, Gate, Run, Started, run, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
 
-from shoal.launch.signals import SAME_SECONDS
+from shoal.launch.signals import BURST_SECONDS
 
 TINY = JOBS / "tiny.py"
 PATHS = {"PYTHONPATH": str(JOBS)}
@@ -229,7 +229,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with begin(tmp_path, STOPPED, gate.environment) as started:
         started.until(lambda: gate.reached(2), "the gate")
         started.send(signal.SIGINT)
-        time.sleep(2 * SAME_SECONDS)
+        time.sleep(2 * BURST_SECONDS)
         started.send(signal.SIGINT)
         ended = started.wait().expect(0)
     assert told(ended) == {}

@@ -11,10 +11,13 @@ import pytest
 from tests import forks
 
 THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-GPU = "from pathlib import Path; from shoal.launch import fork_server; fork_server.GPU_FOLDER = Path('/dev/null')"
+GPU = (
+    "from pathlib import Path; from shoal.launch.supervise import fork_server as server; "
+    "server.GPU_FOLDER = Path('/dev/null')"
+)
 LOADED = """
 from types import SimpleNamespace
-from shoal.launch.fork_server import _loaded
+from shoal.launch.supervise.fork_server import _loaded
 {before}
 def load():
     {then}
@@ -51,8 +54,8 @@ def test_what_may_be_copied(before: str, then: str, may: bool) -> None:
 # A launcher, and ranks that say what they are given: by files, since both are Python commands of their own.
 RANKS = """
 import os, signal, socket, subprocess, sys, time
-from shoal.launch import fork_server
-from shoal.launch.fork_server import FORK_FD, ForkServer
+from shoal.launch.supervise import fork_server
+from shoal.launch.supervise.fork_server import FORK_FD, ForkServer
 
 if FORK_FD in os.environ:
     fork_server.become_rank(lambda: __import__("torch"), holds_signals=False)

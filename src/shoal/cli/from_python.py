@@ -27,8 +27,8 @@ from shoal.jobs.job_file import JobRequest, Setting, called, parameters_of, sett
 from shoal.jobs.job_object import function_name, hand_over, is_job, place_of
 from shoal.launch.environment import inside_run
 from shoal.launch.environments.detect import refuse_rank
-from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import other_stream
 from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json

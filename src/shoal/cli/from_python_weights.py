@@ -17,8 +17,8 @@ from shoal.cli.options import EvaluateOptions, ExportOptions, PredictOptions, op
 from shoal.errors import CommandError, ExitCode
 from shoal.jobs.job_object import hand_over_value
 from shoal.launch.environments.detect import refuse_rank
-from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import other_stream
 from shoal.runs.directory import read_json
 from shoal.runs.request import devices_here
 

@@ -33,6 +33,7 @@ from shoal.cli.options import (
 from shoal.cli.output import unfailing_output
 from shoal.errors import CommandError, SettingWarning, ShoalError
 from shoal.launch.environment import FORK_FD
+from shoal.launch.signals import exiting
 
 # Time for threads to end. Threads of pools end when Python exits.
 _THREADS_SECONDS = 5.0
@@ -46,33 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and sys.path[:1] == [os.path.dirname(os.path.realpath(sys.argv[0]))]:
         del sys.path[0]  # the folder of the script `shoal`, which `python -m shoal` does not have
     if FORK_FD in os.environ:
-        from shoal.launch.fork_server import become_rank
+        from shoal.launch.supervise.fork_server import become_rank
 
         become_rank(importlib.import_module("shoal.cli.run.prepare").load_rank, holds_signals=given[0] == "run")
-    if arguments is None and given[:1] and given[0] in _READING:
-        _end_tidily()
     plans = arguments is None and given[:1] == ["plan"]
     if plans:
         gc.disable()  # saves a sixth of the import time and a third of a long search
-    with unfailing_output():
+    removes = arguments is None and given[:1] and given[0] in _READING
+    with exiting((signal.SIGTERM, signal.SIGHUP) if removes else ()), unfailing_output():
         code = _done(given)
     if arguments is None:
         if plans:
             gc.freeze()  # else the exit scans millions of objects of a large search
         _end_without_threads(code)
     return code
-
-
-def _end_tidily() -> None:
-    """Make SIGTERM and SIGHUP exit through Python, which removes temporary folders. Repeated signals are ignored."""
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, end)
 
 
 def _end_without_threads(code: int) -> None:

@@ -25,9 +25,8 @@ from shoal.jobs.job import Job
 from shoal.jobs.job_file import JobRequest, LoadedJob, load
 from shoal.jobs.job_object import HandedJob
 from shoal.launch.environment import REQUEST_FILE, Environment
-from shoal.launch.local import LaunchEnd, launch
-from shoal.launch.rank_processes import LocalRun
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, read_plan

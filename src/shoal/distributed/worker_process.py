@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ExitCode, InUseError, LaunchError, PeerError, ShoalError
 from shoal.launch.environment import REPORT_FILE, Environment
-from shoal.launch.process_control import die_with_launcher, name_process
+from shoal.launch.supervise.child import die_with_launcher, name_process
 from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import write_file
 

@@ -6,17 +6,19 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
 from shoal.errors import ExitCode
 from shoal.launch.environment import LAUNCHER_PID
 
-# A scheduler signals the whole process group, and so does the launcher it signals: this counts as one request.
-SAME_SECONDS = 1.0
+# `timeout` signals a command and then the command's group, and so do a shell's traps: this counts as one request.
+BURST_SECONDS = 1.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -31,28 +33,37 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 @dataclass
 class Signals:
-    """Signals that arrived. If `impatient`, a second signal of one kind ends this process at once.
+    """Requests to stop, by the numbers of their signals. If `impatient`, a second one of a kind ends this process.
 
-    Deliveries of one kind within a second count once. A signal of another kind does not count as a second one: a
-    scheduler may send SIGTERM after the terminal has sent SIGINT.
+    A signal of another kind is not a second request: a scheduler may send SIGTERM after the terminal has sent SIGINT.
+    Nor is one that a launcher hands on, which may have arrived from the scheduler too. Launchers therefore tell it
+    apart by a message of their own (`from_launcher`), and the ranks that a launcher has started are never impatient:
+    a launcher that wants a rank to end at once sends SIGKILL.
     """
 
     impatient: bool
     received: list[int] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
-    _taken: dict[int, float] = field(default_factory=dict, repr=False)
+    _directly: Counter[int] = field(default_factory=Counter, repr=False)
+    _handed_on: Counter[int] = field(default_factory=Counter, repr=False)
+    _newest: dict[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def twice(self) -> bool:
-        """Whether one kind of signal has arrived again."""
+        """Whether one kind of signal has been requested again."""
         return len(set(self.received)) < len(self.received)
 
-    def takes(self, number: int) -> bool:
-        """Record a delivery. Return whether it is a separate request."""
-        now = self.clock()
-        if now - self._taken.get(number, -math.inf) < SAME_SECONDS:
+    def takes(self, number: int, *, from_launcher: bool = False) -> bool:
+        """Record a delivery, by a signal or by a launcher's message. Return True if it is a request of its own."""
+        if not from_launcher:
+            now = self.clock()
+            if now - self._newest.get(number, -math.inf) < BURST_SECONDS:
+                return False
+            self._newest[number] = now
+        deliveries = self._handed_on if from_launcher else self._directly
+        deliveries[number] += 1
+        if deliveries[number] <= self.received.count(number):  # it has arrived the other way
             return False
-        self._taken[number] = now
         self.received.append(number)
         return True
 
@@ -107,9 +118,38 @@ def pausing(tell: Callable[[int], None]) -> Iterator[None]:
         signal.signal(signal.SIGTSTP, before)
 
 
-def how_it_ended(code: int) -> str:
-    """Describe the end of a process: "was killed by SIGKILL" for code -9, else "ended with code N"."""
-    with contextlib.suppress(ValueError):
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
+# -------------------------------------------------------------------------------------- without a record of requests
+
+
+@contextlib.contextmanager
+def exiting(numbers: Iterable[int], code: int | None = None) -> Iterator[None]:
+    """Make signals that are not ignored raise SystemExit, which removes temporary folders. Later ones are ignored.
+
+    `code`: the exit code; default: 128 and the signal's number, as of a shell.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for again in before:
+            signal.signal(again, signal.SIG_IGN)
+        sys.exit(128 + number if code is None else code)
+
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore requests to stop, for a process that ends with the process that started it."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_at_stop_signals() -> None:
+    """Let requests to stop end this process, for a fork of a process that records them."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_DFL)

@@ -22,8 +22,7 @@ from shoal.hardware.detect import GPU_FOLDER
 from shoal.jobs.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment
 from shoal.launch.environments.detect import joined
-from shoal.launch.in_child import fork
-from shoal.launch.process_control import die_with_launcher
+from shoal.launch.supervise.child import die_with_launcher, fork
 from shoal.plans.resolve import CompletePlan
 from shoal.training.setup.engine import Options
 from shoal.verification.traced_run import AS_PLANNED, runs, trace_rank

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from shoal.launch.signals import SAME_SECONDS, Signals
+from shoal.launch.signals import BURST_SECONDS, Signals
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_noted_while_handled(numbers: list[int], twice: bool) -> None:
     signals = Signals(impatient=False, clock=lambda: now)
     with signals.handled():
         for number in numbers:
-            now += SAME_SECONDS
+            now += BURST_SECONDS
             os.kill(os.getpid(), number)
         assert signals.received == numbers
     assert signals.twice is twice

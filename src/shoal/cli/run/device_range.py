@@ -12,7 +12,7 @@ from shoal.cli.options import RunOptions, whole_number
 from shoal.errors import CommandError, LaunchError, from_json
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.launch.environment import Environment, inside_run
-from shoal.launch.in_child import in_child
+from shoal.launch.supervise.child import in_child
 from shoal.plans import Plan
 from shoal.plans.plan import described
 from shoal.runs.request import dumped, loaded

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.errors import LaunchError
 from shoal.launch.environment import INSIDE
-from shoal.launch.output import OutputRelay
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import Child, OutputRelay, no_answer
 from shoal.runs.request import RunRequest, dumped, loaded
 
 _REQUEST, _FOUND = "look.json", "found.json"
@@ -30,22 +28,13 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
     """
     (folder / _REQUEST).write_text(dumped(request), encoding="utf-8")
     relay = OutputRelay(stream) if stream is not None else None
+    output = relay.writer if relay is not None else None
+    child = Child([sys.executable, "-c", _PROGRAM, str(folder)], variables={INSIDE: "1"}, output=output, errors=output)
     try:
-        output = relay.writer if relay is not None else None
-        with subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(folder)],
-            env={**os.environ, INSIDE: "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        ) as process:
-            try:
-                while process.poll() is None and not signals.received:
-                    signals.wait(_POLL_SECONDS)
-            finally:
-                process.kill()
+        while child.process.poll() is None and not signals.received:
+            signals.wait(_POLL_SECONDS)
     finally:
+        code = child.finish(0.0)
         if relay is not None:
             relay.close()
     if signals.received:
@@ -53,11 +42,7 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
     try:
         found: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise LaunchError(
-            given="a look at the job before any rank is started",
-            conflict=f"the process that loaded it ended with code {process.returncode} and without a word",
-            remedy="load the job by itself under `python`: its code crashes or ends the interpreter",
-        ) from None
+        raise no_answer(code) from None
     return found
 
 

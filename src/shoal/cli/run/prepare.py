@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from shoal.cli.options import RunOptions, VerifyOptions, whole_number
 from shoal.cli.run.device_range import range_of, with_number
@@ -19,8 +18,8 @@ from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.jobs.job_file import JobRequest, parse_target
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
-from shoal.launch.environments.detect import detected, restarts
-from shoal.launch.signals import Signals, stop_signals
+from shoal.launch.environments.detect import detected, has_launcher, restarts
+from shoal.launch.signals import Signals, exiting, stop_signals
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
@@ -67,7 +66,7 @@ def _run(options: RunOptions) -> int:
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
-        return _train(request, environment, Signals(impatient=True))
+        return _train(request, environment, Signals(impatient=False))
     limits = range_of(options)
     options = with_number(options, environment)
     if options.dry_run or (environment is None and options.on != "local"):
@@ -96,7 +95,7 @@ def _run(options: RunOptions) -> int:
         refuse(other_world(request.plan, World(world_size, source)))
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
-        return _train(request, environment, Signals(impatient=True), unprepared=True)
+        return _train(request, environment, Signals(impatient=not has_launcher(os.environ)), unprepared=True)
     return _started_here(request)
 
 
@@ -130,22 +129,13 @@ def verify(options: VerifyOptions) -> int:
         from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
 
         # Exit in order, so that the traces are removed.
-        handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
-        try:
-            with inside_run(os.environ):
-                return verify(looked_at(request), options.steps)
-        except ShoalError as error:
-            tell(request, error)
-            return int(ExitCode.USER)  # for any error, since 1 means that the run diverged
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    for again in stop_signals():
-        signal.signal(again, signal.SIG_IGN)
-    raise SystemExit(ExitCode.INTERRUPTED)
+        with exiting(stop_signals(), ExitCode.INTERRUPTED):
+            try:
+                with inside_run(os.environ):
+                    return verify(looked_at(request), options.steps)
+            except ShoalError as error:
+                tell(request, error)
+                return int(ExitCode.USER)  # for any error, since 1 means that the run diverged
 
 
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
@@ -303,7 +293,7 @@ def looked_at(request: RunRequest) -> RunRequest:
 
     Raises: errors of job and plan.
     """
-    from shoal.launch.in_child import in_child
+    from shoal.launch.supervise.child import in_child
 
     def work() -> dict[str, Any]:
         from shoal.training.setup.preflight import look

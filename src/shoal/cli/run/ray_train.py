@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from shoal.launch.environment import INSIDE, LAUNCHER_PID
 from shoal.launch.environments.torchrun import TORCHRUN
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict
+from shoal.launch.supervise.recovery import verdict
 from shoal.runs.request import RunRequest
 
 _LOOK_SECONDS = 0.3
@@ -55,16 +56,16 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
         variables = replace(environment, port=port[0], engine="ray").variables()
         logs = str(request.out / "logs") if environment.rank else ""
         rank.start(RankCommand(words, os.getcwd(), variables, logs))
-        told = 0
+        handed_on = 0
         while True:
             look = rank.look(_LOOK_SECONDS)
             if environment.rank == 0 and look.text:
                 print(look.text, end="", flush=True)
             if look.code is not None:
                 break
-            for number in signals.received[told:]:
-                rank.tell(number)
-            told = len(signals.received)
+            if len(signals.received) > handed_on:
+                handed_on = len(signals.received)
+                rank.tell(signal.SIGKILL if signals.twice else signals.received[0])
         end = RankEnd(environment.rank, os.uname().nodename, look)
         return RunEnd(*verdict([end], signals), tuple(signals.received))
     finally:

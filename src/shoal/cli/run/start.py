@@ -12,11 +12,10 @@ from typing import TextIO
 
 from shoal.errors import ExitCode, ShoalError, from_json
 from shoal.hardware.detect import visible_gpus
-from shoal.launch.fork_server import ForkServer
-from shoal.launch.local import LaunchEnd, launch
-from shoal.launch.rank_processes import LocalRun
-from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.fork_server import ForkServer
+from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
+from shoal.launch.supervise.recovery import Recovery
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.events import Events

@@ -14,10 +14,9 @@ from shoal.hardware.detect import cores
 from shoal.hardware.values import Cluster
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
-from shoal.launch.local import launch
-from shoal.launch.rank_processes import LocalRun
-from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.ranks import LocalRun, launch
+from shoal.launch.supervise.recovery import Recovery
 from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
 from shoal.runs.request import RunRequest, devices_here

@@ -39,9 +39,9 @@ from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
 from shoal.launch.environment import REPORT_FILE, Environment
-from shoal.launch.heartbeat import Heartbeat
-from shoal.launch.in_child import in_child
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import in_child
+from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json

@@ -71,6 +71,15 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
     return environment
 
 
+def has_launcher(variables: Mapping[str, str]) -> bool:
+    """Return True if a launcher has started this process, and kills it if it has to end at once.
+
+    A person may set RANK and WORLD_SIZE, and start each rank in a terminal of its own.
+    """
+    found = _read(variables)
+    return bool(found) and (ENGINE in variables or LAUNCHER_PID in variables or _is_started(found[0][0], variables))
+
+
 def restarts(variables: Mapping[str, str]) -> int:
     """Return how many times an engine has restarted this command, also if the engine starts only one process."""
     return sum(numbers_of(variables, _RESTARTS).values())

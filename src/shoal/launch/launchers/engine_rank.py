@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,10 @@ from typing import Any, NamedTuple
 
 from shoal.errors import ExitCode, RankLostError
 from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
-from shoal.launch.signals import how_it_ended
+from shoal.launch.supervise.child import Child, OutputRelay, how_it_ended, last_lines, rank_lost
 from shoal.runs.directory import read_json
 
-_POLL_SECONDS = 0.05
-_LAST_LINES = 5
-_KEPT_BYTES = 1 << 20  # of a rank's output
+_KEPT_CHARACTERS = 1 << 20  # of a rank's output
 
 
 @dataclass(frozen=True)
@@ -46,17 +43,34 @@ class RankLook(NamedTuple):
     last: str = ""
 
 
+class _Output(io.TextIOBase):
+    """Output of a rank: the last part of it, and all that `new` has not returned yet if it is `shown`."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self.text, self._returned, self._shown, self._lock = "", 0, shown, threading.Lock()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            self.text += text
+            gone = max(0, min(self._returned if self._shown else len(self.text), len(self.text) - _KEPT_CHARACTERS))
+            self.text, self._returned = self.text[gone:], max(0, self._returned - gone)
+        return len(text)
+
+    def new(self, *, everything: bool) -> str:
+        """Return the lines that no call has returned yet; if `everything`, also an incomplete line."""
+        with self._lock:
+            before = self._returned
+            self._returned = len(self.text) if everything else max(before, self.text.rfind("\n") + 1)
+            return self.text[before : self._returned]
+
+
 class EngineRank:
     """Process of a rank, which dies with this process."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal-"))
         self._listener: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._text, self._told, self._lock = bytearray(), 0, threading.Lock()
-        self._reader: threading.Thread | None = None
-        self._logs = ""
-        self._rank = "0"
+        self._child: Child | None = None
 
     def listen(self, address: str) -> int:
         """Listen on a free port of the address, for rank 0's store. Return the port."""
@@ -69,92 +83,60 @@ class EngineRank:
 
     def start(self, command: RankCommand) -> None:
         """Start the process, in the command's folder if this host has the folder."""
-        kept = () if self._listener is None else (self._listener.fileno(),)
-        variables: dict[str, str] = {
-            **os.environ,
+        variables = {
             **command.variables,
             LAUNCHER_PID: str(os.getpid()),
             REPORT_FILE: str(self._folder / "report.json"),
         }
-        if kept:
-            variables[LISTEN_FD] = str(kept[0])
-        self._logs, self._rank = command.logs, command.variables["RANK"]
-        self._process = subprocess.Popen(
+        inherited = [] if self._listener is None else [self._listener.fileno()]
+        if inherited:
+            variables[LISTEN_FD] = str(inherited[0])
+        self._logs, self._rank = Path(command.logs) if command.logs else None, command.variables["RANK"]
+        self._output = _Output(shown=self._logs is None)
+        self._relay = OutputRelay(self._output)
+        self._child = Child(
             [sys.executable, "-m", "shoal", *command.arguments],
-            env=variables,
-            cwd=command.folder if Path(command.folder).is_dir() else None,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=kept,
-            start_new_session=True,
+            variables=variables,
+            folder=command.folder if Path(command.folder).is_dir() else None,
+            descriptors=inherited,
+            output=self._relay.writer,
+            errors=subprocess.STDOUT,
         )
-        self._reader = threading.Thread(target=self._read, name="shoal-output", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while chunk := self._process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
-            with self._lock:
-                self._text += chunk
-                told = len(self._text) if self._logs else self._told
-                gone = max(0, min(told, len(self._text) - _KEPT_BYTES))
-                del self._text[:gone]
-                self._told = max(0, self._told - gone)
+        self._relay.writer.close()
 
     def look(self, seconds: float) -> RankLook:
         """Return the state after `seconds` or at the process's end. The text is empty if the output goes to a log."""
-        assert self._process is not None
-        deadline = time.monotonic() + seconds
-        while self._process.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        code = self._process.returncode
-        if code is not None and self._reader is not None:
-            self._reader.join(2.0)  # processes that the rank has left running may keep the pipe open
-        new = "" if self._logs else self._untold(everything=code is not None)
+        assert self._child is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(seconds)
+        code = self._child.process.poll()
         if code is None:
-            return RankLook(new)
-        with self._lock:
-            text = self._text.decode(errors="replace")
-        self._keep_log(text)
-        return RankLook(new, code, read_json(self._folder / "report.json"), _last(text))
-
-    def _untold(self, *, everything: bool) -> str:
-        """Return the lines that no look has returned yet; at the end, also an incomplete line."""
-        with self._lock:
-            end = len(self._text) if everything else max(self._told, self._text.rfind(b"\n") + 1)
-            new, self._told = bytes(self._text[self._told : end]), end
-        return new.decode(errors="replace")
-
-    def _keep_log(self, text: str) -> None:
-        logs = Path(self._logs)
+            return RankLook(self._output.new(everything=False) if self._logs is None else "")
+        self._relay.close()
+        text = self._output.text
+        if self._logs is None:
+            return RankLook(
+                self._output.new(everything=True), code, read_json(self._folder / "report.json"), last_lines(text)
+            )
         with contextlib.suppress(OSError):
-            if self._logs and text and logs.parent.is_dir():
-                logs.mkdir(exist_ok=True)
-                (logs / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
+            if text and self._logs.parent.is_dir():
+                self._logs.mkdir(exist_ok=True)
+                (self._logs / f"rank-{self._rank}.txt").write_text(text, encoding="utf-8")
+        return RankLook("", code, read_json(self._folder / "report.json"), last_lines(text))
 
     def tell(self, number: int) -> None:
         """Send a signal to the process if it is alive."""
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+        if self._child is not None:
+            self._child.send(number)
 
     def close(self) -> None:
         """Kill the process if it still runs, and remove its files."""
-        self.tell(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait()
-            if self._reader is not None and self._process.stdout is not None:
-                self._reader.join(2.0)
-                self._process.stdout.close()
+        if self._child is not None:
+            self._child.finish(0.0)
+            self._relay.close()
         if self._listener is not None:
             self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _last(text: str) -> str:
-    return "".join(f"\n{line[:200]}" for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
 def environments(
@@ -213,10 +195,10 @@ class RankEnd:
     def error(self, _: Mapping[int, str]) -> RankLostError:
         """Describe the rank's loss."""
         how = how_it_ended(self.look.code if self.look.code is not None else 0)
-        error = RankLostError(
-            given=f"rank {self.rank} on {self.host}",
-            conflict=f"it {self.gone or f'{how} without a word{self.look.last}'}",
-            remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+        return rank_lost(
+            f"rank {self.rank} on {self.host}",
+            f"it {self.gone or f'{how} without a word{self.look.last}'}",
+            "--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+            rank=self.rank,
+            host=self.host,
         )
-        error.rank, error.host = self.rank, self.host
-        return error

@@ -16,7 +16,8 @@ from shoal.errors import CommandError, LaunchError, ShoalError
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict
+from shoal.launch.supervise.child import Child
+from shoal.launch.supervise.recovery import verdict
 
 _POLL_SECONDS, _PLACE_SECONDS = 0.05, 30.0
 _LISTS = ("--host", "-host", "-H", "-hosts", "--hosts")
@@ -67,25 +68,21 @@ def start(submission: Submission, signals: Signals) -> int:
     def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         variables = {**rendezvous, **attempt.variables()}
         words = [*mpirun.words(submission.num_processes, variables, options), *submission.command]
-        _followed(words, mpirun, signals)
+        child, handed_on = Child(words), 0
+        try:
+            while child.process.poll() is None:
+                if len(signals.received) > handed_on:
+                    handed_on = len(signals.received)
+                    child.send(signal.SIGINT if signals.twice else mpirun.stop)
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            child.send(signal.SIGTERM)
+            raise
+        finally:
+            child.finish()
         return verdict(attempt.ends(socket.gethostname()), signals)
 
     return until_done(submission, signals, once)
-
-
-def _followed(words: list[str], mpirun: _Mpirun, signals: Signals) -> None:
-    """Run mpirun to its end. It gets signals only from this process, not from the terminal too."""
-    handed_on = 0
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True) as process:
-        try:
-            while process.poll() is None:
-                if len(signals.received) > handed_on:
-                    handed_on = len(signals.received)
-                    process.send_signal(signal.SIGINT if signals.twice else mpirun.stop)
-                time.sleep(_POLL_SECONDS)
-        except BaseException:
-            process.terminate()
-            raise
 
 
 def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:

@@ -21,7 +21,7 @@ from shoal.launch.launchers.base import Submission, library
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
 from shoal.launch.launchers.reports import restarted
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict
+from shoal.launch.supervise.recovery import verdict
 
 # Ranks share no objects, and Ray's default store takes a third of the memory.
 _STORE_BYTES = 200 << 20

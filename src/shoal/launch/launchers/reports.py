@@ -16,13 +16,14 @@ from typing import Any
 from shoal.errors import RankLostError, ShoalError, StorageError
 from shoal.launch.environment import REPORT_FILE, RESTARTS
 from shoal.launch.launchers.base import Submission
-from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import rank_lost
+from shoal.launch.supervise.recovery import Recovery
 from shoal.runs.address import RunAddress, is_address
 from shoal.runs.directory import RunDirectory, read_json
 
 _TRIES, _PAUSE_SECONDS = 3, 2.0
-_RANK = "%r"  # in the report's path: each rank inserts its number
+_REPORT = "rank-{}.json"
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class RankStart:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of every rank."""
-        found = {REPORT_FILE: f"{self.reports}/{_name(_RANK)}"}
-        return found | ({RESTARTS: str(self.number)} if self.number else {})
+        report = {REPORT_FILE: f"{self.reports}/{_REPORT.format('%r')}"}  # each rank inserts its number
+        return report | ({RESTARTS: str(self.number)} if self.number else {})
 
     def ends(self, host: str) -> list[ReportedRank]:
         """Return how the ranks ended, from their reports. `host`: the supposed host of the ranks without a report."""
         size = self.submission.num_processes
-        reports = [self._read(_name(str(rank))) for rank in range(size)]
+        reports = [self._read(_REPORT.format(rank)) for rank in range(size)]
         lost = tuple(rank for rank, report in enumerate(reports) if report is None)
         return [ReportedRank(report, lost, size, host) for report in reports]
 
@@ -82,13 +83,13 @@ class ReportedRank:
     def error(self, _: Mapping[int, str]) -> RankLostError:
         """Describe the loss of all ranks without a report."""
         names = ", ".join(map(str, self.lost[:16]))
-        error = RankLostError(
-            given=f"rank {names} of {self.size}",
-            conflict="it ended without a word",
-            remedy="--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
+        return rank_lost(
+            f"rank {names} of {self.size}",
+            "it ended without a word",
+            "--resume goes on from the newest checkpoint; look at the engine's own log and the host's memory",
+            rank=self.lost[0],
+            host=self.host,
         )
-        error.rank, error.host = self.lost[0], self.host
-        return error
 
 
 def until_done(
@@ -122,10 +123,6 @@ def restarted(submission: Submission, signals: Signals, once: Callable[[int], tu
     return code
 
 
-def _name(rank: str) -> str:
-    return f"rank-{rank}.json"
-
-
 @contextlib.contextmanager
 def _folder(submission: Submission) -> Iterator[str]:
     """Provide a place for reports in the run directory, which every host reaches, and remove it after the context."""
@@ -135,7 +132,7 @@ def _folder(submission: Submission) -> Iterator[str]:
             yield at
         finally:
             for rank in range(submission.num_processes):
-                RunAddress(at).remove(_name(str(rank)))
+                RunAddress(at).remove(_REPORT.format(rank))
         return
     submission.out.mkdir(parents=True, exist_ok=True)
     path = tempfile.mkdtemp(prefix=".reports-", dir=submission.out)

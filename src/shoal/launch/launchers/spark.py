@@ -25,7 +25,7 @@ from shoal.launch.launchers.engine_rank import RankEnd, RankLook
 from shoal.launch.launchers.reports import restarted
 from shoal.launch.launchers.spark_task import BarrierTask, TaskChannel
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict
+from shoal.launch.supervise.recovery import verdict
 
 _LOOPBACK = "127.0.0.1"
 _LEAST_JAVA = 17  # the oldest version for Spark 4

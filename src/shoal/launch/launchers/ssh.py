@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
@@ -22,12 +19,12 @@ from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.launchers.ssh_hosts import SSH_FAILED, HostList, address_of
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.child import Child, rank_lost
 from shoal.runs.version import __version__
 
 _POLL_SECONDS = 0.05
 # Ranks on other hosts notice a closed connection by themselves.
 _GRACE_SECONDS = 5.0
-_JOIN_SECONDS = 60.0
 # Variables of this command that change how ranks train and are sent to the hosts.
 _VARIABLES = ("PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
 _PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HF_", "WANDB_", "MLFLOW_", "SHOAL_")
@@ -64,12 +61,12 @@ def start(submission: Submission, signals: Signals) -> int:
             if signals.received:
                 return int(asked_to_stop), None
             for host, place in places:
-                asked = _asked(submission, place)
-                processes.append(HostProcess.started(listed.words(host), host, asked, again=again))
+                message = _message(submission, place)
+                processes.append(HostProcess(listed.words(host), host, message, again=again))
             return _followed(processes, listed, signals, asked_to_stop)
         finally:
-            for process in processes:
-                process.end()
+            for process in processes:  # a host's process ends itself and its ranks when its input ends
+                process.ssh.finish(_GRACE_SECONDS)
 
     return until_done(submission, signals, once)
 
@@ -102,7 +99,7 @@ def _places(listed: HostList, submission: Submission, attempt: RankStart) -> lis
     ]
 
 
-def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
+def _message(submission: Submission, place: Environment) -> dict[str, Any]:
     """Return the first message to a host's process."""
     prefixes = _PREFIXES + (_OF_ADDRESSES if submission.address is not None else ())
     kept = {n: v for n, v in os.environ.items() if (n in _VARIABLES or n.startswith(prefixes)) and n not in _OWN}
@@ -119,145 +116,98 @@ def _asked(submission: Submission, place: Environment) -> dict[str, Any]:
     }
 
 
-@dataclass
 class HostProcess:
-    """Process of a host, seen by its launcher through ssh."""
+    """Process of a host, seen by its launcher through ssh. `again`: a restart, before which the host may vanish."""
 
-    name: str
-    ssh: subprocess.Popen[str]
-    fit: bool = False  # whether the host has passed the checks of version, folders and clock
-    port: int | None = None
-    ended: dict[str, Any] | None = None
-    said: list[str] = field(default_factory=list)  # the last lines of its stderr
-    again: bool = False  # whether this is a restart, before which the host may have vanished
-    silent: str = ""  # the evidence that the host does not answer, after another host had failed
-    _threads: list[threading.Thread] = field(default_factory=list)
+    def __init__(self, words: Sequence[str], name: str, message: Mapping[str, Any], *, again: bool = False) -> None:
+        self.name, self._again = name, again
+        self.fit = False  # whether the host has passed the checks of version, folders and clock
+        self.port: int | None = None
+        self.ended: dict[str, Any] | None = None
+        self.silent = ""  # the evidence that the host does not answer, after another host had failed
+        self._said: list[str] = []  # the lines that are no answers
+        self.ssh = Child(words, listens=True, output=self._take, errors=self._complain)
+        self.ssh.tell(message)
 
-    @classmethod
-    def started(cls, words: Sequence[str], name: str, asked: Mapping[str, Any], *, again: bool = False) -> HostProcess:
-        """Start ssh to a host and send the host's process its first message."""
-        pipe = subprocess.PIPE
-        ssh = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        found = cls(name, ssh, again=again)
-        for work in (found._answers, found._complaints):
-            thread = threading.Thread(target=work, name=f"shoal-{name}", daemon=True)
-            thread.start()
-            found._threads.append(thread)
-        found.tell(asked)
-        return found
-
-    def tell(self, line: Any) -> None:
-        """Send a line of JSON. A lost host is noticed elsewhere."""
-        assert self.ssh.stdin is not None, "it is a pipe"
-        with contextlib.suppress(OSError, ValueError):
-            self.ssh.stdin.write(json.dumps(line) + "\n")
-            self.ssh.stdin.flush()
-
-    def is_over(self) -> bool:
-        """Check whether ssh has ended and all its output has been read."""
-        return self.ssh.poll() is not None and not any(thread.is_alive() for thread in self._threads)
-
-    def give_up(self, why: str) -> None:
-        """Kill ssh to a host that does not answer."""
-        self.silent = why
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.ssh.pid, signal.SIGKILL)
-        self.ssh.wait()
-        for thread in self._threads:
-            thread.join(1.0)
-
-    def end(self) -> None:
-        """Close the input, whereupon the host's process ends itself and its ranks, and end ssh."""
-        assert self.ssh.stdin is not None, "it is a pipe"
-        with contextlib.suppress(OSError):
-            self.ssh.stdin.close()
+    def _take(self, line: str) -> None:
         try:
-            self.ssh.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.ssh.kill()
-            self.ssh.wait()
-        for thread, pipe in zip(self._threads, (self.ssh.stdout, self.ssh.stderr), strict=True):
-            thread.join(1.0)
-            if pipe is not None and not thread.is_alive():
-                pipe.close()
+            answer = json.loads(line)
+        except ValueError:  # a greeting of the host's shell
+            self._said.append(line)
+            return
+        if "output" in answer:
+            sys.stdout.write(answer["output"])
+            sys.stdout.flush()
+        elif "port" in answer:
+            self.port = int(answer["port"])
+        elif "fit" in answer:
+            self.fit = True
+        else:
+            self.ended = answer
+
+    def _complain(self, line: str) -> None:
+        self._said.append(line)
+        print(f"[{self.name}] {line}", file=sys.stderr, flush=True)
 
     def error(self) -> ShoalError | None:
         """Return the error that the host's process reported, or an error made from ssh's own output."""
         if self.ended is not None:
             return from_json(self.ended["error"]) if self.ended["error"] else None
+        code, said = self.ssh.process.returncode, "\n".join(self._said[-5:]).strip()
+        if not self.silent and (code == SSH_FAILED or (self._said and self.port is None)):
+            vanished = not said or "closed by" in said or "not responding" in said
+            if not (self._again or self.port is not None or vanished):
+                return LaunchError(
+                    given=f"host {self.name}",
+                    conflict=said,
+                    remedy=f"let `ssh {self.name} {shlex.quote(sys.executable)} --version` work without a password "
+                    "first",
+                )
         if self.silent:
-            return self._lost(f"it does not answer any more ({self.silent})")
-        said = "\n".join(self.said[-5:]).strip()
-        if self.ssh.returncode == SSH_FAILED or (self.said and self.port is None):
-            error: ShoalError = LaunchError(
-                given=f"host {self.name}",
-                conflict=said or "ssh ended without a word",
-                remedy=f"let `ssh {self.name} {shlex.quote(sys.executable)} --version` work without a password first",
-            )
-            if self.again or self.port is not None or not said or "closed by" in said or "not responding" in said:
-                error = self._lost(said)
-            return error
-        return self._lost(said)
-
-    def _lost(self, said: str) -> RankLostError:
-        error = RankLostError(
-            given=f"host {self.name}",
-            conflict="it was lost: " + (said.splitlines()[-1] if said else f"ssh ended with {self.ssh.returncode}"),
-            remedy="--resume goes on from the newest checkpoint, on the hosts that are left",
+            said = f"it does not answer any more ({self.silent})"
+        return rank_lost(
+            f"host {self.name}",
+            "it was lost: " + (said.splitlines()[-1] if said else f"ssh ended with {code}"),
+            "--resume goes on from the newest checkpoint, on the hosts that are left",
+            host=self.name,
         )
-        error.host = self.name
-        return error
-
-    def _answers(self) -> None:
-        assert self.ssh.stdout is not None, "it is a pipe"
-        for line in self.ssh.stdout:
-            try:
-                answer = json.loads(line)
-            except ValueError:  # a greeting of the host's shell
-                self.said.append(line.rstrip())
-                continue
-            if "output" in answer:
-                sys.stdout.write(answer["output"])
-                sys.stdout.flush()
-            elif "port" in answer:
-                self.port = int(answer["port"])
-            elif "fit" in answer:
-                self.fit = True
-            else:
-                self.ended = answer
-
-    def _complaints(self) -> None:
-        assert self.ssh.stderr is not None, "it is a pipe"
-        for line in self.ssh.stderr:
-            self.said.append(line.rstrip())
-            print(f"[{self.name}] {line.rstrip()}", file=sys.stderr, flush=True)
 
 
 def _followed(
     processes: list[HostProcess], listed: HostList, signals: Signals, asked_to_stop: ExitCode
 ) -> tuple[int, ShoalError | None]:
     """Wait for all hosts and return the exit code and root error. If one host fails, the others end too."""
-    told_port, handed_on, failed_at = False, 0, None
-    asking = threading.Thread(target=_give_up_silent, args=(processes, listed), daemon=True)
-    while not all(process.is_over() for process in processes):
-        if not told_port and processes[0].port is not None:
-            told_port = True
+    sent_port, handed_on, failed_at = False, 0, None
+
+    def give_up_silent() -> None:
+        """Give up hosts that do not answer. Their ssh would notice later, and the others can continue without them."""
+        left = [process for process in processes if not process.ssh.is_over()]
+        silent = listed.silent_among([process.name for process in left])
+        for process in left:
+            if process.name in silent and not process.ssh.is_over():
+                process.silent = silent[process.name]
+                process.ssh.finish(0.0)
+
+    asking = threading.Thread(target=give_up_silent, daemon=True)
+    while not all(process.ssh.is_over() for process in processes):
+        if not sent_port and processes[0].port is not None:
+            sent_port = True
             for process in processes[1:]:
-                process.tell(processes[0].port)
-        if told_port and len(signals.received) > handed_on:
+                process.ssh.tell(processes[0].port)
+        if sent_port and len(signals.received) > handed_on:
             for number in signals.received[handed_on:]:
                 for process in processes:
-                    process.tell(number)
+                    process.ssh.tell(number)
             handed_on = len(signals.received)
-        if not told_port and signals.received:
+        if not sent_port and signals.received:
             return int(asked_to_stop), None
-        gone = [p for p in processes if p.is_over() and (p.ended is None or p.ended["error"] is not None)]
+        gone = [p for p in processes if p.ssh.is_over() and (p.ended is None or p.ended["error"] is not None)]
         if gone and failed_at is None:
             failed_at = time.monotonic()
-            if told_port:
+            if sent_port:
                 asking.start()
-        compared = all(process.fit or process.is_over() for process in processes)
-        if failed_at is not None and ((not told_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
+        compared = all(process.fit or process.ssh.is_over() for process in processes)
+        if failed_at is not None and ((not sent_port and compared) or time.monotonic() - failed_at > _GRACE_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
     if asking.ident is not None:
@@ -268,22 +218,13 @@ def _followed(
     return (int(ExitCode.INTERRUPTED), None) if lost else (code, error)  # the same rule as on one host
 
 
-def _give_up_silent(processes: Sequence[HostProcess], listed: HostList) -> None:
-    """Give up hosts that do not answer. Their ssh would notice later, and the others can continue without them."""
-    left = [process for process in processes if not process.is_over()]
-    silent = listed.silent_among([process.name for process in left])
-    for process in left:
-        if process.name in silent and not process.is_over():
-            process.give_up(silent[process.name])
-
-
 def _verdict(processes: list[HostProcess]) -> tuple[int, ShoalError | None]:
     by_word = sorted(processes, key=lambda p: bool(p.silent))  # a slow login may look like silence
-    errors = [error for p in by_word if p.is_over() and (error := p.error()) is not None]
+    errors = [error for p in by_word if p.ssh.is_over() and (error := p.error()) is not None]
     order = {"PeerError": 2, "RankLostError": 1}  # errors of ranks that only suffered from another failure come last
     if errors:
-        error = min(errors, key=lambda found: order.get(type(found).__name__, 0))
-        unfit = [found for found in errors if isinstance(found, LaunchError)]
+        error = min(errors, key=lambda one: order.get(type(one).__name__, 0))
+        unfit = [one for one in errors if isinstance(one, LaunchError)]
         if error in unfit and len(unfit) > 1:
             error = _together(unfit)
         return int(error.exit_code), error

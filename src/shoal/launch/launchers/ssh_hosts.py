@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.errors import CommandError, LaunchError
 from shoal.launch.launchers.base import Submission
+from shoal.launch.supervise.child import Child
 
 # Exit code of a failure of ssh itself, not of the remote command.
 SSH_FAILED = 255
@@ -79,33 +79,27 @@ class HostList:
 
     def silent_among(self, names: Collection[str]) -> dict[str, str]:
         """Return the hosts that do not answer ssh within some seconds, with ssh's message for each."""
-        found: dict[str, str] = {}
-
-        def ask(name: str) -> None:
-            words = ["ssh", *_ASK, *self.options, "--", name, "true"]
-            quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
-            process = subprocess.Popen(
-                words, stdin=quiet, stdout=quiet, stderr=pipe, text=True, errors="replace", start_new_session=True
-            )
-            try:
-                said = process.communicate(timeout=_ASK_SECONDS)[1]
-                if process.returncode == SSH_FAILED and _NOBODY.search(said):
-                    found[name] = said.strip().splitlines()[-1]
-            except subprocess.TimeoutExpired:
-                found[name] = f"no answer within {_ASK_SECONDS:.0f} s"
-                os.killpg(process.pid, signal.SIGKILL)  # also the child processes of ssh
-                process.communicate()
-
-        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
+        said: dict[str, list[str]] = {name: [] for name in names}
+        quiet, until = subprocess.DEVNULL, time.monotonic() + _ASK_SECONDS
+        children = {
+            name: Child(["ssh", *_ASK, *self.options, "--", name, "true"], output=quiet, errors=said[name].append)
+            for name in names
+        }
+        silent: dict[str, str] = {}
+        for name, child in children.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until - time.monotonic()))
+            is_late = child.process.poll() is None
+            code = child.finish(0.0)
+            if is_late:
+                silent[name] = f"no answer within {_ASK_SECONDS:.0f} s"
+            elif code == SSH_FAILED and _NOBODY.search("\n".join(said[name])):
+                silent[name] = "\n".join(said[name]).strip().splitlines()[-1]
+        return silent
 
     def words(self, name: str) -> list[str]:
         """Return the command that starts a host's process. It contains no secret and nothing of the job."""
-        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.host_process"
+        remote = f"exec {shlex.quote(sys.executable)} -m shoal.launch.supervise.host_process"
         return ["ssh", *SSH_OPTIONS, *self.options, "--", name, remote]
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.local import launch
-from shoal.launch.rank_processes import LocalRun
+from shoal.launch.supervise.ranks import LocalRun, launch
 
 
 def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:

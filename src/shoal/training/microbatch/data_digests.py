@@ -10,7 +10,7 @@ import torch
 
 from shoal.data.sample_digest import spread
 from shoal.data.source import MapSource, Source, TensorSource, digest_of_samples
-from shoal.launch.in_child import look_in_child
+from shoal.launch.supervise.child import look_in_child
 from shoal.training.setup.engine import Engine
 
 # Samples in each part of a digest, and the time within which the last part has to start.

@@ -24,7 +24,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, named_metric
-from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.runs.generation import Fence
 from shoal.runs.records import SPANS, StepRecord, read_steps
 

@@ -26,7 +26,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError, JobError, LaunchError
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
-from shoal.launch.host_process import MOST_APART_SECONDS
+from shoal.launch.supervise.host_process import MOST_APART_SECONDS
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan

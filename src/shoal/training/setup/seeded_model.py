@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
-from shoal.launch.in_child import look_in_child
+from shoal.launch.supervise.child import look_in_child
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import is_strided, raw_bytes
 

@@ -12,7 +12,7 @@ import pytest
 from shoal.launch.launchers import engine_rank
 from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict
+from shoal.launch.supervise.recovery import verdict
 
 
 def test_ranks_are_numbered_by_node() -> None:
@@ -94,7 +94,7 @@ def test_a_signal_reaches_it(rank: EngineRank, tmp_path: Path) -> None:
 
 
 def test_of_much_output_the_end_is_kept(monkeypatch: pytest.MonkeyPatch, rank: EngineRank, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine_rank, "_KEPT_BYTES", 8)
+    monkeypatch.setattr(engine_rank, "_KEPT_CHARACTERS", 8)
     rank.start(RankCommand(("run", "job.py"), str(tmp_path), {"RANK": "0"}))
     text, code = "", None
     while code is None:

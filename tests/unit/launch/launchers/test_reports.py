@@ -15,7 +15,7 @@ from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.launchers.base import Submission
 from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
-from shoal.launch.verdict import verdict as verdict_of
+from shoal.launch.supervise.recovery import verdict as verdict_of
 
 ERROR = {"given": "a", "conflict": "b", "remedy": "c", "rank": 1, "host": "h", "traceback": None}
 

@@ -77,10 +77,10 @@ def test_what_several_hosts_lack_is_one_message() -> None:
 def test_what_is_of_this_host_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "AWS_PROFILE"):
         monkeypatch.setenv(name, "1")
-    handed_on = ssh._asked(SUBMISSION, Environment())["variables"]
+    handed_on = ssh._message(SUBMISSION, Environment())["variables"]
     assert {n for n in handed_on if n.startswith(("CUDA", "GLOO", "AWS"))} == {"CUDA_LAUNCH_BLOCKING"}
     at_address = replace(SUBMISSION, address="s3://bucket/run")
-    assert "AWS_PROFILE" in ssh._asked(at_address, Environment())["variables"]
+    assert "AWS_PROFILE" in ssh._message(at_address, Environment())["variables"]
 
 
 # As ssh ends: where nobody is there, where a key is refused, and where nothing comes at all.
@@ -126,6 +126,6 @@ def test_hosts_that_do_not_answer_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_a_host_that_is_gone_at_a_later_start_is_waited_for(tmp_path: Path) -> None:
     words = ["sh", "-c", "echo 'ssh: connect to host h: No route to host' >&2; exit 255"]
     for again, kind in ((False, LaunchError), (True, RankLostError)):
-        process = ssh.HostProcess.started(words, "h", {}, again=again)
-        process.end()
+        process = ssh.HostProcess(words, "h", {}, again=again)
+        process.ssh.finish(5.0)
         assert type(process.error()) is kind

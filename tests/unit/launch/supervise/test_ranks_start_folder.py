@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.start_folder import StartFolder
+from shoal.launch.supervise.ranks import StartFolder
 
 WAITS = """
 import time
-from shoal.launch.start_folder import StartFolder
+from shoal.launch.supervise.ranks import StartFolder
 print(StartFolder().path, flush=True)
 time.sleep(60)
 """

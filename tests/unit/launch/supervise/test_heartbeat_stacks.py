@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.launch.stacks import own_call
+from shoal.launch.supervise.heartbeat import own_call
 
 TORCH, SHOAL = Path(torch.__file__).parent, Path(shoal.__file__).parent
 

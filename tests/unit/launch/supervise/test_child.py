@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ExitCode, LaunchError
-from shoal.launch.in_child import in_child
+from shoal.launch.supervise.child import in_child
 
 
 def no_children() -> bool:

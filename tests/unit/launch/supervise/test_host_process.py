@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch.host_process import _Answers, _refuse_differences
+from shoal.launch.supervise.host_process import _Answers, refuse_differences
 from shoal.runs.version import __version__
 
 
-def asked(folder: Path, seconds: float = 0.0, **changes: Any) -> dict[str, Any]:
+def message(folder: Path, seconds: float = 0.0, **changes: Any) -> dict[str, Any]:
     """A command's request, whose clock is so many seconds ahead of this one."""
     return {
         "folder": str(folder),
@@ -28,7 +28,7 @@ def asked(folder: Path, seconds: float = 0.0, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
-    _refuse_differences(asked(tmp_path, -30))
+    refuse_differences(message(tmp_path, -30))
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_a_host_like_the_command_is_taken(tmp_path: Path) -> None:
 )
 def test_differences_are_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=said):
-        _refuse_differences(asked(tmp_path, **changes))
+        refuse_differences(message(tmp_path, **changes))
 
 
 def test_a_run_directory_at_an_address_is_on_no_host(tmp_path: Path) -> None:
-    _refuse_differences(asked(tmp_path, out="/nowhere/run", address="s3://bucket/run"))
+    refuse_differences(message(tmp_path, out="/nowhere/run", address="s3://bucket/run"))
 
 
 def test_output_travels_as_json() -> None:

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ExitCode
-from shoal.launch import local
-from shoal.launch.local import _watch
-from shoal.launch.rank_processes import RankProcess
 from shoal.launch.signals import Signals
-from shoal.launch.watch import Watch
+from shoal.launch.supervise import ranks
+from shoal.launch.supervise.heartbeat import Watch
+from shoal.launch.supervise.ranks import RankProcess, _watch
 
 
 class Process:
@@ -44,10 +43,11 @@ def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[RankP
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     processes = Process(clock, saves=saves), Process(clock, code=-9), Process(clock)
     workers = [RankProcess(rank, process, Path("none"), None, Path("none")) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
-    _watch(workers, Signals(impatient=False), range(1, 3), lambda worker: False, Watch({}, lambda: 0.0))
+    start = SimpleNamespace(workers=workers, run=SimpleNamespace(replaceable=range(1, 3)), again=lambda rank: None)
+    _watch(start, Signals(impatient=False), Watch({}, lambda: 0.0))  # type: ignore[arg-type]
     return workers[0], workers[2]
 
 
@@ -65,4 +65,4 @@ def test_a_conductor_that_is_asked_in_vain_is_ended(monkeypatch: pytest.MonkeyPa
     leader, _ = watched(monkeypatch, saves=None)
     (asked, first), (ended, second) = leader.process.told  # type: ignore[attr-defined]
     assert (asked, ended) == (signal.SIGTERM, signal.SIGKILL)
-    assert second - first > local._PATIENCE_SECONDS
+    assert second - first > ranks._PATIENCE_SECONDS

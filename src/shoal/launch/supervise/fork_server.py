@@ -29,8 +29,8 @@ from typing import Any, TypeAlias
 
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
-from shoal.launch.process_control import die_with_launcher, name_process
 from shoal.launch.signals import stop_signals
+from shoal.launch.supervise.child import die_with_launcher, name_process
 
 _MOST_BYTES = 1 << 16
 _MOST_DESCRIPTORS = 8

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from shoal.launch.output import OutputRelay, other_stream
 from shoal.launch.signals import Signals, pausing
+from shoal.launch.supervise.child import OutputRelay, other_stream
 
 
 def test_what_a_process_says_is_written_to_the_stream() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import heartbeat
-from shoal.launch.recovery import Recovery
-from shoal.launch.watch import Stuck, Watch
+from shoal.launch.supervise import heartbeat
+from shoal.launch.supervise.heartbeat import Watch
+from shoal.launch.supervise.recovery import Recovery
 from shoal.runs.directory import RunDirectory
 
 LIVING = {0: os.getpid(), 1: os.getpid()}
@@ -47,7 +47,7 @@ def alarms(tmp_path: Path) -> Silence:
         while now[0] < 1000.0:
             found = watch.look(LIVING)
             if found:
-                return [(stuck.rank, round(now[0] - 100.0)) for stuck in found]
+                return [(rank, round(now[0] - 100.0)) for rank in found]
             now[0] += 0.3
         return []
 
@@ -98,11 +98,11 @@ def test_the_launchers_own_pause_counts_for_nobody(tmp_path: Path) -> None:
     for path in paths.values():
         says(path, 7, "forward", 100.0, 0.1)
     watch = Watch(paths, lambda: 0.0, clock=lambda: now[0])
-    assert watch.look(LIVING) == []
+    assert watch.look(LIVING) == {}
     now[0] += 60.0
-    assert watch.look(LIVING) == []
+    assert watch.look(LIVING) == {}
     now[0] += 0.9
-    assert watch.look(LIVING) == []
+    assert watch.look(LIVING) == {}
 
 
 def test_a_clock_that_jumps_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_clock_that_jumps_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.
             directory.saved.write_text("{}")
             writer.enter("forward")
             watch._looked = None  # as if the last look were long enough ago
-            assert watch.look({0: os.getpid()}) == []
+            assert watch.look({0: os.getpid()}) == {}
             assert recovery.unsaved_seconds() >= 0.0
     finally:
         writer.close()
@@ -134,17 +134,17 @@ def test_who_is_stopped_is_not_said_to_hang(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
         watch = Watch({0: path}, lambda: 0.0, clock=lambda: now[0])
-        assert watch.look({0: process.pid}) == []
+        assert watch.look({0: process.pid}) == {}
         for _ in range(4):
             now[0] += 0.9
-            assert watch.look({0: process.pid}) == []
+            assert watch.look({0: process.pid}) == {}
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        found: list[Stuck] = []
+        found: dict[int, str] = {}
         while not found and now[0] < 120.0:
             now[0] += 0.9
             found = watch.look({0: process.pid})
-        assert [stuck.reason.split(" for")[0] for stuck in found] == ["was stopped (SIGSTOP)"]
+        assert [reason.split(" for")[0] for reason in found.values()] == ["was stopped (SIGSTOP)"]
     finally:
         process.kill()
         process.wait()
@@ -155,18 +155,18 @@ def test_a_stopped_process() -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     try:
         watch = Watch({0: Path("none")}, lambda: 0.0, clock=lambda: now[0])
-        assert watch.look({0: process.pid}) == []
+        assert watch.look({0: process.pid}) == {}
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         for _ in range(19):
             now[0] += 0.3
             found = watch.look({0: process.pid})
-        assert [stuck.rank for stuck in found] == [0]
-        assert "SIGSTOP" in found[0].reason
+        assert list(found) == [0]
+        assert "SIGSTOP" in found[0]
         os.kill(process.pid, signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
         now[0] += 0.3
-        assert watch.look({0: process.pid}) == []
+        assert watch.look({0: process.pid}) == {}
     finally:
         process.kill()
         process.wait()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import PeerError, RankLostError, ShoalError, UserCodeError
-from shoal.launch.recovery import Recovery, last_step
 from shoal.launch.signals import Signals
+from shoal.launch.supervise.recovery import Recovery, last_step
 from shoal.runs.directory import RunDirectory
 
 
@@ -87,9 +87,9 @@ def test_two_hosts_that_are_lost_at_one_step_are_two_losses(directory: RunDirect
         error = RankLostError(given=f"host {host}", conflict="it was lost: closed by remote host", remedy="--resume")
         error.host = host
         assert recovery.pause(error, 0.0) is not None
-    assert recovery.told(error, 0.0).startswith("host h2 was lost: ")
+    assert recovery.described(error, 0.0).startswith("host h2 was lost: ")
     error.conflict = "it did nothing for 5 s, and was killed\nIt was in\n  File job.py"
-    line, *stack = recovery.told(error, 0.0).splitlines()
+    line, *stack = recovery.described(error, 0.0).splitlines()
     assert line.endswith("it did nothing for 5 s, and was killed; all ranks start again, from step 0")
     assert stack == ["It was in", "  File job.py"]
 

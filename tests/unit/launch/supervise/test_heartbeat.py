@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch import heartbeat
-from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.supervise import heartbeat
+from shoal.launch.supervise.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_phase_and_its_longest_time_of_late(tmp_path: Path, clock: list[floa
 HANGING = """
 import signal, sys, time
 from pathlib import Path
-from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.supervise.heartbeat import Heartbeat
 
 def hang():
     print("there", flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
-from shoal.launch.rank_processes import listener_at
+from shoal.launch.supervise.ranks import listener_at
 
 
 def test_only_rank_0s_host_listens() -> None:

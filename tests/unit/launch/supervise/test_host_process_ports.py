@@ -10,7 +10,7 @@ import sys
 
 def test_each_says_where_it_listens_and_what_it_reached() -> None:
     pipe = subprocess.PIPE
-    words = [sys.executable, "-m", "shoal.launch.port_probe"]
+    words = [sys.executable, "-m", "shoal.launch.supervise.host_process", "ports"]
     probes = [subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
     with socket.create_server(("127.0.0.1", 0)) as closing:
         shut = closing.getsockname()[1]

@@ -1,0 +1,305 @@
+"""Child processes: their start, input, output, time limit and death; and function calls in a forked child."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import io
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, BinaryIO, TextIO
+
+from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError
+from shoal.launch.environment import LAUNCHER_PID, LOCK_FD
+from shoal.launch.signals import Signals, end_at_stop_signals
+
+_POLL_SECONDS = 0.02
+# A process that the child has left running may keep its pipes open.
+_PATIENCE_SECONDS = 2.0
+_CHUNK_BYTES = 1 << 16
+_LAST_LINES, _LONGEST_LINE = 5, 200
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+# What gets the text that a child writes: a file, subprocess.PIPE, or a function that a thread calls with each line.
+Sink = int | IO[Any] | Callable[[str], object] | None
+
+
+class Child:
+    """Child process in a session of its own, so that Ctrl-C in the terminal reaches only this process.
+
+    Args:
+        words: the command.
+        variables: additions to this process's environment.
+        folder: the working directory; default: this process's own.
+        descriptors: descriptors that the child inherits.
+        listens: whether the child reads the lines of `tell`. Otherwise its input is empty.
+        output: what gets the child's output; default: this process's own output.
+        errors: the same for its error output.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        variables: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        descriptors: Sequence[int] = (),
+        listens: bool = False,
+        output: Sink = None,
+        errors: Sink = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            words,
+            env={**os.environ, **(variables or {})},
+            cwd=folder,
+            pass_fds=descriptors,
+            stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if callable(output) else output,
+            stderr=subprocess.PIPE if callable(errors) else errors,
+            start_new_session=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._pipes: list[tuple[IO[str], threading.Thread | None]] = []
+        for pipe, sink in ((self.process.stdout, output), (self.process.stderr, errors)):
+            if pipe is not None:
+                reader = threading.Thread(target=_read, args=(pipe, sink), daemon=True) if callable(sink) else None
+                self._pipes.append((pipe, reader))
+                if reader is not None:
+                    reader.start()
+
+    def tell(self, line: Any) -> None:
+        """Send a line of JSON. Nothing happens if the child is gone."""
+        assert self.process.stdin is not None, "it listens"
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(json.dumps(line, default=str) + "\n")
+            self.process.stdin.flush()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the child if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def is_over(self) -> bool:
+        """Return True if the child has ended and all its output has been read."""
+        return self.process.poll() is not None and not any(r is not None and r.is_alive() for _, r in self._pipes)
+
+    def kill(self) -> None:
+        """Kill the child and its own child processes if it has not ended."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def finish(self, seconds: float | None = None) -> int:
+        """Close the child's input, wait for its end, and kill it after `seconds`. Return its exit code."""
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # unread input
+                self.process.stdin.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        code = self.process.wait()
+        for pipe, reader in self._pipes:
+            if reader is None:
+                pipe.close()
+            else:
+                reader.join(_PATIENCE_SECONDS)
+        return code
+
+
+def _read(pipe: IO[str], sink: Callable[[str], object]) -> None:
+    with pipe:
+        for line in pipe:
+            sink(line.rstrip("\n"))
+
+
+# ---------------------------------------------------------------------------------------------------- output and death
+
+
+def other_stream() -> TextIO | None:
+    """Return sys.stdout if child processes do not inherit it (in a notebook, for example), else None."""
+    stream = sys.stdout
+    if stream is None:
+        return None
+    own = type(stream) is io.TextIOWrapper and isinstance(getattr(stream.buffer, "raw", None), io.FileIO)
+    return None if own and stream.fileno() == 1 else stream
+
+
+class OutputRelay:
+    """Pipe from which a thread copies text to a stream, for example in a notebook; processes write to `writer`."""
+
+    def __init__(self, stream: TextIO | io.TextIOBase) -> None:
+        self._stream = stream
+        self._reader, descriptor = os.pipe()
+        self.writer: BinaryIO = os.fdopen(descriptor, "wb")
+        self._thread = threading.Thread(target=self._relay, name="shoal-output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until the stream has all output of the processes that have ended."""
+        self.writer.close()
+        self._thread.join(_PATIENCE_SECONDS)
+
+    def _relay(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        with os.fdopen(self._reader, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(_CHUNK_BYTES):
+                with contextlib.suppress(OSError, ValueError):  # the stream is closed
+                    self._stream.write(decoder.decode(chunk))
+                    self._stream.flush()
+
+
+def how_it_ended(code: int) -> str:
+    """Describe the end of a process: "was killed by SIGKILL" for code -9, else "ended with code N"."""
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of a process's output, each after a newline."""
+    return "".join(f"\n{line[:_LONGEST_LINE]}" for line in text.strip().splitlines()[-_LAST_LINES:])
+
+
+def rank_lost(given: str, conflict: str, remedy: str, *, rank: int | None = None, host: str) -> RankLostError:
+    """Return the error for the loss of a rank, or of a host with its ranks."""
+    error = RankLostError(given=given, conflict=conflict, remedy=remedy)
+    error.rank, error.host = rank, host
+    return error
+
+
+def no_answer(code: int) -> LaunchError:
+    """Return the error for a child that was to look at a job and has ended without a result."""
+    return LaunchError(
+        given="a look at the job before any rank is started",
+        conflict=f"the process that loaded it ended with code {code} and without a word",
+        remedy="load the job by itself under `python`: its code crashes or ends the interpreter",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- in the child
+
+
+def die_with_launcher() -> None:
+    """End this worker if its launcher ends, even if that is killed. The worker's commands do not inherit the lock."""
+    launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
+    if lock is not None:
+        os.set_inheritable(int(lock), False)
+    if launcher is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # it died before the line above; in a container it may be process 1 itself
+            os._exit(ExitCode.RANK_LOST)
+
+
+def name_process(name: str) -> None:
+    """Set the name of this process, at most 15 characters, which `ps -e`, `top` and `pgrep` show.
+
+    `name` must not contain blanks: Slurm's proctrack/linuxproc, among others, would not find the parent process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Fork a child that calls `work` and ends, with code 1 if `work` raises. Return its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the child uses no thread of this process
+        child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except ShoalError:
+        pass  # the parent's probe failed, and a later step reports why
+    except Exception:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def in_child(work: Callable[[], dict[str, Any]], seconds: float = math.inf) -> dict[str, Any]:
+    """Return the result of `work` from a forked child, so that no import or data of the call stays in this process.
+
+    The child has ended when this returns.
+
+    Args:
+        work: function that returns a JSON value.
+        seconds: time limit.
+
+    Raises:
+        LaunchError: the child died or ran longer than `seconds`.
+        SystemExit: a signal asked to stop; the child has been killed.
+    """
+    until = time.monotonic() + seconds
+    signals = Signals(impatient=False)
+    reader, writer = os.pipe()
+
+    def answer() -> None:
+        os.close(reader)
+        end_at_stop_signals()
+        text = json.dumps(work()).encode()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(text)
+
+    ready, is_late = False, False
+    with signals.handled():
+        child = fork(answer)
+        os.close(writer)
+        try:
+            with os.fdopen(reader, "rb") as pipe:
+                while not (signals.received or ready or is_late):
+                    ready = bool(select.select([pipe], [], [], _POLL_SECONDS)[0])
+                    is_late = time.monotonic() > until
+                text = pipe.read() if ready else b""
+        finally:
+            if signals.received or not ready:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if signals.received:
+        raise SystemExit(ExitCode.INTERRUPTED)
+    if code or not text:
+        raise no_answer(code)
+    result: dict[str, Any] = json.loads(text)
+    return result
+
+
+def look_in_child(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any] | None:
+    """Return the result of `work` from a child process without output, or None if it raises, dies or is late.
+
+    A signal that asks to stop ends the child and sends SIGTERM to this process.
+    """
+
+    def quiet() -> dict[str, Any]:
+        sys.stdout = sys.stderr = null = open(os.devnull, "w")  # noqa: SIM115
+        for stream in (1, 2):
+            os.dup2(null.fileno(), stream)
+        return work()
+
+    try:
+        return in_child(quiet, seconds)
+    except LaunchError:
+        return None
+    except SystemExit:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return None
