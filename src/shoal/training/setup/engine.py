@@ -33,8 +33,8 @@ from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import JobError, ShoalError
 from shoal.jobs.job import Job
-from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.launch.supervise.child import look_in_child
+from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
