@@ -17,7 +17,7 @@ import torch
 from benchmarks.published.modules import cut_in_pairs, transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
-from shoal.hardware.power import capped
+from shoal.hardware.catalogue import capped
 from shoal.hardware.values import Cluster, Link
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.profiles import profile

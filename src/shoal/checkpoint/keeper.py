@@ -100,7 +100,7 @@ class Keeper:
         return CompressedState(compression, self._mesh, names)
 
     def due(self, step: int) -> bool:
-        """Check whether this rank requests a checkpoint. Only rank 0 does."""
+        """Return True if this rank requests a checkpoint. Only rank 0 does."""
         if self._writer is None or step in (0, self._newest):
             return False
         return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
@@ -220,7 +220,7 @@ class Keeper:
         return together(self._mesh, lambda: CallbackState.of(callbacks, model)) if callbacks is not None else None
 
     def _is_divided(self, compressed: CompressedState | None) -> bool:
-        """Check whether a checkpoint needs state that rank 0 does not have."""
+        """Return True if a checkpoint needs state that rank 0 does not have."""
         return self._trained.sharded_model.divides_state or (compressed is not None and compressed.compression.carries)
 
     def save_alone(self, state: RunState) -> str | None:

@@ -39,7 +39,7 @@ class RunState:
     bad_samples: dict[int, str] = field(default_factory=dict)
 
     def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
-        """Check whether this step's metrics are the best so far, and store them in `best` if so."""
+        """Return True if this step's metrics are the best so far, and store them in `best` if so."""
         name, largest = watched
         value, best = metrics.get(name, math.nan), self.best
         if not math.isfinite(value):

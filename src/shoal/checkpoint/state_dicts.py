@@ -50,7 +50,7 @@ class StoredWeights(Mapping[str, Tensor]):
         return name
 
     def is_whole(self, name: str) -> bool:
-        """Check whether these weights should contain a model's tensor of that name."""
+        """Return True if these weights should contain a model's tensor of that name."""
         return True
 
     @abc.abstractmethod

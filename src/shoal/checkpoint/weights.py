@@ -224,7 +224,7 @@ def _no_average(path: Path) -> RunDirectoryError:
 
 
 def _is_other(folder: Path) -> bool:
-    """Check whether another program wrote a folder. A checkpoint without a manifest does not count."""
+    """Return True if another program wrote a folder. A checkpoint without a manifest does not count."""
     own = any((folder / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
     return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME))
 

@@ -500,7 +500,7 @@ def _state_dict(part: Any) -> Mapping[Any, Any]:
 
 
 def _has(value: Any, places: set[Any]) -> bool:
-    """Check whether a value contains a tensor at these places, or an optimizer's state dict."""
+    """Return True if a value contains a tensor at these places, or an optimizer's state dict."""
     if isinstance(value, Tensor):
         return _place(value) in places
     if isinstance(value, Mapping):

@@ -76,7 +76,7 @@ class CheckpointWriter:
         self.told: Callable[[str], None] = lambda reason: None
 
     def due(self) -> bool:
-        """Check whether the last write is done and long enough ago for a new checkpoint."""
+        """Return True if the last write is done and long enough ago for a new checkpoint."""
         if self._pending is not None and not self._pending.done():
             return False
         return time.monotonic() - self._last >= interval_seconds(self._cost_seconds, self.mtbf_seconds)
@@ -94,7 +94,7 @@ class CheckpointWriter:
         return time.monotonic() - began
 
     def is_free(self) -> bool:
-        """Check whether the last write is done. Wait a few seconds for it, but only once for each write."""
+        """Return True if the last write is done. Wait a few seconds for it, but only once for each write."""
         pending = self._pending
         if pending is None:
             return True

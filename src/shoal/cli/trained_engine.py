@@ -30,8 +30,7 @@ from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, read_plan
-from shoal.plans.relaid import relaid
-from shoal.plans.resolve import Judged
+from shoal.plans.resolve import Judged, relaid
 from shoal.runs.directory import read_json
 from shoal.runs.request import dumped, loaded
 from shoal.training.setup.engine import Engine, Options, build

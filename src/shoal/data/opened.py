@@ -37,7 +37,7 @@ _ENDLESS = 1 << 62
 
 
 def is_loader(data: Any) -> bool:
-    """Check whether `data` is a torch DataLoader or has its attributes, as torchdata's StatefulDataLoader."""
+    """Return True if `data` is a torch DataLoader or has its attributes, as torchdata's StatefulDataLoader."""
     return isinstance(data, DataLoader) or all(hasattr(data, name) for name in _MARKS)
 
 

@@ -295,7 +295,7 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 
 def _is_empty(batch: Any) -> bool:
-    """Check whether a batch has tensors with a first dim, and all of them have no rows."""
+    """Return True if a batch has tensors with a first dim, and all of them have no rows."""
     lengths = [
         leaf.size(0) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim
     ]  # size(0) also works for nested tensors
@@ -303,7 +303,7 @@ def _is_empty(batch: Any) -> bool:
 
 
 def _leaves_out_all(collate: Collate, samples: list[Any], error: Exception) -> bool:
-    """Check whether a collate function dropped all samples: it raises the same error for an empty list.
+    """Return True if a collate function dropped all samples: it raises the same error for an empty list.
 
     An error that the function's own code raises counts only if a sample is None.
     """
@@ -462,7 +462,7 @@ class _Rows:
 
 
 def is_stream(data: Any) -> bool:
-    """Check whether the data are an iterable without a length and random access."""
+    """Return True if the data are an iterable without a length and random access."""
     if isinstance(data, IterableDataset):
         return True
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))

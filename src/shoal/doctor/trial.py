@@ -15,7 +15,7 @@ from shoal.doctor.causes import Remedy
 from shoal.doctor.run_times import seconds_per_step
 from shoal.errors import LaunchError
 from shoal.plans.plan import Plan, plan_text
-from shoal.plans.relaid import relaid
+from shoal.plans.resolve import relaid
 from shoal.runs.directory import write_file
 from shoal.runs.records import read_steps
 

@@ -17,6 +17,6 @@ def cluster(text: str) -> Cluster:
     """
     if text == "here":
         return here()
-    found = load(text) if text.endswith(".toml") else named_cluster(text)
-    guesses = (f"{found.device.name}: a guess: {guess}" for guess in found.device.guesses)
-    return replace(found, notes=tuple(dict.fromkeys((*found.notes, *guesses))))
+    known = load(text) if text.endswith(".toml") else named_cluster(text)
+    guesses = (f"{known.device.name}: a guess: {guess}" for guess in known.device.guesses)
+    return replace(known, notes=tuple(dict.fromkeys((*known.notes, *guesses))))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from shoal.errors import HardwareError, nearest
-from shoal.hardware.power import CAP, capped
 from shoal.hardware.values import Cluster, Device, Link, checked, to_table
 
 _CATALOGUED = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not fields of the value
@@ -81,9 +80,9 @@ def names(table: Mapping[str, Any]) -> list[str]:
 def device(name: str) -> Device:
     """Return a device of the catalogue, capped if the name ends in "@500W". Raises: HardwareError if there is none."""
     name, _, cap = name.partition("@")
-    found = checked(Device, described("device", name), f"device {name}")
+    known = checked(Device, described("device", name), f"device {name}")
     if not cap:
-        return found
+        return known
     watts = CAP.fullmatch(cap)
     if watts is None:
         raise HardwareError(
@@ -91,7 +90,7 @@ def device(name: str) -> Device:
             conflict=f"{cap!r} is no power cap",
             remedy=f"write watts behind the @, as {name}@500W",
         )
-    return capped(found, float(watts[1]))
+    return capped(known, float(watts[1]))
 
 
 def link(name: str) -> Link:
@@ -114,12 +113,12 @@ def unknown(what: str, name: str, known: list[str]) -> HardwareError:
     )
 
 
-def described(what: str, given: Any) -> Any:
+def described(what: str, text: Any) -> Any:
     """Return the table of a "device" or "link", given by name or by table. Other values are returned unchanged.
 
     The function fills in the entry that `like` names, without the catalogue's own keys. A device's name may have a cap.
     """
-    own = {"like": given} if isinstance(given, str) else given
+    own = {"like": text} if isinstance(text, str) else text
     if not isinstance(own, dict) or "like" not in own:
         return own
     if what == "device" and "@" in str(own["like"]):
@@ -147,11 +146,59 @@ def _filled(name: str, all_tables: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tables(*names: str) -> Mapping[str, Mapping[str, Any]]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name in names:
-        found |= tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
-    return {name: _filled(name, found) for name in found}
+        entries |= tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
+    return {name: _filled(name, entries) for name in entries}
 
+
+# ------------------------------------------------------------------------------------------------------- power caps
+
+CAP: Final = re.compile(r"(\d+(?:\.\d+)?)\s?W", re.IGNORECASE)
+# Share of the limit that leakage, memory and links draw at any clock.
+_IDLE: Final = 0.2
+# Dynamic power is f V^2 (f the clock, V the voltage). At boost clocks V grows a little slower than f: with V ~ f^(2/3),
+# power grows with f^(7/3), and the clock with the power to 3/7.
+_CLOCK: Final = 3 / 7
+_LEAST: Final = 0.3  # of the limit: no driver for a device of the catalogue accepts less
+
+
+def capped(device: Device, watts: float) -> Device:
+    """Return the device with its power limit set to `watts`. Tensor cores slow down with the clock; memory does not.
+
+    The model assumes that whole steps draw the full limit as sold, as the steps to which `sustained` was fitted do.
+    Raises: HardwareError if the device's limit is unknown, or the cap is above the limit or below a driver's minimum.
+    """
+    limit = device.watts
+    if limit is None:
+        raise HardwareError(
+            given=f"{device.name} at {watts:g} W",
+            conflict="the catalogue does not know what this device draws without a cap",
+            remedy=f"write it without a cap, or a file with [device] like = {device.name!r} and its watts",
+        )
+    if not _LEAST * limit <= watts <= limit:
+        raise HardwareError(
+            given=f"{device.name} at {watts:g} W",
+            conflict=f"its own limit is {limit:g} W, and drivers set no less than {_LEAST * limit:g} W",
+            remedy=f"write between {_LEAST * limit:g} and {limit:g} W, as {device.name}@{0.75 * limit:.0f}W",
+        )
+    if watts == limit:
+        return device
+    clock = ((watts / limit - _IDLE) / (1 - _IDLE)) ** _CLOCK
+    how = f"capped at {watts:g} of {limit:g} W: x {clock:.2f} ((P - 0.2 P0) / 0.8 P0) ^ (3/7) (stated)"
+    sources = {key: f"{device.sources.get(key, '')}; {how}" for key in ("sustained", "attention")}
+    return replace(
+        device,
+        name=f"{device.name}@{watts:g}W",
+        watts=watts,
+        sustained=device.sustained * clock,
+        sustained_dtypes={dtype: share * clock for dtype, share in device.sustained_dtypes.items()},
+        attention={kernel: share * clock for kernel, share in device.attention.items()},
+        sources={**device.sources, **sources, "watts": f"given: a cap of {watts:g} W"},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- cluster files
 
 SCHEMA = 1
 # Keys that are not the cluster's: `shoal bench` adds the spread of its measurements, and where and when it ran.

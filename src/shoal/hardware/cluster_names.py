@@ -7,8 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.errors import HardwareError
-from shoal.hardware.catalogue import Host, device, devices, entry, find, host, hosts, link, links, names, unknown
-from shoal.hardware.power import CAP, capped
+from shoal.hardware.catalogue import (
+    CAP,
+    capped,
+    device,
+    devices,
+    entry,
+    find,
+    host,
+    hosts,
+    link,
+    links,
+    names,
+    unknown,
+)
 from shoal.hardware.values import Cluster, Curve, Device, Link
 
 _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
@@ -31,70 +43,52 @@ def named_cluster(text: str) -> Cluster:
     if parts is None:
         raise unknown("cluster", text, names(devices()))
     first, second, name, modifiers = parts.groups()
-    host = _host(name)
+    of_device, of_host = find(name, devices()), find(name, hosts())
+    if of_device is not None:
+        where = replace(host(devices()[of_device]["host"]), device=of_device)  # the device's usual host
+    elif of_host is not None:
+        where = host(of_host)
+    else:
+        raise unknown("device", name, names(devices()) + names(hosts()))
     if any(count and not int(count) for count in (first, second)):
         raise HardwareError(
             given=f"cluster {text!r}",
             conflict="it has no device",
             remedy=f"write how many there are, from 1 on: 8x{name}",
         )
-    num_hosts, per_host = _counts(text, host, find(name, devices()) is not None, (first, second))
-    found = _built(text, host, num_hosts, per_host)
-    for modifier in filter(None, modifiers.split("@")):
-        found = _modified(found, modifier)
-    return found
-
-
-def _host(name: str) -> Host:
-    """Return the host of that name, or the usual host of the device of that name, with that device in it."""
-    known = find(name, devices())
-    if known is not None:
-        return replace(host(devices()[known]["host"]), device=known)
-    known = find(name, hosts())
-    if known is None:
-        raise unknown("device", name, names(devices()) + names(hosts()))
-    return host(known)
-
-
-def _counts(text: str, host: Host, of_devices: bool, given: tuple[str | None, str | None]) -> tuple[int, int]:
-    first, second = given
+    one, number = device(where.device), int(first or 1)
     if first and second:
-        return int(first), int(second)
-    number = int(first or 1)
-    if not of_devices:
-        return number, host.devices
-    if number <= host.devices or devices()[host.device]["kind"] == "cpu":
-        return 1, number
-    num_hosts = -(-number // host.devices)
-    if number % num_hosts:
-        raise HardwareError(
-            given=text,
-            conflict=f"{number} devices are no whole number of hosts of up to {host.devices} ({host.name})",
-            remedy=f"write {num_hosts * host.devices}x{host.device}, or hosts x devices: 1x{number}x{host.device}",
-        )
-    return num_hosts, number // num_hosts
-
-
-def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
-    one = device(host.device)
-    alternatives: dict[int, Device] = {}
-    if one.kind == "cpu":
-        alternatives = {ranks: of_cores(one, per_host, ranks) for ranks in range(1, per_host)}
-    return Cluster(
+        num_hosts, per_host = int(first), int(second)
+    elif of_device is None:
+        num_hosts, per_host = number, where.devices
+    elif number <= where.devices or one.kind == "cpu":
+        num_hosts, per_host = 1, number
+    else:
+        num_hosts = -(-number // where.devices)
+        per_host = number // num_hosts
+        if number % num_hosts:
+            raise HardwareError(
+                given=text,
+                conflict=f"{number} devices are no whole number of hosts of up to {where.devices} ({where.name})",
+                remedy=f"write {num_hosts * where.devices}x{where.device}, or hosts x devices: "
+                f"1x{number}x{where.device}",
+            )
+    # A host with a port per device has one for each of these devices.
+    ports = min(where.ports, per_host) if where.ports == where.devices else where.ports
+    cores = range(1, per_host) if one.kind == "cpu" else ()
+    cluster = Cluster(
         name=text,
         device=one,
         devices_per_host=per_host,
         num_hosts=num_hosts,
-        within=link(host.within) if host.within else None,
-        between=_of_ports(link(host.between), _ports(host, per_host)) if host.between else None,
-        mean_hours_between_failures=host.mean_hours_between_failures,
-        alternatives=alternatives,
+        within=link(where.within) if where.within else None,
+        between=_of_ports(link(where.between), ports) if where.between else None,
+        mean_hours_between_failures=where.mean_hours_between_failures,
+        alternatives={ranks: of_cores(one, per_host, ranks) for ranks in cores},
     )
-
-
-def _ports(host: Host, devices: int) -> int:
-    """Return the network ports for `devices` devices of a host; a host with a port per device has one for each."""
-    return min(host.ports, devices) if host.ports == host.devices else host.ports
+    for modifier in filter(None, modifiers.split("@")):
+        cluster = _modified(cluster, modifier)
+    return cluster
 
 
 def of_cores(core: Device, cores: int, ranks: int) -> Device:
@@ -126,33 +120,30 @@ def _of_ports(one: Link, ports: int) -> Link:
     return replace(one, name=f"{ports}x{one.name}", bytes_per_second=one.bytes_per_second * ports, sources=sources)
 
 
-def _modified(found: Cluster, modifier: str) -> Cluster:
+def _modified(cluster: Cluster, modifier: str) -> Cluster:
     cap = CAP.fullmatch(modifier)
     if cap:
-        return replace(found, device=capped(found.device, float(cap[1])))
+        return replace(cluster, device=capped(cluster.device, float(cap[1])))
     margin = _MARGIN.fullmatch(modifier)
     if margin:
-        return _with_margin(found, float(margin[1]))
+        percent = float(margin[1])
+        if percent >= 100:
+            raise HardwareError(
+                given=f"a memory margin of {percent:g} %",
+                conflict="it leaves no memory to plans",
+                remedy=f"write less, as {cluster.device.name}@margin=5%",
+            )
+        return replace(cluster, memory_margin=percent / 100)
     parts = _PORTS.fullmatch(modifier)
     ports, name = parts.groups() if parts else (None, modifier)
     speed = _SPEED.fullmatch(name)
     if speed:
         gigabits = float(speed[1]) * int(ports or 1)
-        like = found.between or link("InfiniBand-HDR")
+        like = cluster.between or link("InfiniBand-HDR")
         sources = {**like.sources, "bytes_per_second": f"given: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"}
         rate = gigabits * 1e9 / 8 * _SPEED_SHARE
         network = replace(like, name=f"{gigabits:g} Gbit/s", bytes_per_second=rate, sources=sources)
-        return replace(found, between=network)
+        return replace(cluster, between=network)
     known = entry("link", name, links())
     other = _of_ports(link(known), int(ports or 1))
-    return replace(found, within=other) if links()[known]["reach"] == "host" else replace(found, between=other)
-
-
-def _with_margin(found: Cluster, percent: float) -> Cluster:
-    if percent >= 100:
-        raise HardwareError(
-            given=f"a memory margin of {percent:g} %",
-            conflict="it leaves no memory to plans",
-            remedy=f"write less, as {found.device.name}@margin=5%",
-        )
-    return replace(found, memory_margin=percent / 100)
+    return replace(cluster, within=other) if links()[known]["reach"] == "host" else replace(cluster, between=other)

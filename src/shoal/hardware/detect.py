@@ -92,27 +92,27 @@ def gpus() -> list[str]:
     """Return the models of the GPUs that the driver shows."""
     shown = sorted(GPU_FOLDER.iterdir()) if GPU_FOLDER.is_dir() else []
     texts = [(gpu / "information").read_text() for gpu in shown]
-    return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
+    return [model[1].strip() for text in texts if (model := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
 
 
 def visible_gpus() -> int:
     """Return the number of GPUs that the driver shows, at most as many as CUDA_VISIBLE_DEVICES names."""
-    found = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
+    number = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
-    return found
+        number = min(number, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    return number
 
 
 def detected() -> Cluster:
     """Detect this machine's hardware without measurements: GPUs that the catalogue knows, or else the cores."""
-    found = gpus()
-    kinds = {kind_of(model) for model in found}
+    models = gpus()
+    kinds = {kind_of(model) for model in models}
     if len(kinds) == 1 and (kind := kinds.pop()):
-        return replace(named_cluster(f"1x{len(found)}x{kind}"), name="here", notes=(f"{found[0]}: {_NOT_MEASURED}",))
+        return replace(named_cluster(f"1x{len(models)}x{kind}"), name="here", notes=(f"{models[0]}: {_NOT_MEASURED}",))
     notes = [f"{processor()}: {_NOT_MEASURED}"]
-    if found:
-        notes.append(f"GPUs that the catalogue does not know, or of several kinds: {', '.join(sorted(set(found)))}")
+    if models:
+        notes.append(f"GPUs that the catalogue does not know, or of several kinds: {', '.join(sorted(set(models)))}")
     one = "cpu-avx512" if "avx512f" in _cpu_info("flags").split() else "cpu"
     guess = named_cluster(f"{cores()}x{one}")
     share = memory_bytes() // cores()
@@ -126,8 +126,8 @@ def detected() -> Cluster:
 def kind_of(model: str) -> str | None:
     """Return the catalogue's name for a GPU that the driver calls `model`, by its longest matching text."""
     known = [(text, name) for name, entry in devices().items() for text in entry.get("match", ())]
-    found = [(len(text), name) for text, name in known if re.search(rf"\b{re.escape(text)}\b", model)]
-    return max(found)[1] if found else None
+    matching = [(len(text), name) for text, name in known if re.search(rf"\b{re.escape(text)}\b", model)]
+    return max(matching)[1] if matching else None
 
 
 def _cpu_info(key: str) -> str:
@@ -135,5 +135,5 @@ def _cpu_info(key: str) -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return ""
-    found = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""

@@ -34,7 +34,7 @@ def comparison_file(ranks: int) -> Path:
 
 
 def shares_memory(ranks: int) -> bool:
-    """Check whether `ranks` processes of this machine can sum through shared memory."""
+    """Return True if `ranks` processes of this machine can sum through shared memory."""
     return ranks > 1 and why_not_shared() is None
 
 
@@ -51,11 +51,11 @@ def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured, or measured by another version
     try:
-        found = load(measured_file())
+        machine = load(measured_file())
     except HardwareError:
         return SHARED_MEMORY
-    known = SHARED_MEMORY in found.algorithms and 1 < ranks <= found.devices_per_host
-    return fastest_on(found, ranks, num_bytes) if known else SHARED_MEMORY
+    known = SHARED_MEMORY in machine.algorithms and 1 < ranks <= machine.devices_per_host
+    return fastest_on(machine, ranks, num_bytes) if known else SHARED_MEMORY
 
 
 def why_not_shared() -> str | None:
@@ -65,11 +65,11 @@ def why_not_shared() -> str | None:
     if platform.machine() not in _ORDERED:
         return f"on {platform.machine()} the order of writes was not tried"
     try:
-        with open(os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as made:
-            os.ftruncate(made.fileno(), mmap.PAGESIZE)
-            other = os.open(f"/proc/{os.getpid()}/fd/{made.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        with open(os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as memory:
+            os.ftruncate(memory.fileno(), mmap.PAGESIZE)
+            other = os.open(f"/proc/{os.getpid()}/fd/{memory.fileno()}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                with mmap.mmap(made.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ) as seen:
+                with mmap.mmap(memory.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ) as seen:
                     os.pwrite(other, b"\1", 0)
                     return None if seen[0] == 1 else "a page that two descriptors share is not the same page"
             finally:
@@ -88,7 +88,11 @@ def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> s
 
 def fastest(comparison: Mapping[str, Any], num_bytes: int) -> str:
     """Return the fastest algorithm at a size, with log-log interpolation between the measured sizes."""
-    return _least({name: _at(known, num_bytes) for name, known in comparison["all_reduce_seconds"].items()})
+    seconds = {}
+    for name, by_size in comparison["all_reduce_seconds"].items():
+        points = sorted((float(size), math.log(measured)) for size, measured in by_size.items())
+        seconds[name] = math.exp(Curve(tuple(points)).at(num_bytes))
+    return _least(seconds)
 
 
 def _least(seconds: Mapping[str, float]) -> str:
@@ -96,8 +100,3 @@ def _least(seconds: Mapping[str, float]) -> str:
     known = {name: seconds[name] for name in ALGORITHMS if name in seconds}
     best = min(known, key=lambda name: known[name])
     return best if known[best] < _WORTH * known.get("native", math.inf) else "native"
-
-
-def _at(measured: Mapping[str, float], num_bytes: int) -> float:
-    points = sorted((float(size), math.log(seconds)) for size, seconds in measured.items())
-    return math.exp(Curve(tuple(points)).at(num_bytes))

@@ -50,7 +50,7 @@ def normalised_by_grain(parts: Sequence[Tensor], given: Mapping[str, Any]) -> Te
 
 
 def _is_launch_bound(input: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Check whether one call for all grains is faster than one per grain, because a launch outlasts its kernel.
+    """Return True if one call for all grains is faster than one per grain, because a launch outlasts its kernel.
 
     Channels-last inputs return False: one call would convert them to another format and back.
     """
@@ -333,7 +333,7 @@ class StepBuffers:
         return found
 
     def _is_passed(self, step: int, grain: int, key: int) -> bool:
-        """Check whether another microbatch gives the last value: of the step, or of this rank so far (`key`)."""
+        """Return True if another microbatch gives the last value: of the step, or of this rank so far (`key`)."""
         return grain != self._last_grain(step) if self._last_grain is not None else grain + 1 < key
 
     def restore(self, *, in_graph: bool = False) -> None:
@@ -468,7 +468,7 @@ def _from_words(words: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors have the same shape, dtype and values; NaN equals NaN."""
+    """Return True if two tensors have the same shape, dtype and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
@@ -502,7 +502,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Check whether a tensor is a conjugate or negative view, which foreach copies do not accept."""
+    """Return True if a tensor is a conjugate or negative view, which foreach copies do not accept."""
     return tensor.is_conj() or tensor.is_neg()
 
 

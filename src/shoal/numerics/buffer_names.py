@@ -7,6 +7,6 @@ BUFFER_RULES = ("mean", "sum", "total", "min", "max", "last", "same")
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Check whether a dotted name matches a pattern in which * stands for one part."""
+    """Return True if a dotted name matches a pattern in which * stands for one part."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(one in ("*", part) for one, part in zip(wanted, parts, strict=True))

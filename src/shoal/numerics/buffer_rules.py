@@ -37,7 +37,7 @@ class Observed:
 
     @property
     def moves(self) -> bool:
-        """Whether any of the forwards left another value, or the same value in another dtype."""
+        """True if any of the forwards left another value, or the same value in another dtype."""
         after = (self.together, *self.apart)
         return not all(self.before.dtype == value.dtype and _equal(self.before, value) for value in after)
 
@@ -114,7 +114,7 @@ def explaining(observed: Sequence[Observed], rounding: Rounding, scale: float = 
         return True
 
     def is_bound(name: str, rule: Callable[[Observed], Tensor], sign: int) -> bool:
-        """Check whether no grain moves the value against the bound's direction, and a repeated batch moves nothing."""
+        """Return True if no grain moves the value against the bound's direction, and a repeated batch moves nothing."""
         seen = [one for one in observed[1:] if _equal(one.before, observed[0].together)]
         beyond = (_beyond(value, one, sign, rounding) for one in observed for value in one.apart)
         return holds(name, rule) and not any(beyond) and all(_close(one.before, one, rounding) for one in seen)
@@ -151,7 +151,7 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def is_in_order(one: Observed) -> bool:
-    """Check whether all grains together leave the new values that each leaves alone, as a queue of samples does."""
+    """Return True if all grains together leave the new values that each leaves alone, as a queue of samples does."""
     new = [value[value != one.before] for value in one.apart]
     together = one.together[one.together != one.before]
     apart = torch.cat(new)
@@ -186,7 +186,7 @@ def _mean(one: Observed) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors have the same values; NaN equals NaN."""
+    """Return True if two tensors have the same values; NaN equals NaN."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
@@ -215,7 +215,7 @@ def _distance(value: Tensor, one: Observed, rounding: Rounding) -> float:
 
 
 def _beyond(value: Tensor, one: Observed, sign: int, rounding: Rounding) -> bool:
-    """Check whether a value moved from `one.before` against the bound's direction."""
+    """Return True if a value moved from `one.before` against the bound's direction."""
     limit = _limit(one, rounding) if value.is_floating_point() else 0.0
     return bool((sign * (one.before - value) > limit).any())
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def waits(device: torch.device) -> bool:
-    """Check whether reading a number from this device waits for queued work; a CPU queues no work."""
+    """Return True if reading a number from this device waits for queued work; a CPU queues no work."""
     return device.type != "cpu"
 
 

@@ -45,7 +45,7 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Check whether a tensor is one block of numbers: not sparse, nested or quantized."""
+    """Return True if a tensor is one block of numbers: not sparse, nested or quantized."""
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 

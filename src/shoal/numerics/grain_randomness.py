@@ -93,7 +93,7 @@ class GrainScope(TorchFunctionMode):
             _AUTOGRAD._engine_run_backward = _RUN_BACKWARD
 
     def leaked(self) -> bool:
-        """Check whether any code drew from a global generator past this scope while the scope was active."""
+        """Return True if any code drew from a global generator past this scope while the scope was active."""
         if self._leaked or self._outside is None:
             return self._leaked
         with torch._C.DisableTorchFunction():
@@ -353,7 +353,7 @@ def _generator_given(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> An
 
 
 def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Check whether a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
+    """Return True if a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
     handler = _HANDLERS.get(func) if callable(func) else None
     if handler is _dropout:
         _, p, training = _dropout_arguments(*args, **kwargs)
@@ -403,5 +403,5 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
 
 
 def draws(function: Any) -> bool:
-    """Check whether a function of torch draws random numbers or computes batch statistics, at least in some cases."""
+    """Return True if a function of torch draws random numbers or computes batch statistics, at least in some cases."""
     return function in _HANDLERS

@@ -39,7 +39,7 @@ def _registered(device: str, key: str) -> torch.library.Library:
 
 
 def _is_cast(left: Tensor, right: Tensor, device: str, narrow: torch.dtype) -> bool:
-    """Check whether autocast would cast these factors in another product and the kernel accepts their row sizes."""
+    """Return True if autocast would cast these factors in another product and the kernel accepts their row sizes."""
     kinds = {factor.dtype for factor in (left, right) if factor.device.type == device}
     aligned = all(size * narrow.itemsize % _ALIGNED == 0 for size in (left.shape[-1], right.shape[-1]))
     return aligned and bool(kinds) and kinds <= {torch.float32, torch.float16, torch.bfloat16}

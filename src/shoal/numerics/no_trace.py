@@ -307,7 +307,7 @@ def _mark(parameter: Tensor) -> int:
 
 
 def _compiles() -> bool:
-    """Check whether this process uses torch.compile. Its functions fail under a dispatch mode, then and later."""
+    """Return True if this process uses torch.compile. Its functions fail under a dispatch mode, then and later."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
     return frames is not None and any(getattr(frames, "cached_backends", {0: True}).values())

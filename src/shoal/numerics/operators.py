@@ -19,7 +19,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Check whether a tensor covers its whole storage."""
+    """Return True if a tensor covers its whole storage."""
     return tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -39,7 +39,7 @@ def operation_name(func: Any) -> str:
 
 
 def is_random(func: Any) -> bool:
-    """Check whether an operation may draw from a random generator."""
+    """Return True if an operation may draw from a random generator."""
     return torch.Tag.nondeterministic_seeded in func.tags or any(a.name == "generator" for a in func._schema.arguments)
 
 

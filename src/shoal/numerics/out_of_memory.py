@@ -11,7 +11,7 @@ _WORDS = ("can't allocate memory", "not enough memory", "CUDA error: out of memo
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether an exception reports that a device or the host ran out of memory, except shoal's own errors."""
+    """Return True if an exception reports that a device or the host ran out of memory, except shoal's own errors."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return not isinstance(error, ShoalError)
     text = text_of(error)

@@ -43,7 +43,7 @@ class Precision:
 
     @property
     def is_wide(self) -> bool:
-        """Whether both parameters and compute are float32."""
+        """True if both parameters and compute are float32."""
         return self.parameters == self.compute == torch.float32
 
     def wide(self) -> Precision:
@@ -166,12 +166,12 @@ class LossScale:
 
     @property
     def active(self) -> bool:
-        """Whether losses are scaled; always True for a dynamic scale, even at 1."""
+        """True if losses are scaled; always True for a dynamic scale, even at 1."""
         return self.dynamic or self.scale != 1.0
 
     @property
     def can_fall(self) -> bool:
-        """Whether a smaller scale may prevent an overflow."""
+        """True if a smaller scale may prevent an overflow."""
         return self.dynamic and self.scale > _SMALLEST
 
     def after(self, overflow: bool) -> LossScale:

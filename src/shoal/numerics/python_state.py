@@ -59,13 +59,13 @@ _ITERATORS: tuple[Any, ...] = (type(iter([])), type(iter(())), type(iter(range(0
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Check whether a tensor has memory of its own on this rank, in one block."""
+    """Return True if a tensor has memory of its own on this rank, in one block."""
     is_block = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_block and not tensor.is_meta and not tensor.is_nested
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors have the same shape, dtype and values; NaN equals NaN."""
+    """Return True if two tensors have the same shape, dtype and values; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
     with torch._C.DisableTorchFunction():
@@ -107,7 +107,7 @@ class KeptDict:
                 yield str(key), "container" if is_new and _is_one_way(value) else _kind(value)
 
     def same(self, begun: set[int]) -> bool:
-        """Check whether keys and values equal the original ones; objects in `begun` are not compared again."""
+        """Return True if keys and values equal the original ones; objects in `begun` are not compared again."""
         now = {key for key in self._home if key not in self._skip}
         return now == self._kept.keys() and all(k.same(self._home[key], begun) for key, k in self._kept.items())
 
@@ -343,7 +343,7 @@ def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
 
 
 def _is_one_way(value: Any) -> bool:
-    """Check whether a value is a built-in iterator that cannot be set back: a generator, a cycle, a zip."""
+    """Return True if a value is a built-in iterator that cannot be set back: a generator, a cycle, a zip."""
     is_iterator = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return is_iterator and not isinstance(value, (itertools.count, *_ITERATORS))
 
@@ -412,7 +412,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_users(kind: Any) -> bool:
-    """Check whether a class, function or module is the job's own code, neither an installed library's nor shoal's."""
+    """Return True if a class, function or module is the job's own code, neither an installed library's nor shoal's."""
     module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
     where = getattr(module, "__file__", None)
     return where is None or (not where.startswith(_LIBRARIES) and not _is_shoals(module))
@@ -517,7 +517,7 @@ _OF_CLASSES = frozenset({"_abc_impl", "_is_protocol", "_parameters", "_fields"})
 
 
 def _is_data(value: Any) -> bool:
-    """Check whether a value in a namespace is no function, class, module or descriptor."""
+    """Return True if a value in a namespace is no function, class, module or descriptor."""
     return not (callable(value) or isinstance(value, types.ModuleType) or hasattr(type(value), "__get__"))
 
 

@@ -74,5 +74,5 @@ _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 
 
 def is_slow(kind: torch.dtype) -> bool:
-    """Check whether this processor has no instructions for `kind`, a dtype narrower than float32."""
+    """Return True if this processor has no instructions for `kind`, a dtype narrower than float32."""
     return kind in _SUPPORTED and torch.backends.mkldnn.is_available() and not _SUPPORTED[kind]()

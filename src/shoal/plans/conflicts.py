@@ -1,12 +1,11 @@
 """Validation of a plan by itself: tables of settings that exclude each other and of settings without effect.
 
-Rules on the job or its model are in `legal`, rules on a captured step in `captured`.
+Rules on the job or its model are in `legal`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from shoal.plans.plan import Plan
@@ -49,28 +48,20 @@ def shown(plan: Plan, *keys: str) -> str:
     return ", ".join(f"{key} = {_toml(value(plan, key))}" for key in keys)
 
 
-def _toml(found: object) -> str:
-    if isinstance(found, bool):
-        return str(found).lower()
-    if isinstance(found, tuple):
-        return "[" + ", ".join(map(_toml, found)) + "]"
-    return f'"{found}"' if isinstance(found, str) else str(found)
+def _toml(setting: object) -> str:
+    if isinstance(setting, bool):
+        return str(setting).lower()
+    if isinstance(setting, tuple):
+        return "[" + ", ".join(map(_toml, setting)) + "]"
+    return f'"{setting}"' if isinstance(setting, str) else str(setting)
 
 
 def _wide(plan: Plan, axis: str) -> bool:
     return bool(getattr(plan.layout, axis) > 1)
 
 
-def _exact(plan: Plan, axis: str) -> bool:
-    return plan.execution.exact and _wide(plan, axis)
-
-
-def _compressed(plan: Plan, axis: str | None = None) -> bool:
-    return plan.collectives.compression != "none" and (axis is None or _wide(plan, axis))
-
-
-def _unused(plan: Plan, schemes: tuple[str, ...]) -> bool:
-    return plan.collectives.compression not in schemes
+def _compressed(plan: Plan) -> bool:
+    return plan.collectives.compression != "none"
 
 
 def _pipelined(plan: Plan, *schedules: str) -> bool:
@@ -88,7 +79,7 @@ _NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a
 CONFLICTS: tuple[Rule, ...] = (
     *(
         Rule(
-            partial(_exact, axis=axis),
+            lambda plan, axis=axis: plan.execution.exact and _wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "execution.exact"),
             _NOT_EXACT.format(axis),
             f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
@@ -163,7 +154,7 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            partial(_compressed, axis=axis),
+            lambda plan, axis=axis: _compressed(plan) and _wide(plan, axis),  # type: ignore[misc]
             ("collectives.compression", f"layout.{axis}"),
             f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
             f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
@@ -278,6 +269,67 @@ SERVED: tuple[Rule, ...] = (
     ),
 )
 
+
+def _captured(applies: Callable[[Plan], bool], key: str, conflict: str, instead: str) -> Rule:
+    return Rule(
+        lambda plan: plan.execution.cuda_graph and applies(plan),
+        ("execution.cuda_graph", key),
+        conflict,
+        f"execution.cuda_graph = false, or {instead}",
+    )
+
+
+_ALONE = "a step is captured on one process: what ranks tell each other is known to the host once it is under way"
+
+# Refusals of plans whose step is captured in a CUDA graph.
+CAPTURED: tuple[Rule, ...] = (
+    *(
+        _captured(
+            lambda plan, axis=axis: not plan.serves and _wide(plan, axis),  # type: ignore[misc]
+            f"layout.{axis}",
+            _ALONE,
+            f"layout.{axis} = 1",
+        )
+        for axis in ("data", "shard", "tensor", "pipeline", "context")
+    ),
+    _captured(
+        lambda plan: plan.serves,
+        "server.mode",
+        "the update is the servers', and no part of a worker's step",
+        'server.mode = "none"',
+    ),
+    _captured(
+        lambda plan: plan.execution.exact,
+        "execution.exact",
+        "exact mode adds its grains up on the host",
+        "execution.exact = false",
+    ),
+    _captured(
+        lambda plan: plan.execution.compile != "none",
+        "execution.compile",
+        "in a block's forward the compiler decides what runs, and may make a graph of its own of it",
+        'execution.compile = "none"',
+    ),
+    _captured(
+        lambda plan: plan.memory.recompute != "none",
+        "memory.recompute",
+        "recomputation puts back the host's generators in the backward, and a replay asks nothing of the host",
+        'memory.recompute = "none"',
+    ),
+    _captured(
+        lambda plan: plan.precision.parameters != "float32",
+        "precision.parameters",
+        "a captured update is masked by torch's fused kernels, which do that for parameters in float32",
+        'precision.parameters = "float32" (precision.compute may be narrower)',
+    ),
+    _captured(
+        lambda plan: plan.precision.loss_scale == "dynamic" and plan.precision.compute == "float16",
+        "precision.loss_scale",
+        "the loss scale is a constant of the captured step",
+        'a number, or precision.compute = "bfloat16"',
+    ),
+)
+
 _NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
 
 # Each row is one warning, reported if the settings are not at their defaults.
@@ -305,7 +357,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
     *(
         Idle(
-            partial(_unused, schemes=schemes),
+            lambda plan, schemes=schemes: plan.collectives.compression not in schemes,  # type: ignore[misc]
             (key,),
             f"it belongs to collectives.compression = {' or '.join(map(repr, schemes))}".replace("'", '"'),
         )
@@ -334,11 +386,18 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 )
 
 
-def excluded(plan: Plan, rules: Sequence[Rule] = (*CONFLICTS, *SERVED)) -> Iterator[Conflict]:
-    """Yield this plan's conflicts from a table."""
-    for rule in rules:
+def excluded(plan: Plan, num_microbatches: int = 1) -> Iterator[Conflict]:
+    """Yield this plan's conflicts, for at most `num_microbatches` microbatches of a rank in a step."""
+    for rule in (*CONFLICTS, *SERVED, *(CAPTURED if plan.execution.cuda_graph else ())):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
+    if plan.execution.cuda_graph and num_microbatches > 1 and not plan.execution.exact:
+        yield Conflict(
+            "execution.cuda_graph",
+            shown(plan, "execution.cuda_graph", "batch.grains_per_microbatch"),
+            f"a captured step is one microbatch, and this one has {num_microbatches}",
+            "a larger batch.grains_per_microbatch (0: all grains), or execution.cuda_graph = false",
+        )
 
 
 def idle(plan: Plan) -> Iterator[str]:

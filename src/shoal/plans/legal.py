@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError, nearest
-from shoal.plans.captured import uncapturable
 from shoal.plans.conflicts import Conflict, excluded, shown
 from shoal.plans.grains import legal_data_degrees
 from shoal.plans.layout import AXES, Layout, divisors
@@ -47,35 +46,43 @@ class World(NamedTuple):
 
 def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     """Return all conflicts, in the order of a plan's sections."""
-    found: list[Conflict] = []
-    if facts is not None:
-        rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
-        found += [conflict for rule in rules for conflict in rule(plan, facts)]
-    most = max(num_microbatches(plan, facts), default=1) if facts is not None else 1
-    return [*found, *excluded(plan), *uncapturable(plan, most)]
+    if facts is None:
+        return list(excluded(plan))
+    rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
+    of_model = [conflict for rule in rules for conflict in rule(plan, facts)]
+    return [*of_model, *excluded(plan, max(num_microbatches(plan, facts), default=1))]
 
 
-def refuse(found: list[Conflict]) -> None:
+def refuse(conflicts: list[Conflict]) -> None:
     """Raise one error for all conflicts, if there are any.
 
     Raises: PlanError with one line for each conflict.
     """
-    if not found:
+    if not conflicts:
         return
 
     def named(key: str, text: str) -> str:
-        return text if len(found) == 1 or text.startswith(f"{key} = ") else f"{key}: {text}"
+        return text if len(conflicts) == 1 or text.startswith(f"{key} = ") else f"{key}: {text}"
 
     raise PlanError(
-        given="\n".join(dict.fromkeys(c.given for c in found)),
-        conflict="\n".join(named(c.key, c.conflict) for c in found),
-        remedy="\n".join(named(c.key, c.remedy) for c in found),
+        given="\n".join(dict.fromkeys(c.given for c in conflicts)),
+        conflict="\n".join(named(c.key, c.conflict) for c in conflicts),
+        remedy="\n".join(named(c.key, c.remedy) for c in conflicts),
     )
 
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Yield the drawbacks of a legal layout, first those that the job's grains cause."""
-    yield from _too_few_grains(plan, facts)
+    pipeline, ranks, counts = plan.layout.pipeline, plan.degrees.divides_grains, num_microbatches(plan, facts)
+    waits = _bubble(pipeline, min(counts))
+    # Stages wait because a microbatch is a single grain of several samples.
+    if plan.batch.grains_per_microbatch == 1 and facts.grain_size > 1 and waits > _MUCH_BUBBLE:
+        more = min(_ENOUGH_MICROBATCHES * pipeline * ranks, facts.num_grains * facts.grain_size)
+        yield (
+            f"{facts.num_grains} grains of {facts.grain_size} samples leave a rank {min(counts)} "
+            f"microbatch{'es' * (min(counts) > 1)}, and {pipeline} stages wait {waits:.0%} of a step; "
+            f"Job(grains={more}) would bring that to {_bubble(pipeline, more // ranks):.0%} (which changes the run)"
+        )
     tensor, heads = plan.layout.tensor, facts.num_heads
     if heads is not None and tensor > heads:
         yield (
@@ -88,37 +95,18 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
             f"server.staleness = {bound}: at most {bound + 1} of {workers} workers compute at a time; "
             f"server.staleness = {workers - 1} or more keeps all of them busy"
         )
-    ranks, density = plan.degrees.divides_grains, plan.compression.density
+    density = plan.compression.density
     if plan.collectives.compression == "topk" and density * ranks >= 1:
         yield (
             f"compression.density = {density}: values and places of {ranks} ranks are no fewer bytes than an "
             f"uncompressed sum; below {1 / ranks:.2g} they are"
         )
-    counts = num_microbatches(plan, facts)
-    if (
-        plan.layout.pipeline > 1
-        and max(counts) == 1
-        and (plan.batch.grains_per_microbatch > 1 or facts.grain_size == 1)
-    ):
+    if pipeline > 1 and max(counts) == 1 and (plan.batch.grains_per_microbatch > 1 or facts.grain_size == 1):
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
 # Share of waiting in a pipeline's step from which a note appears; microbatches per stage that keep waiting low.
 _MUCH_BUBBLE, _ENOUGH_MICROBATCHES = 0.3, 4
-
-
-def _too_few_grains(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Yield a note on pipelines that wait because a microbatch is a single grain of several samples."""
-    pipeline, ranks, fewest = plan.layout.pipeline, plan.degrees.divides_grains, min(num_microbatches(plan, facts))
-    waits = _bubble(pipeline, fewest)
-    if plan.batch.grains_per_microbatch != 1 or facts.grain_size == 1 or waits <= _MUCH_BUBBLE:
-        return
-    more = min(_ENOUGH_MICROBATCHES * pipeline * ranks, facts.num_grains * facts.grain_size)
-    yield (
-        f"{facts.num_grains} grains of {facts.grain_size} samples leave a rank {fewest} "
-        f"microbatch{'es' * (fewest > 1)}, and {pipeline} stages wait {waits:.0%} of a step; "
-        f"Job(grains={more}) would bring that to {_bubble(pipeline, more // ranks):.0%} (which changes the run)"
-    )
 
 
 def _bubble(pipeline: int, microbatches: int) -> float:
@@ -258,13 +246,10 @@ def cut_by_itself(places: Sequence[str] | None, blocks: Sequence[str] = ()) -> s
     return f"a model that can be cut at {len(places)} place{'' if len(places) == 1 else 's'} by itself{named}"
 
 
-def _num_stages(plan: Plan) -> int:
-    return plan.layout.pipeline * plan.pipeline.stages_per_rank
-
-
 def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     """Yield the conflict of too many stages for the blocks; a plan with a split is checked in `_split`."""
-    most_stages, per, stages = facts.most_stages, plan.pipeline.stages_per_rank, _num_stages(plan)
+    most_stages, per = facts.most_stages, plan.pipeline.stages_per_rank
+    stages = plan.layout.pipeline * per
     if plan.layout.pipeline == 1 or most_stages is None or stages <= most_stages or plan.pipeline.split:
         return
     keys = ["layout.pipeline"] + (["pipeline.stages_per_rank"] if per > 1 else [])
@@ -281,7 +266,7 @@ def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 
 def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    split, stages = plan.pipeline.split, _num_stages(plan)
+    split, stages = plan.pipeline.split, plan.layout.pipeline * plan.pipeline.stages_per_rank
     if not split or plan.layout.pipeline == 1:
         return
     given = shown(plan, "pipeline.split")
@@ -290,12 +275,11 @@ def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
         # The advice keeps the names and the stages per rank, and changes the degree if possible.
         pipeline, rest = divmod(len(split) + 1, plan.pipeline.stages_per_rank)
         other = f", or layout.pipeline = {pipeline}" if not rest else ""
-        yield Conflict(
-            "pipeline.split",
-            f"{given} for {stages} stages",
-            miscounted,
-            f"give {stages - 1} names{_even(facts, stages)}{other}",
-        )
+        count, example = len(facts.blocks), ""
+        if stages <= count:
+            example = f", for example {_quoted([facts.blocks[i * count // stages] for i in range(1, stages)])}"
+        remedy = f"give {stages - 1} names{example}{other}"
+        yield Conflict("pipeline.split", f"{given} for {stages} stages", miscounted, remedy)
     if not facts.cuts:
         return
     unknown = [name for name in split if name not in facts.cuts]
@@ -319,19 +303,12 @@ def other_number(split: Sequence[str], stages: int) -> str | None:
     return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"
 
 
-def _even(facts: ModelFacts, stages: int) -> str:
-    count = len(facts.blocks)
-    if stages > count:
-        return ""
-    return f", for example {_quoted([facts.blocks[i * count // stages] for i in range(1, stages)])}"
-
-
 def _quoted(names: list[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
 def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
-    """Check whether a schedule is defined for this number of microbatches in a full step.
+    """Return True if a schedule is defined for this number of microbatches in a full step.
 
     1f1b and zero_bubble fill the pipeline before the first backward: a microbatch for every rank. interleaved_1f1b runs
     in equal rounds of at least a microbatch per rank. Source: Narayanan et al., arXiv 2104.04473, and the checks of

@@ -177,22 +177,22 @@ class Plan(_Section):
 
     @property
     def shards_model(self) -> bool:
-        """Whether gradients, and possibly parameters, are divided over the shard axis."""
+        """True if gradients, and possibly parameters, are divided over the shard axis."""
         return self.layout.shard > 1 and self.shard.level != "optimizer"
 
     @property
     def divides_model(self) -> bool:
-        """Whether each rank has only a part of the model."""
+        """True if each rank has only a part of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the ranks share one copy of the parameters in memory."""
+        """True if the ranks share one copy of the parameters in memory."""
         return self.memory.shared and not self.serves and self.degrees.divides_grains > 1
 
     @property
     def divides_state(self) -> bool:
-        """Whether ranks with the whole model have only parts of the optimizer's state."""
+        """True if ranks with the whole model have only parts of the optimizer's state."""
         return self.layout.shard > 1 or self.shares_memory
 
     @property
@@ -207,7 +207,7 @@ class Plan(_Section):
 
     @property
     def serves(self) -> bool:
-        """Whether servers store the parameters; the ranks of the layout are then workers."""
+        """True if servers store the parameters; the ranks of the layout are then workers."""
         return self.server.mode != "none"
 
     @property

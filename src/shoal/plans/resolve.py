@@ -1,7 +1,8 @@
-"""Completion of a plan from a user's options, and refusal of every conflict."""
+"""Completion of a plan from a user's options and for another number of devices, and refusal of every conflict."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Self
 
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.plans.conflicts import shown
+from shoal.plans.layout import AXES, divisors
 from shoal.plans.legal import (
     ModelFacts,
     World,
@@ -19,8 +21,15 @@ from shoal.plans.legal import (
     other_world,
     refuse,
 )
-from shoal.plans.plan import DataSection, LayoutSection, Plan, ServerSection
-from shoal.plans.relaid import relaid
+from shoal.plans.plan import (
+    DataSection,
+    LayoutSection,
+    PipelineSection,
+    Plan,
+    ServerSection,
+    ShardSection,
+    TensorSection,
+)
 
 # Values of `--precision`: parameters, compute, reduce, loss_scale. Autocast if compute differs from parameters.
 PRECISIONS = {
@@ -29,6 +38,7 @@ PRECISIONS = {
     "bf16-pure": ("bfloat16", "bfloat16", "float32", "none"),
     "fp16": ("float32", "float16", "float32", "dynamic"),
 }
+_UNUSED = {"shard": ShardSection(), "tensor": TensorSection(), "pipeline": PipelineSection()}
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
 
@@ -48,7 +58,7 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
 
     Raises: PlanError if a wish contradicts a plan file, or if the precision is unknown.
     """
-    given = plan
+    before = plan
     if wishes.devices is not None:
         if wishes.devices < 1:
             raise PlanError(
@@ -63,22 +73,65 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
     if wishes.exact is not None:
         plan = plan.with_sections(execution={"exact": wishes.exact})
     if wishes.precision is not None:
-        plan = plan.with_sections(precision=_precision(wishes.precision))
-    plan = _without_stale_prediction(plan, given)
+        values = PRECISIONS.get(_ALIASES.get(wishes.precision, wishes.precision))
+        if values is None:
+            raise PlanError(
+                given=f"--precision {wishes.precision}",
+                conflict="no such precision",
+                remedy=f"write one of {', '.join(PRECISIONS)}{nearest(wishes.precision, list(PRECISIONS))}",
+            )
+        names = ("parameters", "compute", "reduce", "loss_scale")
+        plan = plan.with_sections(precision=dict(zip(names, values, strict=True)))
+    changed = [name for name in ("layout", "precision", "execution") if getattr(plan, name) != getattr(before, name)]
+    if changed and plan.prediction:
+        message = f"[prediction] is left out: it is of another {' and '.join(changed)} than this command asks for"
+        warnings.warn(message, SettingWarning, stacklevel=2)
+        plan = plan.model_copy(update={"prediction": {}})
     if wishes.workers is not None:
         plan = plan.with_sections(data={"workers": wishes.workers})
     return plan
 
 
-def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
-    """Return the plan without a prediction that was made for other degrees, another precision or another mode."""
-    changed = [name for name in ("layout", "precision", "execution") if getattr(plan, name) != getattr(given, name)]
-    if not changed or not plan.prediction:
+def relaid(plan: Plan, devices: int) -> Plan:
+    """Return the plan with degrees whose product is `devices`; only the data degree changes if that suffices.
+
+    Otherwise the axes stay in use if the number of devices allows it, with degrees close to the old ones. Settings for
+    microbatches and stages of other degrees become open, and settings of unused axes are dropped. The facts of the job
+    decide later whether its model allows the degrees.
+    """
+    old = plan.degrees
+    if devices == old.world_size:
         return plan
-    what = " and ".join(changed)
-    message = f"[prediction] is left out: it is of another {what} than this command asks for"
-    warnings.warn(message, SettingWarning, stacklevel=3)
-    return plan.model_copy(update={"prediction": {}})
+    rest = old.world_size // old.data
+    if devices % rest == 0:
+        return plan.with_sections(layout={"data": devices // rest})
+    used = [axis for axis in AXES if axis != "data" and old.degree(axis) > 1]
+
+    def candidates(axes: list[str], left: int) -> Iterator[dict[str, int]]:
+        """Yield degrees with this product on these axes, and on the data axis, which takes the rest."""
+        if not axes:
+            yield {**dict.fromkeys(AXES, 1), "data": left}
+            return
+        for degree in divisors(left):
+            yield from ({**others, axes[0]: degree} for others in candidates(axes[1:], left // degree))
+
+    def distance(degrees: dict[str, int]) -> tuple[float, ...]:
+        """Return a sort key: axes that go out of use, changes of degrees that the model bounds, changes of others.
+
+        For bounded degrees a divisor is safest: a model that four ranks divide can also be divided by two.
+        """
+        gone = sum(degrees[axis] == 1 for axis in used)
+        unsafe = sum(old.degree(axis) % degrees[axis] != 0 for axis in used if axis != "shard")
+        moved = {axis: abs(math.log(degrees[axis] / old.degree(axis))) for axis in AXES}
+        bounded = sum(moved[axis] for axis in used if axis != "shard")
+        return gone, unsafe, bounded, moved["shard"], moved["data"]
+
+    degrees = min(candidates(used, devices), key=distance)
+    sections: dict[str, object] = {name: unused for name, unused in _UNUSED.items() if degrees[name] == 1}
+    if plan.layout.pipeline != degrees["pipeline"] > 1:
+        sections["pipeline"] = plan.pipeline.model_copy(update={"split": ()})
+    batch = plan.batch.model_copy(update={"grains_per_microbatch": 0})
+    return plan.model_copy(update={"layout": LayoutSection(**degrees), "batch": batch, **sections})
 
 
 class CompletePlan(Plan):
@@ -130,8 +183,8 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
     if plan.layout.data * plan.layout.shard <= facts.num_grains:  # otherwise the plan is refused anyway
         plan = plan.with_sections(batch={"grains_per_microbatch": _microbatch(plan, facts, max_microbatch)})
     refuse(conflicts(plan, facts))
-    found = CompletePlan.from_mapping(plan.to_mapping(), source="plan")
-    return Judged(found, facts.num_grains, facts.grain_size, tuple(notes(plan, facts)))
+    whole = CompletePlan.from_mapping(plan.to_mapping(), source="plan")
+    return Judged(whole, facts.num_grains, facts.grain_size, tuple(notes(plan, facts)))
 
 
 def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> CompletePlan:
@@ -160,18 +213,6 @@ def _microbatch(plan: Plan, facts: ModelFacts, max_microbatch: int | None) -> in
     return min(wanted, share)
 
 
-def _precision(name: str) -> dict[str, str]:
-    known = list(PRECISIONS)
-    values = PRECISIONS.get(_ALIASES.get(name, name))
-    if values is None:
-        raise PlanError(
-            given=f"--precision {name}",
-            conflict="no such precision",
-            remedy=f"write one of {', '.join(known)}{nearest(name, known)}",
-        )
-    return dict(zip(("parameters", "compute", "reduce", "loss_scale"), values, strict=True))
-
-
 def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
     """Return the grains per microbatch for the fewest, most even microbatches that the schedule allows; 0 if none.
 
@@ -183,9 +224,9 @@ def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
         per: num_microbatches(plan.with_sections(batch={"grains_per_microbatch": per}), facts)
         for per in legal_grains_per_microbatch(plan, facts)
     }
-    filling = {per: found for per, found in counts.items() if min(found) >= plan.layout.pipeline} or counts
+    filling = {per: numbers for per, numbers in counts.items() if min(numbers) >= plan.layout.pipeline} or counts
     fewest = filling[max(filling)] if filling else ()
-    return min((per for per, found in filling.items() if found == fewest), default=0)
+    return min((per for per, numbers in filling.items() if numbers == fewest), default=0)
 
 
 def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:

@@ -93,11 +93,11 @@ def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) 
 def _in_turns(forwards: list[Action], backwards: list[Action], num_ahead: int) -> Actions:
     """Return `num_ahead` forwards, then alternately one forward and one backward, then the remaining backwards."""
     ahead = min(num_ahead, len(forwards))
-    found = forwards[:ahead]
+    turns = forwards[:ahead]
     for place, backward in enumerate(backwards):
-        found += forwards[ahead + place : ahead + place + 1]
-        found.append(backward)
-    return tuple(found)
+        turns += forwards[ahead + place : ahead + place + 1]
+        turns.append(backward)
+    return tuple(turns)
 
 
 def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
@@ -108,18 +108,18 @@ def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
     """
     if rank == 0:
         return _one_forward_one_backward(rank, num_ranks, num_microbatches)
-    found: list[Action] = []
+    own: list[Action] = []
     num_inputs = 0
     for action in _one_forward_one_backward(rank, num_ranks, num_microbatches):
         if action.kind is ActionKind.FORWARD:
-            found.append(action)
+            own.append(action)
             continue
-        found.append(Action(ActionKind.BACKWARD_INPUT, rank, action.microbatch))
+        own.append(Action(ActionKind.BACKWARD_INPUT, rank, action.microbatch))
         num_inputs += 1
         if num_inputs > rank:
-            found.append(Action(ActionKind.BACKWARD_WEIGHT, rank, num_inputs - rank - 1))
+            own.append(Action(ActionKind.BACKWARD_WEIGHT, rank, num_inputs - rank - 1))
     done = max(0, num_inputs - rank)
-    return (*found, *(Action(ActionKind.BACKWARD_WEIGHT, rank, m) for m in range(done, num_microbatches)))
+    return (*own, *(Action(ActionKind.BACKWARD_WEIGHT, rank, m) for m in range(done, num_microbatches)))
 
 
 def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Actions:
@@ -137,8 +137,8 @@ def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatch
         last = stages_per_rank - 1 - turn
         backwards.append(Action(ActionKind.BACKWARD, rank + last * num_ranks, microbatch))
     num_ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
-    found = _in_turns(forwards, backwards, num_ahead)
-    return tuple(action for action in found if action.microbatch < num_microbatches)
+    turns = _in_turns(forwards, backwards, num_ahead)
+    return tuple(action for action in turns if action.microbatch < num_microbatches)
 
 
 def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], float]) -> tuple[float, list[float]]:
@@ -199,14 +199,14 @@ def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatc
 
 def _that_exist(first: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
     """Return how many of a rank's first forwards in Megatron's order belong to existing microbatches."""
-    found = 0
+    existing = 0
     while first > 0 and num_microbatches > 0:
         turns, part = divmod(min(first, num_ranks * stages_per_rank), num_ranks)
         among = min(num_ranks, num_microbatches)
-        found += turns * among + min(part, among)
+        existing += turns * among + min(part, among)
         first -= num_ranks * stages_per_rank
         num_microbatches -= num_ranks
-    return found
+    return existing
 
 
 @lru_cache(maxsize=65536)

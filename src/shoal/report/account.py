@@ -261,7 +261,7 @@ def status_of(files: RunFiles) -> str:
 
 
 def _is_open(files: RunFiles) -> bool:
-    """Check whether the last attempt has not ended, which means that a result is from an earlier one."""
+    """Return True if the last attempt has not ended, which means that a result is from an earlier one."""
     return bool(files.attempts) and files.attempts[-1].ended_at is None
 
 

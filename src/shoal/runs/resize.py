@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import PlanError
 from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.plan import Plan
-from shoal.plans.relaid import relaid
+from shoal.plans.resolve import relaid
 from shoal.runs.directory import RunDirectory, read_json, write_file
 
 # Minimum time between two checks by rank 0, so that they do not slow down short steps.

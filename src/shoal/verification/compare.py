@@ -62,7 +62,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the tensor is within its tolerance."""
+        """True if the tensor is within its tolerance."""
         return self.ratio <= 1.0
 
 

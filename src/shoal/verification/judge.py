@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def verified(self) -> bool:
-        """Whether at least one tensor was compared, and all passed."""
+        """True if at least one tensor was compared, and all passed."""
         return bool(self.num_steps) and not self.failed
 
     @property
@@ -404,13 +404,13 @@ def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) ->
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:
-    """Check whether two modules have a parameter or buffer in common."""
+    """Return True if two modules have a parameter or buffer in common."""
     held = {id(tensor) for tensor in (*one.parameters(), *one.buffers())}
     return any(id(tensor) in held for tensor in (*other.parameters(), *other.buffers()))
 
 
 def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
-    """Check whether a float64 reference fits in free memory: values, gradients, sums, state and the ranks' shares."""
+    """Return True if a float64 reference fits in free memory: values, gradients, sums, state and the ranks' shares."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -249,11 +249,11 @@ class RecursiveDoubling(ByMessages):
                 combine(op, *pair, flat)
         else:
             for step in way.exchanges:
-                arrived, own = room[slice(*step.kept)], flat[slice(*step.kept)]
-                self._messages.exchange(flat[slice(*step.given)], step.partner, arrived, step.partner)
+                arrived, own = room[slice(*step.stays)], flat[slice(*step.stays)]
+                self._messages.exchange(flat[slice(*step.sends)], step.partner, arrived, step.partner)
                 combine(op, arrived, own, own)
             for step in reversed(way.exchanges):
-                out, into = flat[slice(*step.kept)], flat[slice(*step.given)]
+                out, into = flat[slice(*step.stays)], flat[slice(*step.sends)]
                 self._messages.exchange(out, step.partner, into, step.partner)
         if way.folded is not None:
             self._messages.send(flat, way.folded).wait()

@@ -136,8 +136,8 @@ class HalvingStep:
     """One step of recursive halving: the partner, the range that this rank sends, and the range that stays."""
 
     partner: int
-    given: tuple[int, int]
-    kept: tuple[int, int]
+    sends: tuple[int, int]
+    stays: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def halving(numel: int, rank: int, world_size: int) -> Halving:
     while distance:
         middle = low + (high - low) // 2
         lower, upper = (low, middle), (middle, high)
-        kept, given = (upper, lower) if own & distance else (lower, upper)
-        steps.append(HalvingStep(actual(own ^ distance), given, kept))
-        (low, high), distance = kept, distance // 2
+        stays, sends = (upper, lower) if own & distance else (lower, upper)
+        steps.append(HalvingStep(actual(own ^ distance), sends, stays))
+        (low, high), distance = stays, distance // 2
     return Halving(None, folded, tuple(steps))
 
 
 def doubles(numel: int, itemsize: int) -> bool:
-    """Check whether ranks exchange whole vectors."""
+    """Return True if ranks exchange whole vectors."""
     return numel * itemsize <= DOUBLING_BYTES
 
 
@@ -192,7 +192,7 @@ def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -
         if doubles(numel, itemsize):
             lengths.append(numel)
         else:
-            lengths += [step.given[1] - step.given[0], step.kept[1] - step.kept[0]]
+            lengths += [step.sends[1] - step.sends[0], step.stays[1] - step.stays[0]]
     return lengths
 
 

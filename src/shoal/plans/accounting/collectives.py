@@ -129,7 +129,7 @@ class Gradients:
         return sum(p.numel for p in self.parameters)
 
     def carries_sums(self, layout: Layout) -> bool:
-        """Check whether the last bucket carries the step's sums and rows: it is float32 and summed over all ranks."""
+        """Return True if the last bucket carries the step's sums and rows: it is float32 and summed over all ranks."""
         return self.reduce_itemsize == 4 and layout.shares_grains == 1
 
     @cached_property
@@ -139,12 +139,13 @@ class Gradients:
         return divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
 
     @cached_property
-    def _lengths(self) -> list[int]:
+    def bucket_numels(self) -> list[int]:
+        """Elements of the gradients in each flat buffer."""
         return [sum(self.parameters[i].numel for i in group) for group in self.groups]
 
     def buckets(self, layout: Layout) -> list[int]:
         """Return the elements of each flat buffer, in the order of sending; the last one carries the sums."""
-        *others, last = self._lengths
+        *others, last = self.bucket_numels
         last += NUM_FLAGS + len(self.parameters)
         if self.carries_sums(layout) and layout.world_size > 1:
             last += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel
@@ -230,10 +231,10 @@ def agreement(world_size: int) -> Iterator[SizedCollective]:
 
 def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
     """Return, for each index on the shard axis, the parameters whose optimizer state it owns under ZeRO-1."""
-    found: list[list[Array]] = [[] for _ in range(degree)]
+    of_owner: list[list[Array]] = [[] for _ in range(degree)]
     for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
-        found[owner].append(parameter)
-    return found
+        of_owner[owner].append(parameter)
+    return of_owner
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:

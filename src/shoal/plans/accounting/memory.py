@@ -65,14 +65,8 @@ def state_shape(
     known = _STATES.get(optimizer)
     if known is None:
         return None
-    extra = 0
-    if optimizer in ("Adam", "AdamW"):
-        extra = int(amsgrad)
-    elif optimizer == "SGD":
-        extra = int(momentum)
-    elif optimizer == "RMSprop":
-        extra = int(momentum) + int(centered)
-    return StateShape(known.tensors + extra, known.scalar_bytes)
+    extras = {"Adam": amsgrad, "AdamW": amsgrad, "SGD": momentum, "RMSprop": momentum + centered}
+    return StateShape(known.tensors + extras.get(optimizer, 0), known.scalar_bytes)
 
 
 def whole(arrays: Iterable[Array]) -> int:

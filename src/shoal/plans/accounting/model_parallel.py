@@ -185,26 +185,25 @@ def exchanges(
     Each attention has an all_to_all of query, key and value, one of its output, and the same for their gradients.
     """
     degree, place = layout.context, layout.coordinate(rank).context
+
+    def width(heads: Heads, attention: Attention, of: int) -> int:
+        """Return the numbers of query, key and value per position of one rank."""
+        (start, stop), (first, last) = heads.bounds(of), heads.read(of)
+        return (stop - start + last - first) * attention.width + (last - first) * attention.value_width
+
     for block in blocks:
         size = num_positions(block.length, degree)
         for count in samples:
             unit = count * size * _FLOAT32
             for attention in block.attentions:
                 ways = 2 if attention.needs_gradient else 1
-                for numel in _exchanged(attention, degree, place):
-                    yield SizedCollective("context", "all_to_all", unit * numel, ways)
+                heads = Heads(attention.num_query, attention.num_key, degree)
+                start, stop = heads.bounds(place)
+                whole = sum(width(heads, attention, of) for of in range(degree))
+                # The larger of sent and received.
+                there = max(whole, degree * width(heads, attention, place))
+                back = attention.value_width * max(attention.num_query, degree * (stop - start))
+                yield SizedCollective("context", "all_to_all", unit * there, ways)
+                yield SizedCollective("context", "all_to_all", unit * back, ways)
             ends = block.closes + (block.opens and block.needs_gradient)
             yield SizedCollective("context", "all_gather", unit * degree * block.width, ends)
-
-
-def _exchanged(attention: Attention, degree: int, place: int) -> tuple[int, int]:
-    """Return the numbers per position of a rank in the two exchanges, each the larger of sent and received."""
-    heads = Heads(attention.num_query, attention.num_key, degree)
-
-    def width(of: int) -> int:
-        (start, stop), (first, last) = heads.bounds(of), heads.read(of)
-        return (stop - start + last - first) * attention.width + (last - first) * attention.value_width
-
-    start, stop = heads.bounds(place)
-    there = max(sum(map(width, range(degree))), degree * width(place))
-    return there, attention.value_width * max(attention.num_query, degree * (stop - start))

@@ -61,7 +61,7 @@ def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[in
 
 
 def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
-    """Check whether a bucket of `num_bytes` is gathered and summed by each rank instead of all-reduced."""
+    """Return True if a bucket of `num_bytes` is gathered and summed by each rank instead of all-reduced."""
     return on_cpu and num_bytes <= GATHER_BYTES and world_size <= GATHER_RANKS
 
 
@@ -86,7 +86,7 @@ def level(
     for size, owner in zip(sizes, owners, strict=True):
         loads[owner] += size
     fair = -(-sum(sizes) // num_owners)
-    found: dict[int, dict[int, Range]] = {}
+    divided: dict[int, dict[int, Range]] = {}
     for i in sorted((i for i, may in enumerate(divisible) if may), key=lambda i: (-sizes[i], i)):
         spare = min(loads[owners[i]] - fair, sizes[i] - _LEAST_RUN)
         if spare <= _UNEVEN * fair:
@@ -94,15 +94,15 @@ def level(
         runs: dict[int, Range] = {}
         begin = 0
         for taker in sorted(range(num_owners), key=lambda owner: (loads[owner], owner)):
-            taken = min(spare - begin, fair - loads[taker]) // _ROW_BYTES * _ROW_BYTES
-            if taken >= _LEAST_RUN:
-                runs[taker] = begin, begin + taken
-                begin += taken
-                loads[taker] += taken
+            size = min(spare - begin, fair - loads[taker]) // _ROW_BYTES * _ROW_BYTES
+            if size >= _LEAST_RUN:
+                runs[taker] = begin, begin + size
+                begin += size
+                loads[taker] += size
         if begin:
             loads[owners[i]] -= begin
-            found[i] = {**runs, owners[i]: (begin, sizes[i])}
-    return found
+            divided[i] = {**runs, owners[i]: (begin, sizes[i])}
+    return divided
 
 
 def pack(sizes: Sequence[int], alone: Sequence[bool], kinds: Sequence[object]) -> list[list[int]]:

@@ -67,8 +67,17 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     elif plan.collectives.all_reduce == "hierarchical" and layout.world_size > 1:
         return None  # it depends on the assignment of ranks to hosts
     else:
-        summed = [*_summed(plan, described, rank), *sharded_optimizer(gradients, layout)]
-        summed += [norm()] if layout.shares_grains > 1 else []
+        sent: Iterable[SizedCollective] = ()
+        algorithm = plan.collectives.all_reduce
+        if plan.execution.exact and algorithm == "shared_memory":
+            pass  # gradients are summed where they lie
+        elif plan.execution.exact:
+            sent = exact_data_parallel(gradients, described.held, described.num_grains, rank)
+        elif plan.collectives.compression != "none" and layout.world_size > 1:
+            sent = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
+        else:
+            sent = data_parallel(gradients, layout, algorithm, rank)
+        summed = [*sent, *sharded_optimizer(gradients, layout), *([norm()] if layout.shares_grains > 1 else [])]
     return Volumes.of(
         summed,
         completed(described.partial),
@@ -78,23 +87,21 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     )
 
 
-def _summed(plan: Plan, described: Described, rank: int) -> Iterable[SizedCollective]:
-    layout, gradients, algorithm = plan.degrees, described.gradients, plan.collectives.all_reduce
-    if plan.execution.exact:
-        shared = algorithm == "shared_memory"
-        return () if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
-    if plan.collectives.compression != "none" and layout.world_size > 1:
-        return compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
-    return data_parallel(gradients, layout, algorithm, rank)
-
-
 def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     """Return the peak bytes on `rank` by category; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
-    layout, gradients = plan.degrees, described.gradients
-    if described.sharding is not None:
-        return _sharded(described, described.sharding, layout.coordinate(rank).shard)
+    layout, gradients, sharding, state = plan.degrees, described.gradients, described.sharding, described.state
+    if sharding is not None:
+        trained = (array for unit in sharding.units for array in unit if array.trainable)
+        rows = [cut(array, layout.coordinate(rank).shard, sharding.degree) for array in trained]
+        return Footprint(
+            parameters=sharded_parameters(sharding),
+            gathered=gathered_parameters(sharding) if described.staged is None else None,
+            gradients=scattered_gradients(sharding) if described.staged is None else None,
+            optimizer=optimizer_state(rows, state) if state is not None else None,
+            activations=described.activations,
+        )
     updated = owned(gradients.parameters, layout.shard)[layout.coordinate(rank).shard]
     parameters = whole((*gradients.parameters, *described.frozen))
     if plan.shares_memory:
@@ -114,19 +121,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
         parameters=parameters,
         gathered=0,
         gradients=summed,
-        optimizer=optimizer_state(updated, described.state) if described.state is not None else None,
-        activations=described.activations,
-    )
-
-
-def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
-    trained = (array for unit in sharding.units for array in unit if array.trainable)
-    rows = [cut(array, place, sharding.degree) for array in trained]
-    return Footprint(
-        parameters=sharded_parameters(sharding),
-        gathered=gathered_parameters(sharding) if described.staged is None else None,
-        gradients=scattered_gradients(sharding) if described.staged is None else None,
-        optimizer=optimizer_state(rows, described.state) if described.state is not None else None,
+        optimizer=optimizer_state(updated, state) if state is not None else None,
         activations=described.activations,
     )
 

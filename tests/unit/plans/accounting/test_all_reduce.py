@@ -69,14 +69,14 @@ def test_halving_and_doubling_give_everyone_the_whole_sum(world_size: int, numel
             if way.exchanges:
                 step = way.exchanges[number]
                 other = ways[step.partner].exchanges[number]
-                assert (other.partner, other.given, other.kept) == (rank, step.kept, step.given)
-                for i in range(*step.kept):
+                assert (other.partner, other.sends, other.stays) == (rank, step.stays, step.sends)
+                for i in range(*step.stays):
                     assert not before[rank][i] & before[step.partner][i], "counted twice"
                     held[rank][i] = before[rank][i] | before[step.partner][i]
     everyone = set(range(world_size))
     for rank, way in enumerate(ways):
         if way.exchanges:
-            assert all(held[rank][i] == everyone for i in range(*way.exchanges[-1].kept))
+            assert all(held[rank][i] == everyone for i in range(*way.exchanges[-1].stays))
 
 
 @given(worlds, st.integers(0, 10_000))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import PlanError
-from shoal.plans.captured import CAPTURED
-from shoal.plans.conflicts import value
+from shoal.plans.conflicts import CAPTURED, value
 from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.plans.plan import Plan
-from shoal.plans.relaid import relaid
+from shoal.plans.resolve import relaid
 
 
 def plan(**layout: int) -> Plan:
