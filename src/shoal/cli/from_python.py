@@ -33,6 +33,7 @@ from shoal.plans import Plan
 from shoal.plans.resolve import warn_of
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.options import Option, Origin, declared
 from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:
@@ -80,23 +81,31 @@ def run(
     |---|---|
     | `job` | a job function, a `shoal.Job`, or "file.py:function" as for the command |
     | `settings` | parameters of the job function, which may also be given as keywords |
-    | `plan` | a plan file, a `shoal.Plan`, or an answer of `shoal.plan` |
-    | `devices` | number of processes, one per GPU or on the CPU; default: all GPUs, or 1 |
-    | `exact` | bit-identical results on any number of devices |
-    | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
+    | `plan` | a plan file, a `shoal.Plan`, or an answer of `shoal.plan`; what it leaves out is filled in |
+    | `devices` | number of processes, one a GPU or on the CPU; default: all GPUs, or 1 |
+    | `exact` | bit-identical on any number of devices |
+    | `precision` | fp32, bf16, bf16-pure or fp16 |
     | `out` | the run directory, or its address (s3://...); default: runs/NAME |
-    | `max_microbatch`, `workers` | maximum number of samples in one forward; data-loading processes per rank |
-    | `steps` | end after this step; the schedule still follows the job's own length |
-    | `resume`, `resume_if_exists` | resume from the newest valid checkpoint; resume if there is a run, else start one |
-    | `accept_changes` | resume even if the job was changed |
-    | `checkpoint_every`, `evaluate_every`, `keep_checkpoints` | intervals in steps; number to keep, or "all" |
-    | `require_certificate`, `no_telemetry` | certificate file that must cover the run; no spans and step records |
-    | `track`, `trace` | trackers, "tensorboard" or "mlflow:runs.db"; steps to profile for Perfetto, "10-12" |
-    | `bad_samples`, `check_replicas` | maximum number of samples to skip; steps between comparisons of replicas |
-    | `max_restarts` | maximum number of consecutive restarts of lost ranks without progress |
-    | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
-    | `init_allow`, `init_rename` | for init_from: tensors that may differ, "missing,unexpected"; prefixes, old to new |
-    | `on` | launcher of the ranks: "local", or an engine with options after a colon, "slurm:--time=60" |
+    | `max_microbatch` | the most samples in one forward |
+    | `workers` | data-loading processes per rank (default: 0) |
+    | `steps` | end after step N; the schedule stays that of the job's own length |
+    | `resume` | go on from the newest good checkpoint in the run directory |
+    | `resume_if_exists` | resume from the newest good checkpoint if the directory has a run, else start one |
+    | `accept_changes` | with resume: go on although the job was changed |
+    | `checkpoint_every` | steps between checkpoints (default: about 1 % of the time) |
+    | `evaluate_every` | steps between evaluations (default: after each epoch) |
+    | `keep_checkpoints` | how many of the newest checkpoints are kept, or "all"; default: 3, or as the resumed run |
+    | `require_certificate` | train only what `shoal verify` has verified |
+    | `no_telemetry` | no spans and no step records |
+    | `track` | trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place |
+    | `trace` | steps to profile for Perfetto, of all ranks: 10 or "10-12" |
+    | `bad_samples` | skip up to so many samples that cannot be read, and name them; default: 0, or as the resumed run |
+    | `check_replicas` | compare the replicas of the model every N steps, and roll back where a bit has flipped |
+    | `max_restarts` | most starts of lost ranks in a row that bring no new step; 0: a lost rank ends the run |
+    | `init_from` | initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder |
+    | `init_allow` | for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none |
+    | `init_rename` | for init_from: prefixes of names, old to new |
+    | `on` | where the ranks are started: "local", or an engine with its options, "slurm:--time=60" |
 
     Each rank is a new interpreter. cloudpickle passes a job that is in no file to the ranks. After an interrupt, a
     checkpoint is saved before the call raises KeyboardInterrupt or, for SIGTERM, SystemExit with code 75 (130 before
@@ -148,14 +157,8 @@ def _run(given: dict[str, Any]) -> Run:
     if not is_worker(os.environ):
         refuse_rank(os.environ, "shoal.run")
     job = given["job"]
-    values = {name: given[name] for name in option_names(RunOptions) if name in given}
+    values = {one.name: _plain(one.option, given[one.name]) for one in declared(RunOptions) if one.name in given}
     values["plan"] = _plan_of(given["plan"])
-    for name in ("out", "require_certificate", "init_from"):
-        values[name] = os.fspath(given[name]) if given[name] is not None else None
-    renamed = given["init_rename"]
-    values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
-    values["trace"] = None if given["trace"] is None else str(given["trace"])
-    values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
     settings, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
     # Handle signals before the folder exists: their default action would leave the job's pickle behind.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
@@ -165,11 +168,20 @@ def _run(given: dict[str, Any]) -> Run:
     return Run(out, job)
 
 
+def _plain(option: Option, value: Any) -> Any:
+    """Return a keyword's value in the form of the command's option."""
+    if option.settings.get("action") == "append":
+        if isinstance(value, Mapping):
+            return tuple(f"{old}={new}" for old, new in value.items())
+        return (value,) if isinstance(value, str) else tuple(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
     """Train as the options say, and return the run directory. Raises: as `shoal.run`."""
     request = requested(options)
     if is_worker(os.environ):
-        if options.max_restarts != RunOptions.max_restarts:
+        if request.origin("max_restarts") is Origin.OPTION:
             told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
             warn_of([f"max_restarts={options.max_restarts}: {told}"])
         ended = trained_in_worker(options, request, signals)
@@ -180,14 +192,14 @@ def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
             tell_notes(request)
             ended = _trained(request, lock, folder, signals)
     _raise(ended, request)
-    return request.address or request.out
+    return request.where.address or request.where.out
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
     """Probe the job if only that shows whether ranks can start, then train. Raises: ShoalError."""
     stream, shown = progress_stream(other_stream())
     request = replace(request, shown_elsewhere=shown)
-    found = look_aside(request, folder, signals, stream) if request.needs_look and not signals.received else None
+    found = look_aside(request, folder, signals, stream) if request.what.needs_look and not signals.received else None
     if signals.received:
         return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
     if found is not None:
@@ -287,7 +299,7 @@ def _parameters(job: Any) -> list[str]:
 
 def _raise(ended: RunEnd, request: RunRequest) -> None:
     """Raise the error of a run, or KeyboardInterrupt or SystemExit if this process or the ranks were stopped."""
-    files = RunDirectory(request.out, request.address)
+    files = RunDirectory(request.where.out, request.where.address)
     if ended.error is not None:
         if ended.error.traceback_text and files.errors.is_dir():
             ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")

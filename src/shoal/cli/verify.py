@@ -19,6 +19,7 @@ from shoal.jobs.job import Job
 from shoal.jobs.job_file import load
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest
 from shoal.training.setup.engine import Options
 from shoal.training.setup.preflight import with_judged_grains
@@ -30,13 +31,13 @@ from shoal.verification.traced_run import left_out, read_outcome
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
     """Verify the requested run, whose plan is complete. Raises: ShoalError if that is not possible."""
-    folder = request.out / ".traces"
+    folder = request.where.out / ".traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         return _verify(request, num_steps, folder)
     except Exception as error:
         told = as_shoal_error(error)
-        RunDirectory(request.out).keep_traceback("verify", told)
+        RunDirectory(request.where.out).keep_traceback("verify", told)
         raise told from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -44,29 +45,33 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
 
 def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     began = time.monotonic()
-    if request.plan.server.mode in ("bounded", "asynchronous"):
+    if request.what.plan.server.mode in ("bounded", "asynchronous"):
         raise PlanError(
-            given=f'server.mode = "{request.plan.server.mode}"',
+            given=f'server.mode = "{request.what.plan.server.mode}"',
             conflict="its gradients are of older parameters: it does not compute what one process computes",
             remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
         )
     print(
-        f"verifying          {request.job.target}: {num_steps} steps on {request.plan.num_processes} process(es)",
+        f"verifying          {request.what.job.target}: {num_steps} steps on "
+        f"{request.what.plan.num_processes} process(es)",
         flush=True,
     )
-    if request.plan.num_processes == 1:
+    if request.what.plan.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
 
-    assert request.judged is not None, "a request to verify is looked at"
-    plan = request.judged.plan.uncompressed
+    assert request.what.judged is not None, "a request to verify is looked at"
+    plan = request.what.judged.plan.uncompressed
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    judged = request.judged
-    options = Options(may_copy=request.may_copy, chooses_format=request.chooses_format)
+    num_threads = int(told) if told.isdecimal() and int(told) else request.what.threads_per_process
+    judged = request.what.judged
+    options = Options(
+        may_copy=request.origin("memory.shared") is not Origin.FILE,
+        chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
+    )
 
     def make() -> Job:
         seed_loading()
-        return with_judged_grains(judged, load(request.job).job)
+        return with_judged_grains(judged, load(request.what.job).job)
 
     trace_forked(make, plan, folder, num_steps, num_threads, options=options)
     found = read_outcome(folder / "parallel")
@@ -77,16 +82,16 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(plan.execution.exact, cores())
     seed_loading()
-    loaded = load(request.job)
+    loaded = load(request.what.job)
     loaded = replace(loaded, job=opened(with_judged_grains(judged, loaded.job)))
     verdict = judge_traces(loaded.job, plan, folder)
-    verdict.notes += left_out(request.plan)
+    verdict.notes += left_out(request.what.plan)
     if verdict.verified and verdict.num_steps < num_steps:
         verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
-    write_file(request.out / "certificate.json", json.dumps(document, indent=1) + "\n")
-    print(f"written            {request.place}/certificate.json")
+    write_file(request.where.out / "certificate.json", json.dumps(document, indent=1) + "\n")
+    print(f"written            {request.where.shown}/certificate.json")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
 
 

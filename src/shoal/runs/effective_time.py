@@ -67,7 +67,9 @@ def call_began_at(request: RunRequest) -> float:
     began_at, restarts = request.started_at, request.restarts
     if request.lost_at is not None or restarts == 0:  # shoal's own launcher passes the start of the call on
         return began_at
-    earlier = [one for one in _read(RunDirectory(request.out).attempts) if one.started_at < began_at - _ROUNDED_SECONDS]
+    earlier = [
+        one for one in _read(RunDirectory(request.where.out).attempts) if one.started_at < began_at - _ROUNDED_SECONDS
+    ]
     for one in reversed(earlier):
         if one.restarts >= restarts or one.status in ("completed", "preempted"):
             break

@@ -30,6 +30,9 @@ class TrackerName:
             )
         return cls(name, where or None)
 
+    def __str__(self) -> str:
+        return self.name if self.where is None else f"{self.name}:{self.where}"
+
     def refuse_missing(self, given: str) -> None:
         """Check that the package is installed, without importing it. Raises: CommandError."""
         if importlib.util.find_spec(PACKAGES[self.name]) is None:

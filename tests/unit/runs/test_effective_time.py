@@ -58,7 +58,8 @@ def test_an_engines_new_start_is_of_the_call_that_began_with_the_first(tmp_path:
         log.began(started_at, {}, restarts=restarts)
 
     def began(restarts: int, lost_at: float | None = None) -> float:
-        request: Any = SimpleNamespace(out=tmp_path, started_at=now, restarts=restarts, lost_at=lost_at)
+        where = SimpleNamespace(out=tmp_path)
+        request: Any = SimpleNamespace(where=where, started_at=now, restarts=restarts, lost_at=lost_at)
         return call_began_at(request)
 
     assert began(3) == 200.0

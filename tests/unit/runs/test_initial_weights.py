@@ -61,5 +61,7 @@ def test_a_request_hands_them_over(tmp_path: Path) -> None:
     job.write_text("def job(): ...\n", encoding="utf-8")
     wanted = RunOptions(str(job), init_from=str(tmp_path), init_allow="missing", init_rename=("a=b",))
     request = requested(replace(wanted, out=str(tmp_path / "out")))
-    assert request.initial_weights == InitialWeights(tmp_path, NameRules(("missing",), (("a", "b"),)))
-    assert loaded(RunRequest, json.dumps(json.loads(dumped(request)))).initial_weights == request.initial_weights
+    assert request.what.initial_weights == InitialWeights(tmp_path, NameRules(("missing",), (("a", "b"),)))
+    assert (
+        loaded(RunRequest, json.dumps(json.loads(dumped(request)))).what.initial_weights == request.what.initial_weights
+    )

@@ -25,6 +25,7 @@ from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.runs.directory import RunDirectory
 from shoal.runs.generation import about
+from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 
 
@@ -48,24 +49,25 @@ def began(out: Path, job: dict[str, Any] | None = None, plan: Plan | None = None
 
 def test_defaults(job: str) -> None:
     found = request(job)
-    assert (found.plan, found.out, found.resume) == (Plan(), Path("runs/net_job"), False)
-    assert (found.steps, found.checkpoint_every, found.telemetry, found.started_at) == (None, None, True, 5.0)
-    assert found.job.settings == ()
+    assert (found.what.plan, found.where.out, found.course.resume) == (Plan(), Path("runs/net_job"), False)
+    assert (found.course.steps, found.course.checkpoint_every, found.started_at) == (None, None, 5.0)
+    assert not found.course.no_telemetry
+    assert found.what.job.settings == ()
 
 
 def test_every_option(job: str) -> None:
     options = "--devices 2 --exact --precision bf16 --set lr=0.1 --set name=x --steps 7 --out o --checkpoint-every 3"
     found = request(f"{job}:other", *options.split(), *["--max-microbatch", "64", "--workers", "2", "--no-telemetry"])
-    assert found.job.function == "other"
-    assert found.job.settings == (("lr", "0.1"), ("name", "x"))
-    assert found.plan.layout.data == found.plan.layout.world_size == 2
-    assert found.plan.execution.exact
-    assert found.plan.precision.compute == "bfloat16"
-    assert found.plan.data.workers == 2
-    assert (found.steps, found.out, found.checkpoint_every) == (7, Path("o"), 3)
-    assert found.wishes.max_microbatch == 64
-    assert not found.telemetry
-    assert found.threads_per_process == 1
+    assert found.what.job.function == "other"
+    assert found.what.job.settings == (("lr", "0.1"), ("name", "x"))
+    assert found.what.plan.layout.data == found.what.plan.layout.world_size == 2
+    assert found.what.plan.execution.exact
+    assert found.what.plan.precision.compute == "bfloat16"
+    assert found.what.plan.data.workers == 2
+    assert (found.course.steps, found.where.out, found.course.checkpoint_every) == (7, Path("o"), 3)
+    assert found.what.max_microbatch == 64
+    assert found.course.no_telemetry
+    assert found.what.threads_per_process == 1
 
 
 @pytest.mark.parametrize(
@@ -78,18 +80,18 @@ def test_counts_start_at_one(job: str, option: str, value: str) -> None:
 
 
 def test_a_resumed_run_keeps_as_many_checkpoints_as_before(job: str) -> None:
-    assert request(job).keep_checkpoints == 3
-    assert request(job, "--keep-checkpoints", "all").keep_checkpoints is None
-    for kept, found in (({"keep_checkpoints": "all"}, None), ({"keep_checkpoints": 5}, 5), ({}, 3)):
+    assert request(job).course.keep_checkpoints == 3
+    assert request(job, "--keep-checkpoints", "all").course.keep_checkpoints == "all"
+    for kept, found in (({"keep_checkpoints": "all"}, "all"), ({"keep_checkpoints": 5}, 5), ({}, 3)):
         out = f"o-{found}"
         began(Path(out), {"grains": 4, **kept})
-        assert request(job, "--out", out, "--resume").keep_checkpoints == found
-        assert request(job, "--out", out, "--resume", "--keep-checkpoints", "2").keep_checkpoints == 2
+        assert request(job, "--out", out, "--resume").course.keep_checkpoints == found
+        assert request(job, "--out", out, "--resume", "--keep-checkpoints", "2").course.keep_checkpoints == 2
 
 
 def test_a_plan_file_says_the_devices(job: str) -> None:
     Path("plan.toml").write_text(plan_text(Plan().with_sections(layout={"data": 4})))
-    assert request(job, "--plan", "plan.toml").with_devices(9).plan.layout.world_size == 4
+    assert request(job, "--plan", "plan.toml").with_devices(9).what.plan.layout.world_size == 4
     with pytest.raises(PlanError, match="--devices 3 with a plan"):
         request(job, "--plan", "plan.toml", "--devices", "3")
     with pytest.raises(PlanError, match="cannot be read"):
@@ -111,18 +113,19 @@ def test_what_contradicts_itself_is_refused_with_the_nearest(job: str) -> None:
 
 
 def test_a_job_is_looked_at_where_only_that_tells(job: str) -> None:
-    assert request(job, "--devices", "2").needs_look  # the file does not say
+    assert request(job, "--devices", "2").what.needs_look  # the file does not say
     Path(job).write_text("import shoal\ndef job(): return shoal.Job()\n")
-    assert not request(job).needs_look
-    assert not request(job, "--devices", "8").needs_look
-    assert request(job, "--devices", "9").needs_look
+    assert not request(job).what.needs_look
+    assert not request(job, "--devices", "8").what.needs_look
+    assert request(job, "--devices", "9").what.needs_look
     Path(job).write_text("import shoal\ndef job(): return shoal.Job(grains=3)\n")
-    assert not request(job, "--devices", "3").needs_look
-    assert request(job, "--devices", "4").needs_look
+    assert not request(job, "--devices", "3").what.needs_look
+    assert request(job, "--devices", "4").what.needs_look
     found = request(job)
-    divided = found.plan.with_sections(layout={"pipeline": 2})
-    assert replace(found, plan=divided).needs_look
-    assert replace(found, plan=found.plan.with_sections(server={"mode": "synchronous"})).needs_look
+    divided = found.what.plan.with_sections(layout={"pipeline": 2})
+    assert replace(found.what, plan=divided).needs_look
+    served = found.what.plan.with_sections(server={"mode": "synchronous"})
+    assert replace(found.what, plan=served).needs_look
 
 
 def test_ranks_read_the_request_that_a_launcher_wrote(job: str) -> None:
@@ -130,23 +133,25 @@ def test_ranks_read_the_request_that_a_launcher_wrote(job: str) -> None:
     options += " --no-telemetry"
     asked = request(job, *options.split())
     assert loaded(RunRequest, dumped(asked)) == asked
-    looked_at = replace(asked, judged=judge(asked.plan, ModelFacts(8, 4)), certificate=Path("c.json"), numbered="a")
+    what = replace(asked.what, judged=judge(asked.what.plan, ModelFacts(8, 4)))
+    looked_at = replace(asked, what=what, where=replace(asked.where, numbered="a"))
     found = loaded(RunRequest, dumped(looked_at))
     assert found == looked_at
-    assert found.judged is not None
-    assert type(found.judged.plan) is CompletePlan
-    assert found.judged.plan.batch.grains_per_microbatch == 1
+    assert found.what.judged is not None
+    assert type(found.what.judged.plan) is CompletePlan
+    assert found.what.judged.plan.batch.grains_per_microbatch == 1
 
 
 def test_a_prediction_is_handed_over_whatever_its_numbers_are(job: str) -> None:
     plan = Plan.from_mapping({"schema": 1, "prediction": {"step_seconds": math.inf, "about": ["a", 1]}}, source="p")
-    asked = replace(request(job), plan=plan)
+    asked = request(job)
+    asked = replace(asked, what=replace(asked.what, plan=plan))
     assert loaded(RunRequest, dumped(asked)) == asked
 
 
 def test_devices_are_counted_where_nobody_says(job: str) -> None:
-    assert request(job).with_devices(3).plan.layout.world_size == 3
-    assert request(job, "--devices", "2").with_devices(3).plan.layout.world_size == 2
+    assert request(job).with_devices(3).what.plan.layout.world_size == 3
+    assert request(job, "--devices", "2").with_devices(3).what.plan.layout.world_size == 2
 
 
 def test_a_run_directory_is_checked(job: str) -> None:
@@ -179,22 +184,22 @@ def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
     plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
     began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
     found = request(job, "--resume")
-    assert found.plan == plan
-    assert dict(found.job.settings) == {"lr": "0.5", "name": "a"}
-    assert found.steps == 40
-    assert found.with_devices(8).plan.layout.world_size == 2
+    assert found.what.plan == plan
+    assert dict(found.what.job.settings) == {"lr": "0.5", "name": "a"}
+    assert found.course.steps == 40
+    assert found.with_devices(8).what.plan.layout.world_size == 2
 
 
 def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
     plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
     began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
     found = request(job, "--resume", "--devices", "4", "--steps", "80", "--set", "lr=1")
-    assert found.plan.layout.world_size == 4
-    assert found.plan.execution.exact
-    assert dict(found.job.settings) == {"lr": "1", "name": "a"}
-    assert found.steps == 80
+    assert found.what.plan.layout.world_size == 4
+    assert found.what.plan.execution.exact
+    assert dict(found.what.job.settings) == {"lr": "1", "name": "a"}
+    assert found.course.steps == 80
     Path("plan.toml").write_text(plan_text(Plan()))
-    assert request(job, "--resume", "--plan", "plan.toml").plan == Plan()
+    assert request(job, "--resume", "--plan", "plan.toml").what.plan == Plan()
 
 
 def layouts() -> Iterator[dict[str, int]]:
@@ -210,15 +215,16 @@ def test_of_what_nobody_wrote_nothing_is_said(job: str, sections: dict[str, Any]
         plan = Plan().with_sections(layout=layout, **sections)
         if conflicts(plan):
             continue
-        found = replace(request(job), plan=plan)
-        if not found.plan.serves:
+        found = request(job)
+        found = replace(found, what=replace(found.what, plan=plan))
+        if not found.what.plan.serves:
             found = found.with_own_sums()
         found.check_plan()
-        kept = complete(found.plan, 8, 4)
+        kept = complete(found.what.plan, 8, 4)
         Path("plan.toml").write_text(plan_text(kept))
         again = request(job, "--plan", "plan.toml")
         again.with_devices(9).with_own_sums().check_plan()
-        assert complete(again.plan, 8, 4) == kept
+        assert complete(again.what.plan, 8, 4) == kept
         num += 1
     assert num > 1
 
@@ -229,7 +235,7 @@ def test_a_resume_on_other_devices_says_nothing_of_what_the_run_chose(job: str) 
     )
     began(Path("runs/net_job"), plan=chosen)
     request(job, "--resume", "--devices", "1").check_plan()
-    complete(request(job, "--resume", "--exact").plan, 8, 4)
+    complete(request(job, "--resume", "--exact").what.plan, 8, 4)
     Path("plan.toml").write_text(plan_text(chosen.with_sections(layout={"data": 1})))
     with pytest.warns(SettingWarning, match="all_reduce = .shared_memory.: no effect"):
         request(job, "--plan", "plan.toml").check_plan()
@@ -242,9 +248,9 @@ def test_a_setting_without_a_value_is_refused(job: str) -> None:
 
 def test_threads_share_the_cores(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.runs.request, "cores", lambda: 8)
-    assert request(job, "--devices", "3").threads_per_process == 2
-    assert request(job, "--devices", "16").threads_per_process == 1
-    assert request(job, "--devices", "2", "--exact").threads_per_process == 1
+    assert request(job, "--devices", "3").what.threads_per_process == 2
+    assert request(job, "--devices", "16").what.threads_per_process == 1
+    assert request(job, "--devices", "2", "--exact").what.threads_per_process == 1
 
 
 @pytest.mark.parametrize(
@@ -269,10 +275,11 @@ def test_another_number_of_processes_is_one_for_the_gpus_that_the_run_sees(
 ) -> None:
     monkeypatch.setattr("shoal.hardware.detect.gpus", lambda: ["NVIDIA H100"] * 8)
     monkeypatch.setattr("shoal.runs.request.visible_gpus", lambda: gpus)
-    here = replace(request(job, "--devices", "1"), out=tmp_path, resizable=True)
-    assert about(tmp_path, here.begun().generation)["gpus"] == gpus
+    here = request(job, "--devices", "1")
+    here = replace(here, where=replace(here.where, out=tmp_path, resizable=True))
+    assert about(tmp_path, here.begun().where.generation)["gpus"] == gpus
     if fits:
-        assert here.resized(devices, 0.0).plan.num_processes == devices
+        assert here.resized(devices, 0.0).what.plan.num_processes == devices
     else:
         with pytest.raises(PlanError, match=r"the run sees 2 GPU\(s\)"):
             here.resized(devices, 0.0)
@@ -286,13 +293,13 @@ def test_shared_memory_unless_it_cannot_be_and_then_why(
     monkeypatch.setattr("shoal.hardware.detect.gpus", list)
     monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: None)
     two = request(job, "--devices", "2")
-    assert two.with_own_sums().plan.collectives.all_reduce == "shared_memory"
+    assert two.with_own_sums().what.plan.collectives.all_reduce == "shared_memory"
     assert two.notes() == []
     monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: "there is no /proc")
-    assert two.with_own_sums().plan.collectives.all_reduce == "native"
+    assert two.with_own_sums().what.plan.collectives.all_reduce == "native"
     assert two.notes() == ["gradients are summed over sockets (native): there is no /proc"]
     alone = request(job, "--devices", "1")
-    assert alone.with_own_sums().plan.collectives.all_reduce == "native"
+    assert alone.with_own_sums().what.plan.collectives.all_reduce == "native"
     assert alone.notes() == []
 
 
@@ -303,23 +310,22 @@ def test_one_copy_where_sums_go_through_shared_memory_and_no_file_says(
     monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest[0])
     for mode in ((), ("--exact",)):
         two = request(job, "--devices", "2", *mode).with_own_sums()
-        assert two.plan.memory.shared
-        assert two.may_copy
+        assert two.what.plan.memory.shared
+        assert two.origin("memory.shared") is Origin.CHOSEN
     assert two.with_own_sums() == two
     for name in ("native", "ring"):
         fastest[:] = [name]
-        assert not request(job, "--devices", "2").with_own_sums().plan.memory.shared
+        assert not request(job, "--devices", "2").with_own_sums().what.plan.memory.shared
     fastest[:] = ["shared_memory"]
-    assert not request(job, "--devices", "1").with_own_sums().plan.memory.shared
+    assert not request(job, "--devices", "1").with_own_sums().what.plan.memory.shared
     path = tmp_path / "plan.toml"
     for said in (True, False):
         path.write_text(
             f'[layout]\ndata = 2\n[memory]\nshared = {str(said).lower()}\n[collectives]\nall_reduce = "shared_memory"\n'
         )
         written = request(job, "--plan", str(path)).with_own_sums()
-        assert written.plan.memory.shared is said
-        assert not written.may_copy
-    assert replace(written, plan_resumed=True).may_copy
+        assert written.what.plan.memory.shared is said
+        assert written.origin("memory.shared") is Origin.FILE
 
 
 @pytest.mark.parametrize(("fastest", "chosen"), [("shared_memory", "shared_memory"), ("ring", "native")])
@@ -328,39 +334,56 @@ def test_exact_sums_go_through_shared_memory_or_sockets(
 ) -> None:
     monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest)
     found = request(job, "--devices", "2", "--exact").with_own_sums()
-    assert found.plan.collectives.all_reduce == chosen
+    assert found.what.plan.collectives.all_reduce == chosen
 
 
 def test_what_an_engine_starts_again_goes_on_where_a_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("")
     found = request("job.py", "--out", "run", "--init-from", str(tmp_path))
-    assert not found.restarted(1).resume, "nothing has begun"
+    assert not found.restarted(1).course.resume, "nothing has begun"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.json").write_text("{}")
     again = found.restarted(2)
-    assert (again.resume, again.restarts, again.initial_weights) == (True, 2, found.initial_weights)
-    assert not found.restarted(0).resume
+    assert (again.course.resume, again.restarts, again.what.initial_weights) == (True, 2, found.what.initial_weights)
+    assert not found.restarted(0).course.resume
 
 
 def test_ranks_choose_the_memory_format_where_neither_plan_file_nor_run_says(job: str, tmp_path: Path) -> None:
     found = request(job, "--devices", "2", "--out", "o")
-    assert found.chooses_format
-    assert found.with_kept_format() == found
+    assert found.origin("execution.channels_last") is Origin.DEFAULT
     path = tmp_path / "plan.toml"
     path.write_text("[layout]\ndata = 2\n")
-    assert not request(job, "--plan", str(path)).chooses_format
+    assert request(job, "--plan", str(path)).origin("execution.channels_last") is Origin.FILE
 
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_run_that_goes_on_keeps_the_memory_format_that_it_has_chosen(job: str, last: bool) -> None:
     found = request(job, "--devices", "2", "--out", "o")
-    found = replace(found, judged=judge(found.plan, ModelFacts(8, 4)))
+    found = replace(found, what=replace(found.what, judged=judge(found.what.plan, ModelFacts(8, 4))))
     began(Path("o"), {"grains": 8}, Plan().with_sections(execution={"channels_last": last}))
     for again in (found.again(1, 5.0), found.restarted(1)):
-        assert again.plan.execution.channels_last is last
-        assert again.judged is not None
-        assert again.judged.plan.execution.channels_last is last
-        assert not again.chooses_format
-    assert not request(job, "--resume", "--out", "o").chooses_format
-    assert request(job, "--resume", "--out", "o").plan.execution.channels_last is last
+        assert again.what.plan.execution.channels_last is last
+        assert again.what.judged is not None
+        assert again.what.judged.plan.execution.channels_last is last
+        assert again.origin("execution.channels_last") is Origin.RUN
+    assert request(job, "--resume", "--out", "o").origin("execution.channels_last") is Origin.RUN
+    assert request(job, "--resume", "--out", "o").what.plan.execution.channels_last is last
+
+
+def test_who_has_set_a_value(job: str, tmp_path: Path) -> None:
+    assert request(job).origins == dict.fromkeys(request(job).origins, Origin.DEFAULT)
+    found = request(job, "--steps", "3", "--workers", "0", "--devices", "2")
+    names = ("steps", "data.workers", "layout", "checkpoint_every", "plan")
+    option, default = Origin.OPTION, Origin.DEFAULT
+    assert tuple(map(found.origin, names)) == (option, option, option, default, default)
+    assert request(job).with_devices(2).origin("layout") is Origin.CHOSEN
+    began(Path("o"), {"stop_after": 5, "bad_samples": 2}, Plan().with_sections(data={"workers": 1}))
+    resumed = request(job, "--resume", "--out", "o", "--bad-samples", "3")
+    assert tuple(map(resumed.origin, ("steps", "plan", "data.workers"))) == (Origin.RUN,) * 3
+    assert resumed.origin("bad_samples") is Origin.OPTION
+    assert (resumed.course.steps, resumed.course.bad_samples) == (5, 3)
+    path = tmp_path / "plan.toml"
+    path.write_text("[layout]\ndata = 2\n")
+    assert request(job, "--plan", str(path)).origin("layout") is Origin.FILE
+    assert request(job, "--plan", str(path)).origin("data.workers") is Origin.DEFAULT

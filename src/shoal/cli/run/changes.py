@@ -22,6 +22,7 @@ from shoal.jobs.job_file import JobRequest, file_sha256, load
 from shoal.jobs.job_sources import FREE, LENGTHS, changed
 from shoal.jobs.same_job import differing_fields
 from shoal.numerics.isolation import generators_kept
+from shoal.runs.options import Course, declared
 from shoal.training.setup.engine import Engine
 
 # Entries that a resume may change, such as the length and the policy for bad steps.
@@ -32,11 +33,7 @@ _MAY_CHANGE = (
     "by_value",
     "why_grains",
     "given",
-    "stop_after",
-    "keep_checkpoints",
-    "evaluate_every",
-    "bad_samples",
-    "check_replicas",
+    *(one.option.saved for one in declared(Course) if one.option.saved),
     "length",
     "lengths",
     "on_nonfinite",

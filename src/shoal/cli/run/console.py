@@ -17,6 +17,7 @@ from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import told
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory
+from shoal.runs.options import Origin
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import wished
@@ -179,8 +180,9 @@ def introduce(
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
-    reporter.note(f"shoal {__version__}: {request.job.target}:{loaded.function} -> {request.place}")
-    asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
+    reporter.note(f"shoal {__version__}: {request.what.job.target}:{loaded.function} -> {request.where.shown}")
+    is_default = request.origin("layout") in (Origin.DEFAULT, Origin.CHOSEN)
+    asked = "all GPUs, or one process without" if is_default else "as asked"
     reporter.note(f"  devices     {where}{threads} ({asked})")
     reporter.note(f"  layout      {described(plan)}")
     for line in _batch(job, plan, why_grains):
@@ -205,20 +207,20 @@ def introduce(
     )
     for note in (*engine.notes, *engine.sharded_model.division.notes):
         reporter.note(f"  {note}")
-    if request.steps is not None and request.steps > engine.order.num_steps:
+    if request.course.steps is not None and request.course.steps > engine.order.num_steps:
         reporter.note(
-            f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "
+            f"  length      {request.course.steps} steps, beyond the job's own {engine.order.num_steps}: "
             "the schedule stays at its end"
         )
-    if request.resume:
+    if request.course.resume:
         reporter.note(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
-    if resumed is not None and resumed >= max(engine.order.num_steps, request.steps or 0):
+    if resumed is not None and resumed >= max(engine.order.num_steps, request.course.steps or 0):
         reporter.note(f"  length      nothing is left to do: all steps are trained; to go on, {_longer(loaded)}")
-    if request.steps is not None and request.steps <= (resumed or 0) < engine.order.num_steps:
+    if request.course.steps is not None and request.course.steps <= (resumed or 0) < engine.order.num_steps:
         reporter.note(
-            f"  length      nothing is left to do: the run was told to end after step {request.steps}; "
+            f"  length      nothing is left to do: the run was told to end after step {request.course.steps}; "
             f"--steps {engine.order.num_steps} goes on to the job's own end"
         )
 
@@ -264,13 +266,13 @@ def conclude(
         reporter.note(f"  {told(result.prediction)}")
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
-    goes_on = request.resizable and not told_to_stop and wished(RunDirectory(request.out)) is not None
+    goes_on = request.where.resizable and not told_to_stop and wished(RunDirectory(request.where.out)) is not None
     if result.status == "preempted" and goes_on:
         reporter.note("a checkpoint was written; the run is asked to go on with another number of processes")
     elif result.status == "preempted":
-        command = f"shoal run {request.job.target}:{function} --resume --out {request.place}"
-        call = f"shoal.run({function}, resume=True, out={request.place!r})"
-        reporter.note(f"resume with: {command if request.job.handed is None else call}")
+        command = f"shoal run {request.what.job.target}:{function} --resume --out {request.where.shown}"
+        call = f"shoal.run({function}, resume=True, out={request.where.shown!r})"
+        reporter.note(f"resume with: {command if request.what.job.handed is None else call}")
 
 
 def _compressed(engine: Engine) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from shoal.distributed.process_setup import versions
@@ -32,25 +33,21 @@ def describe(
         digests = {name: (saved or {}).get(name, {}) for name in ("files", "data")}
     else:
         digests = {
-            "files": digests_of(loaded.files, request.job.module.folders),
+            "files": digests_of(loaded.files, request.what.job.module.folders),
             "data": data_digests(engine, (saved or {}).get("data", {})),
         }
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
-        "file": str(request.job.path),
+        "file": str(request.what.job.path),
         "file_sha256": loaded.file_sha256,
         "module": loaded.module,
         "function": loaded.function,
         "settings": loaded.settings,
         "code": loaded.code,
         **digests,
-        "given": dict(request.job.settings),
-        "by_value": request.job.by_value,
-        "stop_after": request.steps,
-        "keep_checkpoints": request.keep_checkpoints or "all",
-        "evaluate_every": request.evaluate_every,
-        "bad_samples": request.bad_samples,
-        "check_replicas": request.check_replicas,
+        "given": dict(request.what.job.settings),
+        "by_value": request.what.job.by_value,
+        **request.course.saved(),
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
@@ -79,9 +76,9 @@ def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
 
 def certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
     """Return the SHA-256 of the required certificate. Raises: CertificateError if it does not cover this run."""
-    if request.certificate is None:
+    if request.course.require_certificate is None:
         return None
-    certificate = Certificate.read(request.certificate)
+    certificate = Certificate.read(Path(request.course.require_certificate))
     certificate.check(loaded.describe(), plan.to_mapping(), versions())
     return certificate.sha256
 

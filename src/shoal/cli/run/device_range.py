@@ -8,13 +8,14 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.cli.options import RunOptions, whole_number
+from shoal.cli.options import RunOptions
 from shoal.errors import CommandError, LaunchError, from_json
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.launch.environment import Environment, inside_run
 from shoal.launch.supervise.child import in_child
 from shoal.plans import Plan
 from shoal.plans.plan import described
+from shoal.runs.options import whole_number
 from shoal.runs.request import dumped, loaded
 
 _RANGE = re.compile(r"(\d+):(\d+)")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.options import RunOptions, VerifyOptions, whole_number
+from shoal.cli.options import RunOptions, VerifyOptions
 from shoal.cli.run.device_range import range_of, with_number
 from shoal.cli.run.start import claimed, judged_request, resized, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
@@ -27,10 +27,9 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
-from shoal.runs.request import RunRequest, loaded
+from shoal.runs.options import Course, Origin, course_of, whole_number
+from shoal.runs.request import RunRequest, What, Where, loaded
 from shoal.runs.sound_values import adapter
-from shoal.runs.trace_steps import TraceSteps
-from shoal.runs.tracking import TrackerName
 
 
 def load_rank() -> None:
@@ -82,17 +81,17 @@ def _run(options: RunOptions) -> int:
     if options.out is not None and not options.resume:  # an engine's restart resumes
         request = request.restarted(restarts(os.environ))
     if environment is not None and environment.num_to_start and environment.num_hosts == 1:
-        request, environment = request.with_devices(environment.num_to_start), None
+        request, environment = request.with_devices(environment.num_to_start, Origin.OPTION), None
     if environment is not None and environment.num_to_start:
         return started_on_host(options, request, environment)
     if environment is not None:
         world_size = environment.world_size
-        request = request.with_devices(world_size)
+        request = request.with_devices(world_size, Origin.OPTION)
         if environment.single_host:
             request = request.with_own_sums()
         left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
         source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
-        refuse(other_world(request.plan, World(world_size, source)))
+        refuse(other_world(request.what.plan, World(world_size, source)))
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
         return _train(request, environment, Signals(impatient=not has_launcher(os.environ)), unprepared=True)
@@ -102,7 +101,7 @@ def _run(options: RunOptions) -> int:
 def _started_here(request: RunRequest) -> int:
     """Train in this process or with ranks on this host, and return the exit code."""
     with claimed(request) as (request, lock):
-        if request.plan.num_processes == 1:
+        if request.what.plan.num_processes == 1:
             request, heard = request.begun(), Signals(impatient=True)
             with inside_run(os.environ):
                 code = _train(request, Environment(), heard)
@@ -112,7 +111,7 @@ def _started_here(request: RunRequest) -> int:
             request = following  # this process is a launcher from now on
         tell_notes(request)
         try:
-            request, signals = looked_at(request) if request.needs_look else request, Signals(impatient=False)
+            request, signals = looked_at(request) if request.what.needs_look else request, Signals(impatient=False)
             with signals.handled():
                 ended = trained(request, lock, signals)
         except ShoalError as error:
@@ -143,59 +142,11 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
-    options = _going_on(options, suffix)
-    devices = whole_number("devices", options.devices, 1)
-    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
-    steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     name = job.name + suffix
-    out = Path(options.out) if options.out else default_directory(name, options.resume)
-    kept = RunDirectory(out)
-    _refuse_with_resume(options)
-    trackers = tuple(_tracker(text) for text in options.track)
-    weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
-    if options.resume:
-        job, steps = _resumed(kept, job, steps)
-    resumed_plan = options.resume and not options.plan and kept.plan.exists()
-    plan = read_plan(kept.plan) if resumed_plan else _plan_of(options.plan)
-    says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
-    if resumed_plan and options.exact and not plan.execution.exact:
-        # The run chose these values itself, so exact mode chooses them again.
-        plan = plan.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
-    asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
-    if resumed_plan and asked.layout != plan.layout:
-        print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
-    return RunRequest(
-        job=job,
-        plan=asked,
-        wishes=wishes,
-        out=out,
-        started_at=options.started_at,
-        plan_from_file=bool(options.plan) or resumed_plan,
-        resume=options.resume,
-        accept_changes=options.accept_changes,
-        steps=steps,
-        max_restarts=options.max_restarts,
-        checkpoint_every=options.checkpoint_every,
-        keep_checkpoints=_num_kept(options.keep_checkpoints, kept if options.resume else None),
-        telemetry=not options.no_telemetry,
-        certificate=Path(options.require_certificate) if options.require_certificate else None,
-        says_workers=says_workers,
-        plan_resumed=resumed_plan,
-        initial_weights=weights,
-        trackers=trackers,
-        trace=_trace(options.trace, asked),
-        evaluate_every=_as_before("evaluate_every", options, kept),
-        bad_samples=_bad_samples(options, kept, asked),
-        check_replicas=_as_before("check_replicas", options, kept),
-        numbered=None if options.out or options.resume else name,
-        address=options.address,
-        recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
-    )
-
-
-def _refuse_with_resume(options: RunOptions) -> None:
-    """Reject options that only a resumed run, or only a new run, can have. Raises: CommandError."""
+    if options.resume_if_exists and not options.resume:
+        out = Path(options.out) if options.out else default_directory(name, True)
+        options = replace(options, resume=RunDirectory(out).job.exists())
     if options.accept_changes and not options.resume:
         raise CommandError(
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
@@ -206,86 +157,62 @@ def _refuse_with_resume(options: RunOptions) -> None:
             conflict="a run that goes on has its own weights",
             remedy="leave --init-from out, or leave --resume out and give another --out",
         )
+    for tracker in options.track:
+        tracker.refuse_missing(f"--track {tracker}")
+    weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
+    devices = whole_number("devices", options.devices, 1)
+    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
+    kept = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
+    saved = read_json(kept.job) if options.resume else None
+    if saved:
+        job = replace(job, settings=tuple({**saved.get("given", {}), **dict(job.settings)}.items()))
+    course, origins = course_of(options, saved)
+    if options.plan:
+        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
+        origin = Origin.FILE
+    elif options.resume and kept.plan.exists():
+        given, origin = read_plan(kept.plan), Origin.RUN
+    else:
+        given, origin = Plan(), Origin.DEFAULT
+    origins |= dict.fromkeys(("plan", *_OF_PLANS), origin)
+    if devices is not None and origin is Origin.DEFAULT:
+        origins["layout"] = Origin.OPTION
+    if wishes.workers is not None:
+        origins["data.workers"] = Origin.OPTION
+    elif "workers" in given.data.model_fields_set:
+        origins["data.workers"] = origin
+    if origin is Origin.RUN and options.exact and not given.execution.exact:
+        # The run chose these values itself, so exact mode chooses them again.
+        given = given.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
+    plan = apply_wishes(given, wishes, from_file=origin is Origin.FILE)
+    if origin is Origin.RUN and plan.layout != given.layout:
+        print(f"note: the run's layout, {described(given)}, becomes {described(plan)}", file=sys.stderr)
+    if plan.serves:
+        _refuse_with_servers(course)
+    what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))
+    where = Where(kept.path, options.address, numbered=None if options.out or options.resume else name)
+    return RunRequest(what, where, course, options.started_at, origins)
 
 
-def _as_before(name: str, options: RunOptions, kept: RunDirectory) -> int | None:
-    """Return a number from the options, or from the resumed run if the options do not set it.
-
-    The evaluation interval affects early stopping, and the number of bad samples affects which samples are skipped.
-    """
-    given: int | None = getattr(options, name)
-    if given is not None or not options.resume:
-        return given
-    found = (read_json(kept.job) or {}).get(name)
-    return found if isinstance(found, int) else None
+# Settings of a plan whose origin is that of the plan.
+_OF_PLANS = ("layout", "execution.channels_last", "collectives.all_reduce", "memory.shared")
 
 
-def _bad_samples(options: RunOptions, kept: RunDirectory, plan: Plan) -> int:
-    """Return the maximum number of samples to skip. Raises: CommandError with servers."""
-    found = _as_before("bad_samples", options, kept) or 0
-    if found and plan.serves:
+def _refuse_with_servers(course: Course) -> None:
+    """Reject options that need a step that all ranks begin together. Raises: CommandError."""
+    parts = "workers compute parts of different steps at a time, so that"
+    if course.trace is not None:
         raise CommandError(
-            given=f"--bad-samples {found} with servers (server.mode of the plan)",
-            conflict="workers compute parts of different steps at a time, so that there is no step before which all "
-            "learn of a bad sample",
-            remedy='leave --bad-samples out, or train with server.mode = "none"',
-        )
-    return found
-
-
-def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:
-    """Return the number of checkpoints to keep (None: all), by default as in the resumed run. Raises: CommandError."""
-    if text is None:
-        text = ((read_json(resumed.job) if resumed is not None else None) or {}).get("keep_checkpoints", 3)
-    if text == "all":
-        return None
-    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
-        return int(text)
-    raise CommandError(
-        given=f"--keep-checkpoints {text}",
-        conflict="--keep-checkpoints takes a whole number of at least 1, or all",
-        remedy="write --keep-checkpoints 3, say",
-    )
-
-
-def _going_on(options: RunOptions, suffix: str) -> RunOptions:
-    """Return the options with --resume-if-exists resolved for the run directory."""
-    if not options.resume_if_exists or options.resume:
-        return options
-    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
-    out = Path(options.out) if options.out else default_directory(job.name + suffix, True)
-    return replace(options, resume=RunDirectory(out).job.exists())
-
-
-def _trace(text: str | None, plan: Plan) -> TraceSteps | None:
-    """Parse the steps to trace. Raises: CommandError for invalid text, or with servers."""
-    steps = TraceSteps.parse(text) if text is not None else None
-    if steps is not None and plan.serves:
-        raise CommandError(
-            given=f"--trace {steps} with servers (server.mode of the plan)",
-            conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
+            given=f"--trace {course.trace} with servers (server.mode of the plan)",
+            conflict=f"{parts} a step has no beginning of its own",
             remedy='leave --trace out, or trace the job with server.mode = "none"',
         )
-    return steps
-
-
-def _tracker(text: str) -> TrackerName:
-    found = TrackerName.parse(text, f"--track {text}")
-    found.refuse_missing(f"--track {text}")
-    return found
-
-
-def _plan_of(given: str | Plan | None) -> Plan:
-    return given if isinstance(given, Plan) else read_plan(Path(given)) if given else Plan()
-
-
-def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
-    """Return the job with the resumed run's settings, and its last step, as defaults of this call."""
-    saved = read_json(directory.job)
-    if not saved:
-        return job, steps
-    settings = {**saved.get("given", {}), **dict(job.settings)}
-    return replace(job, settings=tuple(settings.items())), steps if steps is not None else saved.get("stop_after")
+    if course.bad_samples:
+        raise CommandError(
+            given=f"--bad-samples {course.bad_samples} with servers (server.mode of the plan)",
+            conflict=f"{parts} there is no step before which all learn of a bad sample",
+            remedy='leave --bad-samples out, or train with server.mode = "none"',
+        )
 
 
 def looked_at(request: RunRequest) -> RunRequest:
@@ -306,7 +233,7 @@ def looked_at(request: RunRequest) -> RunRequest:
 
 def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int:
     """Print an error and the location of its traceback. Return the exit code."""
-    errors = RunDirectory(request.out).errors
+    errors = RunDirectory(request.where.out).errors
     print(error.render(), file=sys.stderr)
     if error.traceback_text and error.traceback_file is None and errors.is_dir():
         print(f"  traceback:      {errors}", file=sys.stderr)

@@ -47,14 +47,10 @@ def trained_in_worker(options: RunOptions, request: RunRequest, signals: Signals
         if environment.rank == 0:
             port = [rank.listen(environment.address)]
         dist.broadcast_object_list(port, src=0)
-        words = (
-            "run",
-            *arguments_of(
-                replace(options, out=request.address or str(request.out.absolute())), without=("on", "max_restarts")
-            ),
-        )
+        out = request.where.address or str(request.where.out.absolute())
+        words = ("run", *arguments_of(replace(options, out=out), without=("on", "max_restarts")))
         variables = replace(environment, port=port[0], engine="ray").variables()
-        logs = str(request.out / "logs") if environment.rank else ""
+        logs = str(request.where.out / "logs") if environment.rank else ""
         rank.start(RankCommand(words, os.getcwd(), variables, logs))
         handed_on = 0
         while True:

@@ -41,9 +41,10 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     with request.claim() as lock:
         granted(RunDirectory(lock.folder))  # a leftover resize request belongs to another call
         # A process that trains alone occupies its GPU until it exits.
-        alone = request.plan.num_processes == 1 and visible_gpus() > 0
+        alone = request.what.plan.num_processes == 1 and visible_gpus() > 0
         try:
-            yield replace(request, out=lock.folder, resizable=not (request.plan.serves or alone)), lock
+            resizable = not (request.what.plan.serves or alone)
+            yield replace(request, where=replace(request.where, out=lock.folder, resizable=resizable)), lock
         finally:
             withdraw(lock.folder)
 
@@ -59,7 +60,7 @@ def judged_request(request: RunRequest, found: dict[str, object]) -> RunRequest:
     if "error" not in found:
         return loaded(RunRequest, str(found["request"]))
     error = from_json(found["error"])  # type: ignore[arg-type]
-    RunDirectory(request.out).keep_traceback("launcher", error)
+    RunDirectory(request.where.out).keep_traceback("launcher", error)
     raise error
 
 
@@ -73,23 +74,23 @@ def trained(
 
     `stream`: destination of rank 0's output, default this process's output. The caller handles signals.
     """
-    recovery = Recovery(request.max_restarts, RunDirectory(request.out))
-    arguments = ["run", request.job.target]
+    recovery = Recovery(request.course.max_restarts, RunDirectory(request.where.out))
+    arguments = ["run", request.what.job.target]
 
     def launched(restarts: int, lost_at: float, server: ForkServer) -> LaunchEnd:
         nonlocal request
         request = request.again(restarts, lost_at) if lost_at else request
         request = request.begun("lost ranks" if lost_at else "")
         if not lost_at:
-            granted(RunDirectory(request.out))  # after a loss, a pending resize request stays
-        recovery.events.fence = request.fence
+            granted(RunDirectory(request.where.out))  # after a loss, a pending resize request stays
+        recovery.events.fence = request.where.fence
         run = LocalRun(
             arguments,
-            request.plan.num_processes,
-            request.threads_per_process,
-            request.out / "logs",
+            request.what.plan.num_processes,
+            request.what.threads_per_process,
+            request.where.out / "logs",
             request=dumped(request),
-            replaceable=request.plan.worker_ranks,
+            replaceable=request.what.plan.worker_ranks,
             unsaved=recovery.unsaved_seconds,
             stream=stream,
             lock=lock.descriptor,
@@ -97,7 +98,7 @@ def trained(
         return launch(run, signals, server)
 
     while True:
-        with contextlib.closing(ForkServer(arguments, request.threads_per_process)) as server:
+        with contextlib.closing(ForkServer(arguments, request.what.threads_per_process)) as server:
             code, error = recovery.until_done(signals, functools.partial(launched, server=server))
         following = resized(request, code, signals)
         if error is not None or following is None:
@@ -110,17 +111,17 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
 
     If the number does not fit the run, a note says why and the run continues with its previous number.
     """
-    directory = RunDirectory(request.out)
+    directory = RunDirectory(request.where.out)
     devices = wished(directory) if code == ExitCode.PREEMPTED and not signals.received else None
     if devices is None:
         return None
-    ended_at, before = time.time(), request.plan.num_processes
-    events = Events(directory.events, request.fence)
+    ended_at, before = time.time(), request.what.plan.num_processes
+    events = Events(directory.events, request.where.fence)
     try:
         found = request.resized(devices, ended_at)
     except ShoalError as error:
         print(f"note: not resized\n{error.render()}", file=sys.stderr)
-        return replace(request, resume=True, lost_at=ended_at)
+        return replace(request, course=replace(request.course, resume=True), lost_at=ended_at)
     step = int((read_json(directory.saved) or {}).get("step", 0))
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
     now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"

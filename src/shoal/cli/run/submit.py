@@ -19,6 +19,7 @@ from shoal.launch.supervise.ranks import LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
 from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
+from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest, devices_here
 
 # Options of this call that the ranks' command does not get.
@@ -50,22 +51,22 @@ def submitted(
 
 def submission_of(options: RunOptions, request: RunRequest, own: str = "", least: int | None = None) -> Submission:
     """Return the submission for a launcher, with a fixed run directory and number of processes."""
-    fixed = replace(options, out=options.address or str(request.out.absolute()))
-    if options.devices is None and not request.plan_from_file:
-        fixed = replace(fixed, devices=request.plan.num_processes)
+    fixed = replace(options, out=options.address or str(request.where.out.absolute()))
+    if request.origin("layout") is Origin.CHOSEN:
+        fixed = replace(fixed, devices=request.what.plan.num_processes)
     cluster = _cluster_of(request)
     if least is not None:
-        fixed = replace(fixed, devices=f"{least}:{request.plan.num_processes}")
+        fixed = replace(fixed, devices=f"{least}:{request.what.plan.num_processes}")
     return Submission(
         arguments=("run", *arguments_of(fixed, without=_OWN)),
-        name=re.sub(r"[^A-Za-z0-9._-]+", "-", request.job.name) or "shoal",
-        out=request.out.absolute(),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", request.what.job.name) or "shoal",
+        out=request.where.out.absolute(),
         folder=Path.cwd(),
-        num_processes=request.plan.num_processes,
+        num_processes=request.what.plan.num_processes,
         least_processes=least,
         options=own,
-        threads=1 if request.plan.execution.exact else None,
-        num_hosts=-(-request.plan.num_processes // cluster.devices_per_host) if cluster is not None else None,
+        threads=1 if request.what.plan.execution.exact else None,
+        num_hosts=-(-request.what.plan.num_processes // cluster.devices_per_host) if cluster is not None else None,
         gpus=cluster.device.kind == "gpu" if cluster is not None else None,
         cluster=cluster.name if cluster is not None else None,
         max_restarts=options.max_restarts,
@@ -75,8 +76,8 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "", least
 
 def _cluster_of(request: RunRequest) -> Cluster | None:
     """Return the cluster that the plan was made for, or None if it is unknown."""
-    name = request.plan.prediction.get("cluster")
-    if not request.plan_from_file or request.plan_resumed or not isinstance(name, str) or name == "here":
+    name = request.what.plan.prediction.get("cluster")
+    if request.origin("plan") is not Origin.FILE or not isinstance(name, str) or name == "here":
         return None
     try:
         return find_cluster(name)
@@ -94,17 +95,17 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
     Rank 0 locks the run directory, since the hosts' processes do not know each other.
     """
     size = environment.world_size
-    request = request.with_devices(size)
+    request = request.with_devices(size, Origin.OPTION)
     if environment.single_host:
         request = request.with_own_sums()
-    refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
+    refuse(other_world(request.what.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
     run = LocalRun(
-        ["run", *arguments_of(replace(options, out=request.place, resume=request.resume), without=_OWN)],
+        ["run", *arguments_of(replace(options, out=request.where.shown, resume=request.course.resume), without=_OWN)],
         environment.num_to_start,
-        1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
-        request.out / "logs",
+        1 if request.what.plan.execution.exact else max(1, cores() // environment.num_to_start),
+        request.where.out / "logs",
         share=environment,
-        unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
+        unsaved=Recovery(0, RunDirectory(request.where.out)).unsaved_seconds,
     )
     signals = Signals(impatient=False)
     try:

@@ -48,6 +48,7 @@ from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.effective_time import call_began_at
 from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.generation import withdraw
+from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.runs.resize import ResizeWish
@@ -84,40 +85,41 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
     """
     # A rank's working copy is uploaded and removed while this process unwinds, so it must not exit at once.
     work = partial(_run, request, environment, signals, unprepared)
-    return as_rank(environment, work, may_end_at_once=request.address is None)
+    return as_rank(environment, work, may_end_at_once=request.where.address is None)
 
 
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
     """Train. Raises: a shoal error, whose traceback is stored in the run directory."""
-    directory = RunDirectory(request.out)
+    directory = RunDirectory(request.where.out)
     start_up = StartUp(request.lost_at or request.started_at)
     start_up.ends("launch")
     with contextlib.ExitStack() as held:  # holds the directory's lock until the last file is written
         try:
             held.enter_context(_fenced(request, environment))
-            prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
+            prepare_process(request.what.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before the job is loaded here
             loaded = _attempt(request)
-            if request.plan.serves:
+            if request.what.plan.serves:
                 return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
-            with open_mesh(environment, request.plan.degrees) as mesh:
+            with open_mesh(environment, request.what.plan.degrees) as mesh:
                 call = _Call(request, together(mesh, loaded), signals, unlike=unlike, start_up=start_up)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                    if request.address is None:  # else each process has its own working copy
-                        request, directory = replace(request, out=out), RunDirectory(out)
+                    if request.where.address is None:  # else each process has its own working copy
+                        request = replace(request, where=replace(request.where, out=out))
+                        directory = RunDirectory(out)
                     if mesh.rank == 0:
                         held.callback(withdraw, out)
-                    generation = decided_by_rank_0(mesh, int, lambda: request.begun().generation)
-                    request = replace(request, generation=generation)
+                    generation = decided_by_rank_0(mesh, int, lambda: request.begun().where.generation)
+                    request = replace(request, where=replace(request.where, generation=generation))
                     held.enter_context(_fenced(request, environment))
                     call = replace(call, request=request)
                 return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
-            request.fence.check()  # a paused process lost the others; report the reason
+            request.where.fence.check()  # a paused process lost the others; report the reason
             error = as_shoal_error(caught)
             with contextlib.suppress(OSError):
                 directory.keep_traceback(f"rank-{environment.rank}", error)
@@ -132,14 +134,14 @@ def _fenced(request: RunRequest, environment: Environment) -> AbstractContextMan
     if environment.local_rank != 0:
         return contextlib.nullcontext()
     many = not environment.single_host
-    return request.fence.watched(says=REPORT_FILE not in os.environ, seldom=many)
+    return request.where.fence.watched(says=REPORT_FILE not in os.environ, seldom=many)
 
 
 def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
     """Load the job. Return a function that returns it or raises its error, to be called when all ranks have met."""
     seed_loading()
     try:
-        found = replace(load(request.job), draws=request.job.by_value or has_drawn_since_loading())
+        found = replace(load(request.what.job), draws=request.what.job.by_value or has_drawn_since_loading())
     except (Exception, SystemExit) as caught:
         error = as_shoal_error(caught)
 
@@ -152,11 +154,15 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
 
 def _compared(request: RunRequest) -> list[str] | None:
     """Return the fields of the job that a resume's settings change; None if unknown or not needed."""
-    saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
-    if not saved or request.restarts or same_settings(request.job, saved):
+    saved = (
+        read_json(RunDirectory(request.where.out).job)
+        if request.course.resume and not request.course.accept_changes
+        else None
+    )
+    if not saved or request.restarts or same_settings(request.what.job, saved):
         return None
     try:
-        fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
+        fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.what.job, saved)})["fields"]
     except LaunchError:  # the job raises, and loading it here will report that
         return None
     except SystemExit:  # a stop request ended the child: pass it on to the run
@@ -171,9 +177,9 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
     Collective: all ranks.
     """
     request, job = call.request, call.loaded.job
-    if request.judged is None and job.grains is None:  # choosing grains may read samples: open the data only once
+    if request.what.judged is None and job.grains is None:  # choosing grains may read samples: open the data only once
         job = together(mesh, lambda: opened(job))
-    found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
+    found = request.what.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
     loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(found, job))))
     if mesh.rank == 0:
         _warn(loaded.job, request, unprepared)
@@ -186,8 +192,8 @@ def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
-    if not request.plan_resumed:  # a stored plan was completed by its run
-        warn_of(unheeded(request.plan, job.num_grains, None if job.fuse else "Job(fuse=False)"))
+    if request.origin("plan") is not Origin.RUN:  # a stored plan was completed by its run
+        warn_of(unheeded(request.what.plan, job.num_grains, None if job.fuse else "Job(fuse=False)"))
 
 
 def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
@@ -195,15 +201,17 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
     meter, profile = StepMeter(), None
-    if request.trace is not None:
-        profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
+    if request.course.trace is not None:
+        profile = StepProfile(
+            request.course.trace, mesh, RunDirectory(request.where.out).trace(str(request.course.trace))
+        )
     options = replace(
         _options(request, call.loaded, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile
     )
     call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
-        if request.telemetry:
+        if not request.course.no_telemetry:
             stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
         return _train_built(engine, replace(call, profile=profile))
@@ -216,31 +224,31 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
 
 def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
     """Return the job's callbacks, and trackers from the command line."""
-    if not request.trackers:
+    if not request.course.track:
         return tuple(job.callbacks)
     from shoal.training.trackers.tracker import Tracker
 
-    return (*job.callbacks, *map(Tracker, request.trackers))
+    return (*job.callbacks, *map(Tracker, request.course.track))
 
 
 def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Options:
-    kept = RunDirectory(request.out)
+    kept, course = RunDirectory(request.where.out), request.course
     return Options(
         checkpoints=kept.checkpoints,
         saved=kept.saved,
-        fence=request.fence,
-        remote=RemotePlace(request.address) if request.address is not None else None,
-        checkpoint_every=request.checkpoint_every,
-        keep_checkpoints=request.keep_checkpoints,
-        telemetry=request.telemetry,
-        bad_samples=request.bad_samples,
-        check_replicas=request.check_replicas,
+        fence=request.where.fence,
+        remote=RemotePlace(request.where.address) if request.where.address is not None else None,
+        checkpoint_every=course.checkpoint_every,
+        keep_checkpoints=course.keep_checkpoints if course.keep_checkpoints != "all" else None,
+        telemetry=not course.no_telemetry,
+        bad_samples=course.bad_samples or 0,
+        check_replicas=course.check_replicas,
         mtbf_seconds=mtbf_seconds(kept.events, call_began_at(request), time.time()),
-        take_workers=not request.says_workers,
-        may_copy=request.may_copy,
-        chooses_format=request.chooses_format,
-        initial_weights=request.initial_weights,
-        checks_seed=not (request.resume or request.restarts or request.initial_weights),
+        take_workers=request.origin("data.workers") is Origin.DEFAULT,
+        may_copy=request.origin("memory.shared") is not Origin.FILE,
+        chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
+        initial_weights=request.what.initial_weights,
+        checks_seed=not (request.course.resume or request.restarts or request.what.initial_weights),
         drawn_at_import=loaded.draws,
         observer=observer,
         heartbeat=Heartbeat.joined(os.environ),
@@ -254,9 +262,9 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 
     request, job = call.request, call.loaded.job
     key_of(environment)  # raises without shoal's launcher, which completes the plan
-    assert request.judged is not None, "a request for servers is looked at"
-    plan, job = request.judged.plan, with_judged_grains(request.judged, job)
-    call = replace(call, notes=request.judged.notes, why_grains=request.judged.why_grains)
+    assert request.what.judged is not None, "a request for servers is looked at"
+    plan, job = request.what.judged.plan, with_judged_grains(request.what.judged, job)
+    call = replace(call, notes=request.what.judged.notes, why_grains=request.what.judged.why_grains)
     if environment.rank == 0:
         _warn(job, request, unprepared=False)
     if take_part(job, plan, environment):
@@ -274,26 +282,28 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 
 
 def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
-    mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
+    mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.where.out)
     call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # the job with opened data
-    saved = read_json(directory.job) if request.resume else None
+    saved = read_json(directory.job) if request.course.resume else None
     description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
-        mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.accept_changes)
+        mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.course.accept_changes)
     )
     description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
     description["initial_weights"] = began = initial_weights_of(engine, saved)
     engine.keeper.begin()  # the job matches the run: now take over its checkpoints
-    state, complaints = engine.load() if request.resume else (None, [])
-    if request.resume and state is None and began is not None and engine.taken is None:
+    state, complaints = engine.load() if request.course.resume else (None, [])
+    if request.course.resume and state is None and began is not None and engine.taken is None:
         raise without_initial_weights(began)
     first = state.step if state else 0
-    course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.accept_changes))
+    course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.course.accept_changes))
     description["lengths"] = course.to_json()
-    result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
-    result.restarts, result.fence, result.call_began_at = request.restarts, request.fence, call_began_at(request)
-    num_steps = request.steps or engine.order.num_steps
+    result = Result(
+        engine, directory.result, request.started_at, certificate, first if request.course.resume else None, state
+    )
+    result.restarts, result.fence, result.call_began_at = request.restarts, request.where.fence, call_began_at(request)
+    num_steps = request.course.steps or engine.order.num_steps
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
@@ -301,7 +311,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):
             reporter.note(complaint)
         together(
-            mesh, lambda: write_description(directory, engine, description, request.fence) if mesh.rank == 0 else None
+            mesh,
+            lambda: write_description(directory, engine, description, request.where.fence) if mesh.rank == 0 else None,
         )
         if taken is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
@@ -314,8 +325,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                     reporter.note(said)
             result.log = log = _tell_start(call, engine, (state, num_steps))
             result.began_at = time.time()
-            kept = directory.records if mesh.rank == 0 and request.telemetry else None
-            records = RecordWriter(kept, log.undone, request.fence)
+            kept = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
+            records = RecordWriter(kept, log.undone, request.where.fence)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
@@ -336,7 +347,7 @@ def _surroundings(
     call: _Call, mesh: Mesh, reporter: Reporter, result: Result, description: dict[str, Any]
 ) -> Surroundings:
     """Return the training's callbacks for steps, and its check for stop and resize requests."""
-    request, directory = call.request, RunDirectory(call.request.out)
+    request, directory = call.request, RunDirectory(call.request.where.out)
 
     def on_step(record: StepRecord, slowest_rank: int) -> None:
         if request.lost_at is not None and result.first_step_at is None:
@@ -344,9 +355,9 @@ def _surroundings(
         result.take(record)
         reporter.step(record, slowest_rank)
 
-    resize = ResizeWish(directory if mesh.rank == 0 and request.resizable else None)
-    events = Events(directory.events if mesh.rank == 0 else None, request.fence)
-    about = (request.out, call.loaded.settings, description, request.evaluate_every, events)
+    resize = ResizeWish(directory if mesh.rank == 0 and request.where.resizable else None)
+    events = Events(directory.events if mesh.rank == 0 else None, request.where.fence)
+    about = (request.where.out, call.loaded.settings, description, request.course.evaluate_every, events)
     return Surroundings(reporter.note, on_step, lambda: bool(call.signals.received or resize), *about)
 
 
@@ -364,21 +375,21 @@ def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
 def _tell_start(call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> AttemptLog:
     """Create the log of attempts and record this attempt with its start-up times."""
     state, num_steps = course
-    path = RunDirectory(call.request.out).attempts if engine.mesh.rank == 0 else None
-    log = AttemptLog(path, fence=call.request.fence)
+    path = RunDirectory(call.request.where.out).attempts if engine.mesh.rank == 0 else None
+    log = AttemptLog(path, fence=call.request.where.fence)
     call.start_up.ends("prepare")
     device = engine.mesh.device.type
     log.began(
         call.request.lost_at or call.request.started_at,
         call.start_up.seconds,
-        resumed_from=state.step if state else 0 if call.request.resume else None,
+        resumed_from=state.step if state else 0 if call.request.course.resume else None,
         restarts=call.request.restarts,
         num_steps=num_steps,
         world_size=engine.plan.degrees.world_size,
         threads=torch.get_num_threads(),
         cores=cores(),
-        evaluate_every=call.request.evaluate_every,
-        checkpoint_every=call.request.checkpoint_every,
+        evaluate_every=call.request.course.evaluate_every,
+        checkpoint_every=call.request.course.checkpoint_every,
         host=platform.node(),
         device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
     )

@@ -47,18 +47,19 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 def look(request: RunRequest) -> dict[str, Any]:
     """Return, as JSON, the request with its judged plan, or the error that prevents the start of any rank."""
     try:
-        return {"request": dumped(replace(request, judged=judged_for(request, load(request.job).job)))}
+        judged = judged_for(request, load(request.what.job).job)
+        return {"request": dumped(replace(request, what=replace(request.what, judged=judged)))}
     except (Exception, SystemExit) as caught:
         return {"error": {**to_json(as_shoal_error(caught), 0, platform.node()), "rank": None}}
 
 
 def judged_for(request: RunRequest, job: Job) -> Judged:
     """Return the request's plan, judged for its job. A resumed run keeps its number of grains. Raises: as `judged`."""
-    recorded = request.recorded_grains
+    recorded = request.what.recorded_grains
     if job.grains is None and recorded is not None:
         job = replace(job, grains=recorded)
-        return replace(judged(job, request.plan, request.wishes.max_microbatch), why_grains="as the run began")
-    return judged(job, request.plan, request.wishes.max_microbatch)
+        return replace(judged(job, request.what.plan, request.what.max_microbatch), why_grains="as the run began")
+    return judged(job, request.what.plan, request.what.max_microbatch)
 
 
 def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
@@ -119,19 +120,9 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "callbacks": [type(callback).__name__ for callback in loaded.job.callbacks],
         "settings": loaded.settings,
         "code": loaded.code,
-        "plan": request.plan.to_mapping(),
-        "--max-microbatch": request.wishes.max_microbatch,
-        "--steps": request.steps,
-        "--resume": request.resume,
-        "--checkpoint-every": request.checkpoint_every,
-        "--keep-checkpoints": request.keep_checkpoints,
-        "--evaluate-every": request.evaluate_every,
-        "--bad-samples": request.bad_samples,
-        "--check-replicas": request.check_replicas,
-        "--trace": str(request.trace) if request.trace is not None else None,
-        "--no-telemetry": not request.telemetry,
-        "--init-from": dumped(request.initial_weights) if request.initial_weights is not None else None,
-        "--require-certificate": request.certificate is not None,
+        "plan": request.what.plan.to_mapping(),
+        "--max-microbatch": request.what.max_microbatch,
+        **request.course.compared(),
         "device": mesh.device.type,
     }
     refuse_differences(mesh, mine, _clocks_apart(mesh))

@@ -13,6 +13,8 @@ from shoal.cli.run.console import Reporter, conclude, introduce
 from shoal.jobs.job_file import JobRequest
 from shoal.plans.plan import Plan
 from shoal.runs.directory import RunDirectory
+from shoal.runs.options import Course, Origin
+from shoal.runs.request import RunRequest, What, Where
 from shoal.runs.resize import wish
 
 
@@ -29,16 +31,8 @@ def said(plan: Plan, label: str = "devices", resumed: int | None = None, **setti
         order=SimpleNamespace(num_steps=12),
         sharded_model=SimpleNamespace(division=SimpleNamespace(notes=())),
     )
-    wishes = SimpleNamespace(devices=None)
-    request: Any = SimpleNamespace(
-        job=JobRequest(Path("job.py")),
-        out=Path("out"),
-        place="out",
-        wishes=wishes,
-        plan_from_file=True,
-        steps=None,
-    )
-    request.resume = resumed is not None
+    what, where = What(JobRequest(Path("job.py")), plan), Where(Path("out"))
+    request = RunRequest(what, where, Course(resume=resumed is not None), 0.0, {"layout": Origin.FILE})
     loaded: Any = SimpleNamespace(job=job, function="job", settings=settings)
     reporter: Any = SimpleNamespace(note=notes.append)
     introduce(reporter, engine, loaded, request, resumed)
@@ -96,8 +90,8 @@ def test_a_signal_comes_before_a_wish_for_other_processes(tmp_path: Path, told_t
     result: Any = SimpleNamespace(
         status="preempted", steps=3, wall_seconds=1.0, metrics={"share": None}, eval_samples=8, **nothing
     )
-    job = JobRequest(Path("job.py"))
-    request: Any = SimpleNamespace(out=tmp_path, place=str(tmp_path), resizable=True, job=job)
+    what = What(JobRequest(Path("job.py")), Plan())
+    request = RunRequest(what, Where(tmp_path, resizable=True), Course(), 0.0)
     wish(RunDirectory(tmp_path), 2)
     conclude(Noted(), result, request, "job", told_to_stop=told_to_stop)
     assert lines[-1].startswith(last)

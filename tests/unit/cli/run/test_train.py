@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
@@ -14,6 +13,9 @@ from shoal.cli.run import train
 from shoal.errors import ExitCode
 from shoal.jobs.job_file import JobRequest
 from shoal.launch.signals import Signals
+from shoal.plans import Plan
+from shoal.runs.options import Course
+from shoal.runs.request import RunRequest, What, Where
 
 
 def test_a_request_to_stop_while_jobs_are_compared_is_the_runs_own(
@@ -26,9 +28,8 @@ def test_a_request_to_stop_while_jobs_are_compared_is_the_runs_own(
 
     monkeypatch.setattr(train, "in_child", stopped)
     (tmp_path / "job.json").write_text(json.dumps({"given": {"epochs": "2"}}))
-    request: Any = SimpleNamespace(
-        out=tmp_path, resume=True, accept_changes=False, restarts=0, job=JobRequest(tmp_path / "own.py")
-    )
+    what = What(JobRequest(tmp_path / "own.py"), Plan())
+    request = RunRequest(what, Where(tmp_path), Course(resume=True), 0.0)
     signals = Signals(impatient=False)
     with signals.handled():
         assert train._compared(request) is None

@@ -15,8 +15,8 @@ from shoal.distributed.mesh import alone
 from shoal.errors import JobError, PlanError
 from shoal.jobs.job_file import JobRequest
 from shoal.launch.environment import Environment
-from shoal.plans.resolve import Wishes
-from shoal.runs.request import RunRequest
+from shoal.runs.options import Course
+from shoal.runs.request import RunRequest, What, Where
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.channel import listen
@@ -37,15 +37,8 @@ def test_a_loop_of_ones_own() -> None:
 
 
 def test_a_verification_of_what_is_not_meant_to_be_the_same(tmp_path: Path) -> None:
-    wishes = Wishes()
-    request = RunRequest(
-        job=JobRequest(tmp_path / "job.py", "job", ()),
-        plan=served("asynchronous"),
-        wishes=wishes,
-        out=tmp_path / "out",
-        started_at=0.0,
-        plan_from_file=True,
-    )
+    what = What(JobRequest(tmp_path / "job.py", "job", ()), served("asynchronous"))
+    request = RunRequest(what, Where(tmp_path / "out"), Course(), started_at=0.0)
     with pytest.raises(PlanError, match="its gradients are of older parameters"):
         verify(request, 3)
 

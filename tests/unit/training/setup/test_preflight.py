@@ -12,8 +12,8 @@ import shoal
 from shoal.errors import JobError, PlanError
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
-from shoal.plans.resolve import Wishes
-from shoal.runs.request import RunRequest
+from shoal.runs.options import Course
+from shoal.runs.request import RunRequest, What, Where
 from shoal.training.setup.default_grains import outline
 from shoal.training.setup.preflight import judged, judged_for, one_grain, with_judged_grains
 
@@ -102,13 +102,12 @@ def test_the_outline_has_no_values() -> None:
 
 
 def test_a_run_that_goes_on_keeps_its_number_of_grains() -> None:
-    request = RunRequest(
-        JobRequest(Path("job.py")), Plan(), Wishes(), Path("out"), 0.0, plan_from_file=False, recorded_grains=4
-    )
+    what = What(JobRequest(Path("job.py")), Plan(), recorded_grains=4)
+    request = RunRequest(what, Where(Path("out")), Course(), 0.0)
     found = judged_for(request, job())
     assert (found.num_grains, found.why_grains) == (4, "as the run began")
     assert judged_for(request, job(grains=2)).num_grains == 2, "what the job says is compared with it later"
-    assert judged_for(replace(request, recorded_grains=None), job()).num_grains == 8
+    assert judged_for(replace(request, what=replace(what, recorded_grains=None)), job()).num_grains == 8
     assert with_judged_grains(found, job()).num_grains == 4
     with pytest.raises(JobError, match="in this process"):
         with_judged_grains(found, job(grains=2))

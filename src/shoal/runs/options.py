@@ -1,0 +1,328 @@
+"""Options: one declaration of each, from which the parser, keywords, the page of settings and the handshake come.
+
+This module imports nothing heavy, since `shoal --help` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Literal
+
+from shoal.errors import CommandError
+from shoal.runs.trace_steps import TraceSteps
+from shoal.runs.tracking import TrackerName
+
+
+class Origin(StrEnum):
+    """Origin of a setting's value."""
+
+    DEFAULT = "default"  # nobody has set it
+    CHOSEN = "chosen"  # by shoal, for this machine
+    FILE = "file"  # a plan file, or a plan given in Python
+    OPTION = "option"  # the call, or the engine that started it
+    RUN = "run"  # the run that is resumed
+
+
+@dataclass(frozen=True)
+class Option:
+    """Declaration of an option, beside its name and default, which are those of a field.
+
+    Attributes:
+        text: the option's meaning, for `--help`.
+        flags: names of the option on the command line. Default: the field's name.
+        settings: arguments for argparse.
+        least: the option is a whole number of at least this value.
+        between: LEAST:MOST is also accepted.
+        parse: function of a text or number, and of the option's flag, that returns the value.
+        saved: name in job.json. A resumed run uses the value there if the call does not set the option.
+        otherwise: the value if neither the call nor a resumed run sets the option.
+        compared: function of the value whose results must be equal on all ranks.
+        keyword: type of the keyword in Python. Default: the field's type. None: the option is no keyword.
+        call: the keyword's meaning in `help(shoal.run)`. Default: `text`.
+        page: the meaning on the page of settings, with links. Default: `text`.
+        refused: for the page of settings, what is refused with the option.
+    """
+
+    text: str
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    least: int | None = None
+    between: bool = False
+    parse: Callable[[Any, str], Any] | None = None
+    saved: str | None = None
+    otherwise: Any = None
+    compared: Callable[[Any], Any] | None = None
+    keyword: str | None = ""
+    call: str = ""
+    page: str = ""
+    refused: str = ""
+
+
+def option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
+    """Return a dataclass field for an option. `more`: attributes of `Option`, and arguments for argparse."""
+    own = {name: more.pop(name) for name in Option.__dataclass_fields__ if name in more}
+    settings = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
+    return field(default=default, metadata={"option": Option(text, flags, settings, **own)})
+
+
+def switch(text: str, default: bool | None = False, **more: Any) -> Any:
+    """Return a dataclass field for an option without a value."""
+    return option(text, default=default, action="store_true", **more)
+
+
+@dataclass(frozen=True)
+class DeclaredOption:
+    """An option with the field that declares it."""
+
+    name: str
+    default: Any
+    type: str
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """The option's long name on the command line, or the name of a positional argument."""
+        return self.option.flags[-1] if self.option.flags else f"--{self.name.replace('_', '-')}"
+
+
+def declared(kind: Any) -> tuple[DeclaredOption, ...]:
+    """Return the options that a class declares, in order."""
+
+    def of(one: Field[Any]) -> DeclaredOption:
+        default = None if one.default is MISSING else one.default
+        return DeclaredOption(one.name, default, str(one.type), one.metadata["option"])
+
+    return tuple(of(one) for one in fields(kind) if one.metadata)
+
+
+def whole_number(name: str, text: Any, least: int) -> int | None:
+    """Parse a whole number of at least `least` for an option. Raises: CommandError."""
+    if text is None:
+        return None
+    try:
+        value = least - 1 if isinstance(text, bool | float) else int(text)
+    except (TypeError, ValueError):
+        value = least - 1
+    if value < least:
+        flag = f"--{name.replace('_', '-')}"
+        raise CommandError(
+            given=f"{flag} {text}",
+            conflict=f"{flag} takes a whole number of at least {least}",
+            remedy=f"write {flag} 2, say",
+        )
+    return value
+
+
+def checked_value(one: DeclaredOption, value: Any) -> Any:
+    """Return an option's value from a text, number or value of its type. Raises: CommandError."""
+    if value is None or (one.option.between and ":" in str(value)):
+        return value
+    if one.option.least is not None:
+        return whole_number(one.name, value, one.option.least)
+    if one.option.parse is None:
+        return value
+    if isinstance(value, tuple):
+        return tuple(one.option.parse(part, one.flag) for part in value)
+    return one.option.parse(value, one.flag)
+
+
+def _steps(text: Any, flag: str) -> TraceSteps:
+    return text if isinstance(text, TraceSteps) else TraceSteps.parse(str(text))
+
+
+def _tracker(text: Any, flag: str) -> TrackerName:
+    return text if isinstance(text, TrackerName) else TrackerName.parse(text, f"{flag} {text}")
+
+
+def _number_or_all(text: Any, flag: str) -> int | str:
+    if text == "all":
+        return "all"
+    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
+        return int(text)
+    raise CommandError(
+        given=f"{flag} {text}",
+        conflict=f"{flag} takes a whole number of at least 1, or all",
+        remedy=f"write {flag} 3, say",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Options on how long a run trains, and what it reads, writes and checks on the way."""
+
+    steps: int | None = option(
+        "end after step N; the schedule stays that of the job's own length",
+        "N",
+        least=1,
+        saved="stop_after",
+        compared=str,
+        refused="noted: beyond the job's length, where nothing is left",
+        page="ends after so many; the schedule stays that of the job's length",
+    )
+    resume: bool = switch(
+        "go on from the newest good checkpoint in the run directory",
+        compared=str,
+        page="continues from the newest good checkpoint, also to [another "
+        "length](fine-tuning.md#more-epochs-of-the-same-run)",
+        refused="another job; an end before the checkpoint; noted: settings of torch's optimizers that the "
+        "checkpoint's replace (a learning rate acts)",
+    )
+    resume_if_exists: bool = switch(
+        "--resume where the run directory has a run, a new run where it has none",
+        page="`--resume` where the run directory has a run, a new run where it has none: for engines that restart it",
+        call="resume from the newest good checkpoint if the directory has a run, else start one",
+    )
+    accept_changes: bool = switch(
+        "with --resume: go on although the job was changed",
+        call="with resume: go on although the job was changed",
+        page="with `--resume`: continues although the job was changed, and prints the changes",
+        refused="without `--resume`",
+    )
+    checkpoint_every: int | None = option(
+        "steps between checkpoints (default: about 1 %% of the time)",
+        "N",
+        least=1,
+        compared=str,
+        page="steps between checkpoints; the last step always has one",
+    )
+    evaluate_every: int | None = option(
+        "steps between evaluations (default: after each epoch)",
+        "N",
+        least=1,
+        saved="evaluate_every",
+        compared=str,
+        page="steps between evaluations, instead of one after each epoch; the last step always has one",
+    )
+    keep_checkpoints: int | Literal["all"] | None = option(
+        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)",
+        "N|all",
+        parse=_number_or_all,
+        saved="keep_checkpoints",
+        otherwise=3,
+        call='how many of the newest checkpoints are kept, or "all"; default: 3, or as the resumed run',
+        compared=str,
+        keyword="int | str | None",
+        page="how many of the newest checkpoints are kept, or `all`; by default as the resumed run, else 3",
+        refused="less than 1",
+    )
+    require_certificate: str | None = option(
+        "train only what `shoal verify` has verified",
+        "FILE",
+        compared=bool,
+        keyword="PathText | None",
+        page="trains only what was verified",
+        refused="a certificate of another job, plan or version",
+    )
+    no_telemetry: bool = switch("no spans and no step records", compared=str, page="no spans, no step records")
+    track: tuple[TrackerName, ...] = option(
+        "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be given several times",
+        "T[:WHERE]",
+        default=(),
+        action="append",
+        parse=_tracker,
+        call='trackers that also get the records: "tensorboard", or "mlflow:runs.db" with a place',
+        keyword="str | Sequence[str]",
+        page="`tensorboard`, `mlflow`, `wandb` or `trackio`, with a place after a colon: [trackers](trackers.md)",
+        refused="another name; a package that is not installed",
+    )
+    trace: TraceSteps | None = option(  # noqa: RUF009  (a field, as the others)
+        "write torch's profile of these steps, of all ranks, for Perfetto: 10-12",
+        "STEPS",
+        parse=_steps,
+        call='steps to profile for Perfetto, of all ranks: 10 or "10-12"',
+        compared=str,
+        keyword="str | int | None",
+        page="steps of which torch's profile is written, `10-12`: [traces](traces.md)",
+        refused="other words, steps below 1; servers; noted: steps that were not trained",
+    )
+    bad_samples: int | None = option(
+        "leave out up to N samples that cannot be read, and name them (default: 0, or as the run that is resumed)",
+        "N",
+        least=0,
+        saved="bad_samples",
+        otherwise=0,
+        call="skip up to so many samples that cannot be read, and name them; default: 0, or as the resumed run",
+        compared=str,
+        page="the most unreadable samples that are skipped and named ([recovery](recovery.md#bad-samples)); by "
+        "default as the resumed run, else 0",
+        refused="less than 0; servers; noted: a stream",
+    )
+    check_replicas: int | None = option(
+        "compare the replicas of the model every N steps, and roll back where a bit has flipped",
+        "N",
+        least=1,
+        saved="check_replicas",
+        compared=str,
+        page="steps between comparisons of the replicas ([recovery](recovery.md#flipped-bits)); by default as the "
+        "resumed run",
+        refused="less than 1; noted: no two ranks with the same of the model",
+    )
+    max_restarts: int = option(
+        "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
+        "N",
+        default=5,
+        least=0,
+        call="most starts of lost ranks in a row that bring no new step; 0: a lost rank ends the run",
+        page="restarts in a row without a new step; 0: a lost rank ends the run ([recovery](recovery.md))",
+        refused="less than 0",
+    )
+    init_from: str | None = option(
+        "initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder",
+        "PATH",
+        compared=str,
+        keyword="PathText | None",
+        page="initial weights from a run, a checkpoint, a file or a model folder ([fine-tuning](fine-tuning.md))",
+        refused="nothing there, another model, code in a file, `--resume`",
+    )
+    init_allow: str | None = option(
+        "with --init-from: tensors that may differ: missing, unexpected, mismatched (default: none)",
+        "KINDS",
+        compared=str,
+        call='for init_from: tensors that may differ, "missing,unexpected,mismatched"; default: none',
+        page="differences that are allowed: `missing`, `unexpected`, `mismatched`",
+        refused="other words, without `--init-from`",
+    )
+    init_rename: tuple[str, ...] = option(
+        "with --init-from: rename a prefix of names",
+        "OLD=NEW",
+        default=(),
+        action="append",
+        compared=list,
+        call="for init_from: prefixes of names, old to new",
+        keyword="Mapping[str, str] | Sequence[str]",
+        page="`OLD=NEW`, a prefix of names",
+        refused="a prefix that no name has, without `--init-from`",
+    )
+
+    def compared(self) -> dict[str, Any]:
+        """Return the values, by flag, that must be equal on all ranks."""
+        known = ((one, getattr(self, one.name)) for one in declared(Course))
+        return {one.flag: one.option.compared(value) for one, value in known if one.option.compared is not None}
+
+    def saved(self) -> dict[str, Any]:
+        """Return the entries of job.json that a resumed run uses as defaults."""
+        return {one.option.saved: getattr(self, one.name) for one in declared(Course) if one.option.saved}
+
+
+def course_of(options: Course, saved: Mapping[str, Any] | None) -> tuple[Course, dict[str, Origin]]:
+    """Return the course that a call's options ask for, and the origins of its values that are not defaults.
+
+    Args:
+        saved: job.json of the run to resume, or None for a new run.
+
+    Raises: CommandError for a value in job.json that the option refuses.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for one in declared(Course):
+        value, previous = getattr(options, one.name), (saved or {}).get(one.option.saved or "")
+        if value != one.default:
+            origins[one.name] = Origin.OPTION
+        elif isinstance(previous, int | str):
+            value, origins[one.name] = checked_value(one, previous), Origin.RUN
+        elif one.option.otherwise is not None:
+            value = one.option.otherwise
+        values[one.name] = value
+    return Course(**values), origins

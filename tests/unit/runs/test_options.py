@@ -1,0 +1,68 @@
+"""Each option of a run is declared once: text that is written from it is up to date, and few places name it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.unit import option_pages
+from tests.unit.option_pages import CALL, PAGE, ROOT, written_call, written_page
+
+from shoal.cli.options import RunOptions, arguments_of, options_from
+from shoal.errors import CommandError
+from shoal.runs.options import Course, Origin, course_of, declared
+
+# Modules that carry the options of a run from the command to their uses: none of them names one of these.
+HANDING_ON = {
+    *("runs/request.py", "cli/run/description.py", "cli/run/changes.py", "training/setup/preflight.py"),
+    *("cli/run/device_range.py", "cli/run/ray_train.py", "cli/run/look.py"),
+}
+SINGLE = ("checkpoint_every", "evaluate_every", "keep_checkpoints", "bad_samples", "check_replicas")
+
+
+def test_what_is_written_from_the_declarations_is_up_to_date() -> None:
+    remedy = f"run python -m {option_pages.__name__}"
+    assert CALL.read_text("utf-8") == written_call(CALL.read_text("utf-8")), remedy
+    assert PAGE.read_text("utf-8") == written_page(PAGE.read_text("utf-8")), remedy
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_an_option_of_a_run_is_named_where_it_is_declared_and_where_it_is_used(name: str) -> None:
+    """No module between the two hands it on by name."""
+    package, pattern = ROOT / "src" / "shoal", re.compile(rf"\b(?:course|options)\.{name}\b")
+    uses = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if pattern.search(path.read_text("utf-8")) and "session" not in path.parts
+    }
+    assert uses, "or it has no effect"
+    assert not uses & HANDING_ON
+
+
+def test_ranks_compare_and_a_resume_keeps_what_is_declared() -> None:
+    course = Course(bad_samples=3, keep_checkpoints="all", steps=7)
+    assert course.compared()["--bad-samples"] == "3"
+    assert {"--resume", "--trace", "--init-from", "--require-certificate"} <= set(course.compared())
+    assert course.saved()["stop_after"] == 7
+    again, origins = course_of(Course(resume=True, bad_samples=0), course.saved())
+    assert (again.steps, again.keep_checkpoints, again.bad_samples) == (7, "all", 0)
+    assert (origins["steps"], origins["bad_samples"]) == (Origin.RUN, Origin.OPTION)
+    assert "evaluate_every" not in origins
+    assert course_of(Course(), None)[0].keep_checkpoints == 3
+
+
+def test_options_are_words_of_a_command_and_back() -> None:
+    words = {"trace": "10-12", "track": ("mlflow:here", "wandb"), "keep_checkpoints": "2", "bad_samples": "0"}
+    options = options_from(RunOptions, {"job": "job.py", **words})
+    assert arguments_of(options)[1:] == [
+        *("--keep-checkpoints", "2", "--track", "mlflow:here", "--track", "wandb"),
+        *("--trace", "10-12", "--bad-samples", "0"),
+    ]
+    with pytest.raises(CommandError, match="--trace takes a step"):
+        options_from(RunOptions, {"job": "job.py", "trace": "x"})
+
+
+def test_each_option_says_what_it_means() -> None:
+    assert all(one.option.text and not one.option.text.endswith(".") for one in declared(RunOptions))
+    assert Path(PAGE).name == "settings.md"
