@@ -13,7 +13,7 @@ from tests.unit.training.setup.test_engine import engine
 from tests.usual import parametrize
 
 from shoal.errors import ShoalError
-from shoal.planner.profile.tracing import OperatorTracer, Setting
+from shoal.planner.profile.trace import OperatorTracer
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
 from shoal.training.setup.memory_format_choice import choose_format
@@ -41,7 +41,7 @@ def test_a_look_leaves_no_trace(name: str) -> None:
         "rehearsal": lambda: made.evaluator.rehearse(made.model),
         "format": lambda: choose_format(made.job, made.model, made.precision, made.job.train_data),
         "nonfinite": lambda: NonFiniteSearch(made.computer, made.precision, made.parameters).find(made.mesh, [first]),
-        "trace": lambda: OperatorTracer(made.model, made.job.loss, Setting(PrecisionSection(), "cpu")).trace(
+        "trace": lambda: OperatorTracer(made.model, made.job.loss, PrecisionSection(), device="cpu").trace(
             lambda _: first.batch, first.num_samples
         ),
     }

@@ -13,7 +13,7 @@ from benchmarks.published.__main__ import main
 from benchmarks.published.errors import text as errors_table
 from benchmarks.published.predict import Predictors
 
-from shoal.planner.profile.engine_pairs import as_engine
+from shoal.planner.profile.profiles import as_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "published" / "data" / "transformers.csv"

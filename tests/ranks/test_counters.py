@@ -27,7 +27,7 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.launch.environment import Environment
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.workload import Workload
-from shoal.planner.profile.jobs import profile_job
+from shoal.planner.profile.profiles import profile_job
 from shoal.plans.accounting.collectives import Volumes, fully_sharded
 from shoal.plans.accounting.memory import (
     StateShape,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Ranks are forked: kernels' threads, and a lock that one of them holds, would be lost in them.
 AFTER_A_LOOP = """
 import torch, shoal
-from shoal.planner.profile.jobs import profile_job
+from shoal.planner.profile.profiles import profile_job
 from tests.conformance.cases import job as small
 torch.set_num_threads(2)
 large = torch.randn(900, 900, requires_grad=True)

@@ -43,7 +43,7 @@ from shoal.planner.calibrate.comparison import section
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.segments import segments
 from shoal.planner.predict.workload import Workload
-from shoal.planner.profile.jobs import Batches, profile_job
+from shoal.planner.profile.profiles import Batches, profile_job
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import Choice, NothingFitsError, Rejected, choose, counted, gib

@@ -15,9 +15,8 @@ from torch import Tensor
 from shoal.hardware.values import CHANNELS_LAST
 from shoal.numerics.precision import channels_last
 from shoal.planner.measure.probes import Call, Make, Probe
-from shoal.planner.profile.events import OperatorTrace
 from shoal.planner.profile.operators import costs
-from shoal.planner.profile.recording import OperatorRecorder
+from shoal.planner.profile.trace import OperatorRecorder, OperatorTrace
 
 # A matrix and images of equal size: small enough for a core's caches, large compared to the cost of a call.
 _ROWS, _WIDTH = 512, 256

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.planner.profile.recurrent import lstm
-
 _DEFINED = torch.library.Library("shoal_profiling", "DEF")
 _DEFINED.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal) -> (Tensor, Tensor)"
@@ -26,7 +24,15 @@ _DEFINED.define(
 )
 _DEFINED.define("rms_norm(Tensor input, Tensor? weight, int width) -> (Tensor, Tensor)")
 _DEFINED.define("rms_norm_backward(Tensor gradient, Tensor input, Tensor? weight, Tensor scale) -> (Tensor, Tensor)")
+_HOW = "Tensor[] state, Tensor[] weights, int layers, bool both, bool batch_first"
+_DEFINED.define(f"lstm(Tensor input, {_HOW}) -> (Tensor, Tensor, Tensor, Tensor)")
+_DEFINED.define(
+    f"lstm_backward(Tensor gradient, Tensor input, Tensor out, Tensor reserve, {_HOW}) -> (Tensor, Tensor[], Tensor[])"
+)
 _ops = torch.ops.shoal_profiling
+
+# For each step and layer, the backward of an LSTM needs the four gates, the cell and its tanh.
+SAVED_VECTORS = 6
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -54,11 +60,30 @@ def _rms_norm_backward(gradient: Tensor, input: Tensor, weight: Tensor | None, s
     return torch.empty_like(input), torch.empty_like(scale if weight is None else weight)
 
 
+def _lstm(
+    input: Tensor, state: list[Tensor], weights: list[Tensor], layers: int, both: bool, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden = state[0].shape[-1]
+    ways = layers * (1 + both)
+    steps = input.numel() // input.shape[-1]
+    out = input.new_empty((*input.shape[:-1], hidden * (1 + both)))
+    reserve = input.new_empty((ways * steps * hidden * SAVED_VECTORS,))
+    return out, torch.empty_like(state[0]), torch.empty_like(state[1]), reserve
+
+
+def _lstm_backward(
+    gradient: Tensor, input: Tensor, out: Tensor, reserve: Tensor, state: list[Tensor], *rest: Any
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return torch.empty_like(input), [torch.empty_like(s) for s in state], [torch.empty_like(w) for w in rest[0]]
+
+
 _SHAPES: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
+    "lstm": _lstm,
+    "lstm_backward": _lstm_backward,
 }
 for _name, _shapes in _SHAPES.items():
     torch.library.register_fake(f"shoal_profiling::{_name}", _shapes, lib=_DEFINED)
@@ -66,8 +91,8 @@ for _name, _shapes in _SHAPES.items():
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        query, key, value, mask, dropout, is_causal = given
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        query, key, value, mask, dropout, is_causal = arguments
         out, logsumexp = _ops.attention(query, key, value, mask, dropout, is_causal)
         ctx.save_for_backward(query, key, value, mask, out, logsumexp)
         ctx.is_causal = is_causal
@@ -75,17 +100,16 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, mask, out, logsumexp = ctx.saved_tensors  # read once: checkpoint allows one access
-        given = query, key, value, mask, out, logsumexp
-        found = _ops.attention_backward(gradients[0], *given, ctx.is_causal)
+        saved = ctx.saved_tensors  # read once: checkpoint allows one access
+        of_inputs, mask = _ops.attention_backward(gradients[0], *saved, ctx.is_causal), saved[3]
         of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        return (*found, of_mask, None, None)
+        return (*of_inputs, of_mask, None, None)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        input, weight, width = given
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        input, weight, width = arguments
         out, scale = _ops.rms_norm(input, weight, width)
         ctx.save_for_backward(input, weight, scale)
         return out  # type: ignore[no-any-return]
@@ -93,16 +117,26 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         input, weight, scale = ctx.saved_tensors
-        found, of_weight = _ops.rms_norm_backward(gradients[0], input, weight, scale)
-        return found, of_weight if weight is not None else None, None
+        of_input, of_weight = _ops.rms_norm_backward(gradients[0], input, weight, scale)
+        return of_input, of_weight if weight is not None else None, None
 
 
-def _narrow(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors as autocast does for matrix products."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    dtype = torch.get_autocast_dtype("cpu")
-    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+class _LSTM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        layers, both, batch_first, input, h, c, *weights = arguments
+        out, last_h, last_c, reserve = _ops.lstm(input, [h, c], weights, layers, both, batch_first)
+        ctx.how = layers, both, batch_first
+        ctx.save_for_backward(input, out, reserve, h, c, *weights)
+        return out, last_h, last_c
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        input, out, reserve, h, c, *weights = ctx.saved_tensors
+        of_input, of_state, of_weights = _ops.lstm_backward(
+            gradients[0], input, out, reserve, [h, c], weights, *ctx.how
+        )
+        return None, None, None, of_input, *of_state, *of_weights
 
 
 def scaled_dot_product_attention(
@@ -114,8 +148,21 @@ def scaled_dot_product_attention(
     """
     dropout, is_causal = [*rest, *(0.0, False)[len(rest) :]][:2]
     dropout, is_causal = options.get("dropout_p", dropout), options.get("is_causal", is_causal)
-    query, key, value = _narrow(query, key, value)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) if t.is_floating_point() else t for t in (query, key, value))
     return _Attention.apply(query, key, value, attn_mask, dropout, is_causal)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def lstm(input: Tensor, state: Any, weights: Any, *options: Any) -> Any:
+    """Replace `torch.lstm` for padded sequences.
+
+    `options`: biases, layers, dropout, training, bidirectional, batch first.
+    """
+    _, layers, _, _, both, batch_first = options  # dropout is part of the kernel and saves only bits
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+    tensors = [t.to(dtype) for t in (input, *state, *weights)]
+    return _LSTM.apply(layers, both, batch_first, *tensors)  # type: ignore[no-untyped-call]
 
 
 def rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
@@ -160,10 +207,11 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def _widened(operator: Any) -> Callable[..., Any]:
-    narrow = torch.bfloat16, torch.float16
+    """Return the operator on tensors that are cast to float32."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            narrow = torch.bfloat16, torch.float16
             wide = [a.float() if isinstance(a, Tensor) and a.dtype in narrow else a for a in args]
             return operator(*wide, **kwargs)
 

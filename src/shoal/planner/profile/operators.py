@@ -7,10 +7,11 @@ Bytes are those of the operands in memory: a view moves nothing, and an expanded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shoal.planner.profile.events import OperatorEvent, StorageRef
+from shoal.planner.profile.kernels import SAVED_VECTORS
+from shoal.planner.profile.trace import OperatorEvent, StorageRef
 from shoal.planner.profile.values import ALIGNED, OperationKind
 
 
@@ -40,7 +41,9 @@ def costs(event: OperatorEvent) -> list[KernelCost]:
     """Return the costs of an event's kernels; an empty list if it runs none."""
     if event.name == "stand_in" or event.is_view or event.name in _FREE or not (event.outputs or event.written):
         return []
-    special = _COSTS.get(event.name)
+    special, operands = _COSTS.get(event.name), PRODUCTS.get(event.name)
+    if operands is not None:
+        return _product(event, *(event.inputs[i] for i in operands))
     return special(event) if special is not None else [_moves(event)]
 
 
@@ -133,23 +136,18 @@ def _moves(event: OperatorEvent) -> KernelCost:
 # ---------------------------------------------------------------------------------------------------------- products
 
 
+# Products of two matrices, or of batches of them, with the indices of both operands.
+PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
+
+
 def _product(event: OperatorEvent, left: StorageRef, right: StorageRef) -> list[KernelCost]:
     *batch, m, k = left.shape
-    n = right.shape[-1]
-    count = math.prod(batch)
-    moved, rows = _moves(event), _rows(left, right, event.outputs[0])
-    sizes = m, n, k, count
-    return [
-        KernelCost(
-            OperationKind.MATMUL, 2.0 * math.prod(sizes), moved.read_bytes, moved.written_bytes, *sizes, rows=rows
-        )
-    ]
-
-
-def _rows(left: StorageRef, right: StorageRef, out: StorageRef) -> tuple[str, ...]:
-    """Return the sizes of a product ("m", "n", "k") along which rows of its matrices lie in memory."""
-    matrices = (left, "m", "k"), (right, "k", "n"), (out, "m", "n")
-    return tuple(sorted({_row(*matrix) for matrix in matrices} - {""}))
+    n, count, moved = right.shape[-1], math.prod(batch), _moves(event)
+    matrices = (left, "m", "k"), (right, "k", "n"), (event.outputs[0], "m", "n")
+    rows = tuple(sorted({_row(*matrix) for matrix in matrices} - {""}))
+    flops = 2.0 * (m * n * k * count)
+    read, written = moved.read_bytes, moved.written_bytes
+    return [KernelCost(OperationKind.MATMUL, flops, read, written, m, n, k, count, rows=rows)]
 
 
 def _row(ref: StorageRef, outer: str, inner: str) -> str:
@@ -162,14 +160,6 @@ def _row(ref: StorageRef, outer: str, inner: str) -> str:
         return inner
     name, length, distance = (outer, height, along) if down == 1 != along else (inner, width, down)
     return "" if distance > length and distance % ALIGNED == 0 else name
-
-
-def _plain(event: OperatorEvent) -> list[KernelCost]:
-    return _product(event, event.inputs[0], event.inputs[1])
-
-
-def _added(event: OperatorEvent) -> list[KernelCost]:
-    return _product(event, event.inputs[1], event.inputs[2])
 
 
 def _grouped(event: OperatorEvent) -> list[KernelCost]:
@@ -241,69 +231,87 @@ def _convolution_backward(event: OperatorEvent) -> list[KernelCost]:
     m = _pixels(event, input, output)
     flops = 2.0 * m * num_out * reach * groups
     of_input, of_weight, of_bias = event.arguments["output_mask"]
-    made = list(event.outputs)
+    results = list(event.outputs)
     kind, winograd = _kind(event, weight)
     window = _window(event, weight, output)
-    found = []
+    kernels = []
     if of_input:
-        read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
+        read, written = output.num_bytes + weight.num_bytes, results.pop(0).num_bytes
         sizes = m, reach, num_out, groups
-        found.append(KernelCost(kind, flops, read, written, *sizes, window=window, winograd=winograd))
+        kernels.append(KernelCost(kind, flops, read, written, *sizes, window=window, winograd=winograd))
     if of_weight:
-        read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
+        read, written = output.num_bytes + input.num_bytes, results.pop(0).num_bytes
         sizes = num_out, reach, m, groups
-        found.append(KernelCost(kind, flops, read, written, *sizes, of_weight=True, window=window, winograd=winograd))
+        kernels.append(KernelCost(kind, flops, read, written, *sizes, of_weight=True, window=window, winograd=winograd))
     if of_bias:
-        found.append(KernelCost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
-    return found
+        kernels.append(KernelCost(read_bytes=output.num_bytes, written_bytes=results.pop(0).num_bytes, of_weight=True))
+    return kernels
 
 
 # --------------------------------------------------------------------------------------------------------- attention
 
 # A causal mask keeps half of the scores, and fused kernels skip the blocks of the other half.
 _CAUSAL = 0.5
-# Two products forward, five backward: the scores again, and the gradients of q, k, v and the attention weights.
-_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
-
-
-def _attention_cost(
-    event: OperatorEvent, query: StorageRef, key: StorageRef, value: StorageRef, products: int
-) -> list[KernelCost]:
-    *batch, m, width = query.shape
-    n = key.shape[-2]
-    # Three of the five backward products run over the width of q and k, two over the width of v.
-    widths = {2: width + value.shape[-1], 5: 3 * width + 2 * value.shape[-1]}[products]
-    share = _CAUSAL if event.arguments.get("is_causal") else 1.0
-    count = math.prod(batch)
-    flops = 2.0 * share * count * m * n * widths
-    moved = _moves(event)
-    return [KernelCost(OperationKind.ATTENTION, flops, moved.read_bytes, moved.written_bytes, m, n, width, count)]
 
 
 def _attention(event: OperatorEvent) -> list[KernelCost]:
-    query, key, value = event.inputs[:3]
-    return _attention_cost(event, query, key, value, _FORWARD_PRODUCTS)
+    """Return the cost of two products forward, or five backward.
+
+    The backward computes the scores again, and the gradients of q, k, v and the attention weights.
+    """
+    backward = event.name.endswith("_backward")
+    query, key, value = event.inputs[1:4] if backward else event.inputs[:3]
+    *batch, m, width = query.shape
+    n, count, moved = key.shape[-2], math.prod(batch), _moves(event)
+    # Three of the five backward products run over the width of q and k, two over the width of v; one each forward.
+    widths = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
+    flops = 2.0 * (_CAUSAL if event.arguments.get("is_causal") else 1.0) * count * m * n * widths
+    return [KernelCost(OperationKind.ATTENTION, flops, moved.read_bytes, moved.written_bytes, m, n, width, count)]
 
 
-def _attention_backward(event: OperatorEvent) -> list[KernelCost]:
-    query, key, value = event.inputs[1:4]
-    return _attention_cost(event, query, key, value, _BACKWARD_PRODUCTS)
+# ----------------------------------------------------------------------------------------------------------- LSTMs
+
+
+def _lstm(event: OperatorEvent) -> Iterator[KernelCost]:
+    """Yield the kernels of each layer and direction: one product for all inputs, and one per step for the state."""
+    input, backward = event.arguments["input"], event.name.endswith("backward")
+    samples, steps = input.shape[:2] if event.arguments["batch_first"] else (input.shape[1], input.shape[0])
+    matrices = [w for w in event.arguments["weights"] if len(w.shape) == 2]
+    for of_input, of_state in zip(matrices[::2], matrices[1::2], strict=True):
+        (gates, width), hidden, size = of_input.shape, of_state.shape[1], of_input.itemsize
+
+        def matmul(m: int, n: int, k: int, of_weight: bool = False, size: int = size) -> KernelCost:
+            read, written = (m * k + n * k) * size, m * n * size
+            return KernelCost(OperationKind.MATMUL, 2.0 * m * n * k, read, written, m, n, k, of_weight=of_weight)
+
+        vectors = steps * samples * hidden * size
+        few, many = 5.0 * vectors, (2.0 + SAVED_VECTORS) * vectors
+        if not backward:
+            yield matmul(steps * samples, gates, width)
+            for _ in range(steps):
+                yield matmul(samples, gates, hidden)
+            yield KernelCost(read_bytes=few, written_bytes=many, launches=steps)
+            continue
+        yield KernelCost(read_bytes=many, written_bytes=few, launches=steps)
+        for _ in range(steps):
+            yield matmul(samples, hidden, gates)
+        yield matmul(steps * samples, width, gates)
+        yield matmul(gates, width, steps * samples, of_weight=True)
+        yield matmul(gates, hidden, steps * samples, of_weight=True)
 
 
 _COSTS: dict[str, Callable[[OperatorEvent], list[KernelCost]]] = {
-    "aten.mm": _plain,
-    "aten.bmm": _plain,
-    "aten.addmm": _added,
-    "aten.baddbmm": _added,
     "aten._grouped_mm": _grouped,
     "aten.convolution": _convolution,
     "aten._convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
     "shoal_profiling.attention": _attention,
-    "shoal_profiling.attention_backward": _attention_backward,
+    "shoal_profiling.attention_backward": _attention,
+    "shoal_profiling.lstm": lambda event: list(_lstm(event)),
+    "shoal_profiling.lstm_backward": lambda event: list(_lstm(event)),
 }
 _COSTS |= {
-    f"aten._scaled_dot_product_{kind}{suffix}": cost
+    f"aten._scaled_dot_product_{kind}{suffix}": _attention
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    for suffix, cost in (("", _attention), ("_backward", _attention_backward))
+    for suffix in ("", "_backward")
 }

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRef
 from shoal.planner.profile.operators import costs
-from shoal.planner.profile.recording import OperatorRecorder
+from shoal.planner.profile.trace import OperatorRecorder, OperatorTrace, StorageRef
 from shoal.training.setup.job_optimizer import Parameters
 from shoal.training.update.fused_step import fused
 
@@ -60,14 +59,16 @@ def update(
 
 
 def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, capturable: bool) -> OptimizerCost:
-    several = device != "cpu" and any(_chooses(g) for g in optimizer.param_groups)
-    for group in optimizer.param_groups:
-        if several and _chooses(group):
+    """Return the cost of the second step on the largest parameters, extrapolated to all."""
+    choosing = [g for g in optimizer.param_groups if "foreach" in g and g["foreach"] is None and not g.get("fused")]
+    if device != "cpu":
+        for group in choosing:
             group["foreach"] = True  # torch's default if all parameters are on a GPU
+    for group in optimizer.param_groups:
         if "capturable" in group and capturable:
             group["capturable"] = True
-    taken = sorted(parameters, key=lambda p: -p.numel())[:_FEW]
-    for parameter in taken:
+    largest = sorted(parameters, key=lambda p: -p.numel())[:_FEW]
+    for parameter in largest:
         parameter.grad = torch.empty_like(parameter)
     trace = OperatorTrace(1)
     # The same optimizer step as in the engine's fast mode (training/update/optimizer_step.py).
@@ -76,26 +77,27 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
         optimizer.step()
         with OperatorRecorder(trace):
             optimizer.step()
-    elements = sum(p.numel() for p in taken)
-    state = [v for p in taken for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    moved = [(cost, event) for event in trace.events for cost in costs(event)]
-    num_bytes = sum(cost.read_bytes + cost.written_bytes for cost, _ in moved)
-    launches = sum(_launches(event, len(taken), parameters) for _, event in moved)
-    width = sum(p.numel() * p.itemsize for p in taken) / elements
-    state_bytes = sum(t.numel() * t.itemsize for t in state)
-    return OptimizerCost(state_bytes / elements, num_bytes / elements / width, round(launches))
-
-
-def _chooses(group: dict[str, Any]) -> bool:
-    return "foreach" in group and group["foreach"] is None and not group.get("fused")
+    launches, moved_bytes = 0.0, 0.0
+    for event in trace.events:
+        lists = (v for v in event.arguments.values() if isinstance(v, list) and v and isinstance(v[0], StorageRef))
+        length = len(next(lists, []))
+        for cost in costs(event):
+            moved_bytes += cost.read_bytes + cost.written_bytes
+            if "_foreach_" in event.name or "_fused_" in event.name:
+                launches += max(1, -(-len(parameters) * length / len(largest) // _TENSORS_A_LAUNCH))
+            else:
+                launches += len(parameters) / len(largest)
+    elements = sum(p.numel() for p in largest)
+    state = [v for p in largest for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+    width = sum(p.numel() * p.itemsize for p in largest) / elements
+    return OptimizerCost(sum(t.nbytes for t in state) / elements, moved_bytes / elements / width, round(launches))
 
 
 @contextlib.contextmanager
 def _capturable_anywhere() -> Iterator[None]:
     """Allow `capturable` on the CPU, whose fake tensors stand for an accelerator's here."""
     name = "_get_capturable_supported_devices"
-    modules = [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]
-    changed = [m for m in modules if hasattr(m, name)]
+    changed = [m for key, m in sys.modules.items() if key.startswith("torch.optim.") and hasattr(m, name)]
     allowed = getattr(sys.modules["torch.optim.optimizer"], name)
 
     def devices(*args: Any, **kwargs: Any) -> list[str]:
@@ -108,14 +110,3 @@ def _capturable_anywhere() -> Iterator[None]:
     finally:
         for module in changed:
             setattr(module, name, allowed)
-
-
-def _launches(event: OperatorEvent, num_taken: int, parameters: list[nn.Parameter]) -> float:
-    """Return the kernel launches for all parameters, extrapolated from the traced `num_taken`."""
-    if "_foreach_" not in event.name and "_fused_" not in event.name:
-        return len(parameters) / num_taken
-    return max(1, -(-len(parameters) * len(_first_list(event)) / num_taken // _TENSORS_A_LAUNCH))
-
-
-def _first_list(event: OperatorEvent) -> list[StorageRef]:
-    return next((v for v in event.arguments.values() if isinstance(v, list) and v and isinstance(v[0], StorageRef)), [])

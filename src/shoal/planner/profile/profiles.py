@@ -1,25 +1,36 @@
-"""Profiling of a model with a loss and batches: the computation, memory traffic and saved activations of a step."""
+"""Profiling of a job, or of a model with a loss and batches: computation, traffic and saved activations of a step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from shoal.numerics.operators import tensors_in
-from shoal.parallel.tensor.layers import kind
-from shoal.planner.profile.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
-from shoal.planner.profile.division import CutParameters, divide
-from shoal.planner.profile.engine_pairs import as_engine, outlined, shortened, spread
-from shoal.planner.profile.events import OperatorTrace
+from shoal.data.opened import training_data
+from shoal.data.source import MapSource, small_batch
+from shoal.errors import ShoalError, UserCodeError
+from shoal.jobs.job import Job
+from shoal.numerics.flat import is_strided
+from shoal.numerics.isolation import generators_kept
+from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.value_free import construction, twin
+from shoal.parallel.tensor.heads import is_lost
+from shoal.parallel.tensor.layers import kind, output_dim, output_dims
+from shoal.parallel.tensor.plan import decide, follow
+from shoal.planner.profile.assemble import assembled
+from shoal.planner.profile.division import CutParameters
 from shoal.planner.profile.optimizers import OptimizerCost, update
-from shoal.planner.profile.phases import weight_events
-from shoal.planner.profile.tracing import Loss, OperatorTracer, Setting
-from shoal.planner.profile.values import Amount, Exchange, Profile, TensorCut, Weight
-from shoal.plans.plan import PrecisionSection
+from shoal.planner.profile.trace import Loss, Model, OperatorTrace, OperatorTracer
+from shoal.planner.profile.values import Profile
+from shoal.plans.plan import Plan, PrecisionSection
+from shoal.training.setup.default_grains import with_grains
+from shoal.training.setup.lazy_modules import lazy_names, whole
 
 # Numbers of samples to trace: two determine the line, the third checks it. One sample is unsuitable, because a dim of
 # size 1 is a special case for strides, broadcasts and batch statistics. The later tuples serve losses that accept
@@ -32,11 +43,88 @@ _REAL_BYTES = 1 << 30
 # A class of undivided modules gets a note if it has more than this share of all parameters.
 _MUCH = 0.05
 
+# Widths and heads need to be divisible only by the smallest possible degree.
+_DEGREE = 2
+
 Tensors = Callable[[nn.Module], Mapping[str, int] | CutParameters]
 
 
+def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", tensor: Tensors | None = None) -> Profile:
+    """Return the profile of a job in a plan's precision on one type of device.
+
+    The function reads one grain of training data. All traced batches have the length of that grain's longest sample.
+    Raises: UserCodeError if the job's model, loss or data raise an error, or cannot be traced.
+    """
+    plan = plan if plan is not None else Plan()
+    try:
+        job = with_grains(job)
+        batch = Batches(job)
+
+        def of(model: Model) -> Profile:
+            return profile(
+                model,
+                job.loss,
+                batch,
+                precision=plan.precision,
+                device=device,
+                by_grain=True,
+                tensor=tensor,
+                optimizer=job.optimizer,
+            )
+
+        outline = outlined(job.model)
+        if lazy_names(outline):  # parameters whose shapes only a forward determines
+            with generators_kept():
+                return of(whole(job.model(), job))
+        try:
+            return of(job.model)
+        except Exception as error:
+            if not is_small(outline):
+                raise  # drawing its initial weights alone would take minutes
+            try:
+                model, _ = deferred(job.model, job.seed)  # for constructors that read tensor values
+            except Exception:
+                raise error from None
+            return of(model)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise UserCodeError(
+            given="one grain of the job's samples, for a trace of its model and loss",
+            conflict=f"{type(error).__name__}: {str(error).strip()}",
+            remedy="train a step with `shoal run JOB --steps 1`; where that works, model or loss may compute other "
+            "operators for other samples, which cannot be planned, or shoal's trace is at fault: please report it",
+        ) from error
+
+
+class Batches:
+    """Source of batches of any number of samples, built from one grain of a job."""
+
+    def __init__(self, job: Job) -> None:
+        data = training_data(job)
+        self._source = data.source
+        if isinstance(self._source, MapSource):
+            self._rows = min(len(self._source), job.grain_size)
+            self._one = self._fetch(self._rows)
+        else:
+            self._one = small_batch(data.source, data.collate)
+            self._rows = 2
+
+    def __call__(self, samples: int) -> Any:
+        """Return a batch of `samples` samples."""
+        tensors = tensors_in(self._one)
+        if tensors and all(is_strided(t) and t.ndim and t.shape[0] == self._rows for t in tensors):
+            rows = torch.arange(samples) % self._rows
+            return replace_leaves(self._one, Tensor, lambda leaf: leaf[rows])
+        return self._fetch(samples)
+
+    def _fetch(self, samples: int) -> Any:
+        assert isinstance(self._source, MapSource)
+        return self._source.fetch([np.arange(samples) % len(self._source)], [0])
+
+
 def profile(
-    model: nn.Module | Callable[[], nn.Module],
+    model: Model,
     loss: Loss,
     batch: Callable[[int], Any],
     *,
@@ -60,58 +148,53 @@ def profile(
 
     Raises: errors of the model, the loss or the batch.
     """
-    setting = Setting(precision or PrecisionSection(), device, by_grain)
-    tracer, traces = _traced(model, loss, batch, setting)
-    found = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else OptimizerCost()
-    division, note = _division(tensor or (lambda outline: as_engine(outline, loss, batch(2))), model, traces[0])
-    made = assembled(tracer, traces, division, found, sample_bytes(batch))
-    return replace(made, notes=(*made.notes, *note, *_undivided(tracer.model, division)))
-
-
-def _division(
-    tensor: Tensors, model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
-) -> tuple[CutParameters, tuple[str, ...]]:
-    """Return the parameters that tensor parallelism cuts, and a note if they could not be determined."""
+    tracer, traces = _traced(model, loss, batch, precision or PrecisionSection(), device=device, by_grain=by_grain)
+    cost = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else OptimizerCost()
+    notes: tuple[str, ...] = ()
     try:
-        outline, like = shortened(model, trace)
-        found = tensor(outline)
+        outline, like = shortened(model, traces[0])
+        cut = as_engine(outline, loss, batch(2)) if tensor is None else tensor(outline)
+        division = spread(cut if isinstance(cut, CutParameters) else CutParameters(cut), like)
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")[:200]
-        return CutParameters(), (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
-    return spread(found if isinstance(found, CutParameters) else CutParameters(found), like), ()
+        division = CutParameters()
+        notes = (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
+    few, more = (sum(t.nbytes for t in tensors_in(batch(n))) for n in (2, 4))
+    read = ["computed with numbers, because the model looks at them"] if tracer.values == "all" else []
+    result = assembled(tracer.model, traces, division, cost, sample_bytes=round((more - few) / 2), notes=read)
+    return replace(result, notes=(*result.notes, *notes, *_undivided(tracer.model, division)))
 
 
 def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:
     """Return notes on modules of unknown classes with many undivided parameters, typically experts."""
     total = sum(p.numel() for p in model.parameters())
-    held: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
         own = (p for p in module._parameters.values() if p is not None and names[id(p)] not in division.dims)
         if kind(module) is None:
-            held[type(module).__name__] += sum(p.numel() for p in own)
+            counts[type(module).__name__] += sum(p.numel() for p in own)
     return tuple(
         f"{name} is not divided by a tensor axis: {count:,} of {total:,} parameters"
-        for name, count in held.items()
+        for name, count in counts.items()
         if division.dims and count > _MUCH * total
     )
 
 
 def _traced(
-    model: nn.Module | Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any], setting: Setting
+    model: Model, loss: Loss, batch: Callable[[int], Any], precision: PrecisionSection, **kernels: Any
 ) -> tuple[OperatorTracer, list[OperatorTrace]]:
     """Trace the model without numbers or, if a small model reads tensor values, with numbers."""
     outline = outlined(model)
-    ways = [setting, replace(setting, with_batch=True)]
-    tries: list[tuple[nn.Module | Callable[[], nn.Module], Setting]] = [(model, way) for way in ways]
+    tries: list[tuple[Model, Any]] = [(model, "none"), (model, "integers")]
     if outline is not None and outline is not model:
-        tries = [*((outline, way) for way in ways), *tries]
+        tries = [(outline, "none"), (outline, "integers"), *tries]
     if is_small(outline) and not (isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())):
-        tries.append((model, replace(setting, with_values=True)))
+        tries.append((model, "all"))
     errors: list[Exception] = []
-    for given, how in tries:
+    for attempt, values in tries:
         try:
-            tracer = OperatorTracer(given, loss, how)
+            tracer = OperatorTracer(attempt, loss, precision, values=values, **kernels)
             return tracer, several(tracer, batch)
         except Exception as error:
             errors.append(error)
@@ -143,126 +226,103 @@ def several(tracer: OperatorTracer, batch: Callable[[int], Any]) -> list[Operato
     raise error or ValueError("the model computes otherwise for each number of samples")
 
 
-def sample_bytes(batch: Callable[[int], Any]) -> int:
-    """Return the bytes that the loader delivers for one sample."""
-    few, more = (tensors_in(batch(n)) for n in (2, 4))
-    return round((sum(t.nbytes for t in more) - sum(t.nbytes for t in few)) / 2)
+# ----------------------------------------------------------------------------------------- what tensor parallelism cuts
 
 
-def assembled(
-    tracer: OperatorTracer,
-    traces: Sequence[OperatorTrace],
-    division: CutParameters,
-    found: OptimizerCost,
-    num_bytes: int,
-) -> Profile:
-    """Build the profile from traces of one model."""
-    fit = Fit([trace.samples for trace in traces])
-    first = traces[0]
-    pieces, homes = _pieces(fit, traces, division)
-    tied = _weights(tracer.model, first, pieces, homes, division)
-    bodies = Bodies()
-    notes = ["computed with numbers, because the model looks at them"] if tracer.with_values else []
-    notes += [f"not linear in the samples: {what}" for what in dict.fromkeys(fit.bent)]
-    return Profile(
-        tuple(bodies.unit(pieces[home]) for home in sorted(pieces)),
-        sample_bytes=num_bytes,
-        state_bytes_per_element=found.state_bytes_per_element,
-        optimizer_passes=found.passes,
-        optimizer_launches=found.launches,
-        tied=tied,
-        heads=_heads(first),
-        notes=(*notes, *((found.note,) if found.note else ())),
-        saved_batch=fit("the batch", *(saved_of_batch(t) for t in traces)),
-    )
+def outlined(model: Model) -> nn.Module | None:
+    """Return the model on the meta device, or None if its constructor reads tensor values."""
+    if isinstance(model, nn.Module):
+        return model
+    try:
+        with construction():
+            return model()
+    except Exception:
+        return None
 
 
-def _pieces(
-    fit: Fit, traces: Sequence[OperatorTrace], division: CutParameters
-) -> tuple[dict[int, Piece], dict[int, int]]:
-    """Return the nonempty regions by number, and for each region the number of the piece with its parameters."""
-    first = traces[0]
-    late = [weight_events(trace) for trace in traces]
-    ran = [kernels(trace, places) for trace, places in zip(traces, late, strict=True)]
-    divided = [divide(trace, division, places) for trace, places in zip(traces, late, strict=True)]
-    by_region: dict[int, list[list[Kernel]]] = {}
-    for same in zip(*ran, strict=True):
-        by_region.setdefault(same[0].event.region, []).append(list(same))
+def shortened(model: Model, trace: OperatorTrace) -> tuple[nn.Module, dict[str, str]]:
+    """Return the model on the meta device without repeated equal blocks, and {removed block: the first equal one}.
 
-    def cut(kernel: Kernel) -> TensorCut:
-        cuts = divided[0].cuts.get(kernel.place, ())
-        return cuts[min(kernel.number, len(cuts) - 1)] if cuts else TensorCut.NONE
-
-    made = {
-        r: tuple(operation(fit, same, cut(same[0]), first.regions[r].block) for same in runs)
-        for r, runs in by_region.items()
-    }
-    sent: dict[int, list[Exchange]] = {}
-    for alike in zip(*(d.sent for d in divided), strict=True):
-        amount = fit("an exchange", *(s.num_bytes for s in alike))
-        sent.setdefault(alike[0].region, []).append(Exchange(alike[0].kind, alike[0].phase, amount))
-    crossing = [crossings(trace) for trace in traces]
-    kept = [r for r, region in enumerate(first.regions) if region.block or made.get(r)]
-    pieces: dict[int, Piece] = {}
-    incoming = Amount()
-    for number, region in enumerate(first.regions):
-        if number not in kept:
+    Raises: ValueError if the model's constructor reads tensor values.
+    """
+    outline = twin(model, lambda _, t: t.detach().to("meta")) if isinstance(model, nn.Module) else outlined(model)
+    if outline is None:
+        raise ValueError("the model's constructor computes with values")
+    like: dict[str, str] = {}
+    for event in trace.events:
+        region = trace.regions[event.region]
+        if event.name != "stand_in" or event.is_backward or region.like is None or region.block is None:
             continue
-        block = region.block
-        source = number if region.like is None else region.like
-        outgoing = fit("what is handed on", *(c[number] for c in crossing))
-        exchanges = tuple(sent.get(source, ()))
-        pieces[number] = Piece(
-            _name(first, number), block, made.get(source, ()), exchanges, input_bytes=incoming, output_bytes=outgoing
-        )
-        incoming = outgoing
-    homes = {r: max((k for k in kept if k <= r), default=kept[0] if kept else 0) for r in range(len(first.regions))}
-    return pieces, homes
+        other = trace.regions[region.like].block
+        passes = len(event.outputs) == 1 and event.inputs and event.inputs[0].shape == event.outputs[0].shape
+        if passes and other is not None and other != region.block:
+            like[region.block] = other
+    for name, other in like.items():
+        parent, _, key = name.rpartition(".")
+        outline.get_submodule(parent)._modules[key] = _Pass(outline.get_submodule(other))
+    return outline, like
 
 
-def _name(trace: OperatorTrace, region: int) -> str:
-    block = trace.regions[region].block
-    if block is not None:
-        return block
-    before = next((r.block for r in reversed(trace.regions[:region]) if r.block), None)
-    after = next((r.block for r in trace.regions[region:] if r.block), None)
-    if before is None and after is None:
-        return ""
-    if before is None:
-        return f"before {after}"
-    return f"after {before}" if after is None else f"between {before} and {after}"
+class _Pass(nn.Module):
+    """Replacement of a shape-preserving block: returns its input in the structure of `like`'s output."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self._output: list[Any] = []  # a list, so that copies of both modules still share it
+        like.register_forward_hook(_OutputOf(self._output))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = tensors_in((args, kwargs))[0]
+        return replace_leaves(self._output[-1], Tensor, lambda _: hidden)
 
 
-def _weights(
-    model: nn.Module, trace: OperatorTrace, pieces: dict[int, Piece], homes: dict[int, int], division: CutParameters
-) -> tuple[tuple[str, str], ...]:
-    """Assign each parameter to the first unit that uses it; return pairs (name, another unit that uses it)."""
-    last = max(pieces)
-    for name, parameter in model.named_parameters():
-        home = homes[trace.used[name]] if name in trace.used else _owner(name, pieces, last)
-        pieces[home].weights.append(
-            Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
-        )
-    users: dict[str, set[int]] = {}
-    for event in trace.forward:
-        for ref in event.inputs:
-            used = trace.parameters.get(ref.key)
-            if used is not None:
-                users.setdefault(used, set()).add(homes[event.region])
-    return tuple((name, pieces[other].name) for name, where in users.items() for other in sorted(where - {min(where)}))
+class _OutputOf:
+    """Forward hook that stores a module's last output."""
+
+    def __init__(self, output: list[Any]) -> None:
+        self._output = output
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._output[:] = [output]
 
 
-def _owner(name: str, pieces: dict[int, Piece], last: int) -> int:
-    """Return the piece of a parameter that no operator uses."""
-    held = (r for r, piece in pieces.items() if piece.block and name.startswith(f"{piece.block}."))
-    return next(held, last)
+def spread(cut: CutParameters, like: dict[str, str]) -> CutParameters:
+    """Extend a division to the blocks that equal the divided ones."""
+    dims, gathered = dict(cut.dims), set(cut.gathered)
+    for name, other in like.items():
+        own = {key: f"{name}.{key.removeprefix(f'{other}.')}" for key in cut.dims if key.startswith(f"{other}.")}
+        dims |= {new: cut.dims[key] for key, new in own.items()}
+        gathered |= {new for key, new in own.items() if key in cut.gathered}
+    return CutParameters(dims, frozenset(gathered))
 
 
-def _heads(trace: OperatorTrace) -> int | None:
-    """Return the fewest heads of any attention, fused or as batched products around a softmax."""
-    fused = [
-        e.inputs[0].shape[-3] for e in trace.events if e.name.endswith(".attention") and len(e.inputs[0].shape) > 3
-    ]
-    mixing = {e.module for e in trace.events if "softmax" in e.name}
-    plain = [e.inputs[0].shape[0] // trace.samples for e in trace.events if e.name == "aten.bmm" and e.module in mixing]
-    return min((heads for heads in fused or plain if heads), default=None)
+def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CutParameters:
+    """Return the parameters that shoal's tensor parallelism cuts, including layers outside of pairs.
+
+    Layers outside of pairs gather their outputs at once, unless only the loss reads them.
+    Raises: PlanError if nothing is cut, or if the loss of a large model reads tensor values; small ones run on zeros.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    trace = follow(
+        model.train(), loss, batch, lambda name: torch.zeros(tensors[name].shape), _DEGREE, most_bytes=_REAL_BYTES
+    )
+    decided = decide(model, trace, None, _DEGREE)
+    names = {id(p): name for name, p in model.named_parameters()}
+    dims: dict[str, int] = {}
+
+    def cut(module: str, by: Mapping[str, int]) -> list[str]:
+        own = model.get_submodule(module)._parameters
+        cuts = {names[id(own[key])]: dim for key, dim in by.items() if own.get(key) is not None}
+        dims.update({name: dim for name, dim in cuts.items() if name not in dims})
+        return list(cuts)
+
+    for candidate in (pair.candidate for pair in decided.pairs):
+        for name in candidate.columns:
+            cut(name, output_dims(model.get_submodule(name)))
+        cut(candidate.row, {"weight": 1 - output_dim(model.get_submodule(candidate.row))})
+    whole = []
+    for name in (*decided.rows, *decided.gathered):
+        weight, *_ = cut(name, output_dims(model.get_submodule(name)))
+        if name in decided.gathered and not is_lost(name, model, trace):
+            whole.append(weight)
+    return CutParameters(dims, frozenset(whole))

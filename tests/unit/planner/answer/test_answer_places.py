@@ -15,7 +15,7 @@ from shoal.errors import PlanError, ShoalError
 from shoal.parallel.pipeline.stages import Stages
 from shoal.planner.answer.answer import Question, question
 from shoal.planner.predict.step_time import Predictor
-from shoal.planner.profile.jobs import Batches
+from shoal.planner.profile.profiles import Batches
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees
 from shoal.plans import Plan

@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import UserCodeError
-from shoal.planner.profile.jobs import profile_job
+from shoal.planner.profile.profiles import profile_job
 from shoal.plans.plan import Plan
 
 
