@@ -25,6 +25,8 @@ NEEDS = {"coming-from/keras.md": "keras", "coming-from/trainer.md": "transformer
 RECORDS = ("assumptions", "corpus", "cpu-steps", "gpu-steps", "log", "loss-curves", "matrix", "small-steps")
 RECORDS += ("traffic-and-memory", "verify-results")
 PLAIN = [path for path in (*DOCS.glob("*.md"), *DOCS.glob("engines/*.md")) if path.stem not in RECORDS]
+LOOKED_UP = {DOCS / f"{name}.md" for name in ("architecture", "features", "settings")}  # rather than read
+MOST_WORDS = 1_200
 USUAL = {"coming-from/lightning.md", "coming-from/deepspeed.md"}
 
 
@@ -89,6 +91,17 @@ def long_sentences(page: str, most: int = 25) -> list[str]:
 @pytest.mark.parametrize("path", sorted({ROOT / "README.md", *TAUGHT, *PLAIN}), ids=lambda p: p.name)
 def test_sentences_are_short(path: Path) -> None:
     assert long_sentences(path.read_text("utf-8")) == []
+
+
+def num_words(page: str) -> int:
+    """Words of a page without its programs, the bars of its tables and the targets of its links."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return len(re.findall(r"[^\s|]+", re.sub(r"\]\([^)]*\)", "]", text)))
+
+
+@pytest.mark.parametrize("path", sorted({*TAUGHT, *PLAIN} - LOOKED_UP), ids=lambda p: p.name)
+def test_a_page_is_read_in_ten_minutes(path: Path) -> None:
+    assert num_words(path.read_text("utf-8")) <= MOST_WORDS
 
 
 def test_a_long_sentence_is_found() -> None:
