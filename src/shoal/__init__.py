@@ -40,7 +40,7 @@ _HOMES = {
     "load": "shoal.checkpoint.weights",
     "from_training_arguments": "shoal.jobs.training_arguments",
     "weights_sha256": "shoal.checkpoint",
-    "Answer": "shoal.planner.answer.shown",
+    "Answer": "shoal.planner.answer.display",
     "Run": "shoal.cli.finished_run",
     "evaluate": "shoal.cli.from_python_weights",
     "export": "shoal.cli.from_python_weights",
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from shoal.jobs.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.jobs.training_arguments import from_training_arguments
     from shoal.numerics.losses import accuracy, cross_entropy, mse
-    from shoal.planner.answer.shown import Answer
+    from shoal.planner.answer.display import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__

@@ -37,7 +37,7 @@ from shoal.runs.options import Option, Origin, declared
 from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:
-    from shoal.planner.answer.shown import Answer
+    from shoal.planner.answer.display import Answer
     from shoal.planner.search.candidates import Candidate
 
 PathText = str | os.PathLike[str]

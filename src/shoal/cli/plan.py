@@ -17,10 +17,8 @@ from shoal.jobs.configured_job import PREFIX, configured_job
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import load, parse_target, written
 from shoal.launch.environment import inside_run
-from shoal.planner.answer.answer import answer, question
-from shoal.planner.answer.display import console_of_width, show
-from shoal.planner.answer.memory_format import with_chosen_format
-from shoal.planner.answer.shown import Answer
+from shoal.planner.answer.answer import answer, question, with_chosen_format
+from shoal.planner.answer.display import Answer, console_of_width, show
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.search.aims import parse
 from shoal.plans.plan import Plan

@@ -25,6 +25,7 @@ from shoal.hardware.detect import allowed_cores
 from shoal.hardware.fastest_all_reduce import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
+from shoal.numerics.precision import Precision
 from shoal.parallel.model.structure import facts_of
 from shoal.parallel.pipeline.stages import places
 from shoal.parallel.shard import torch_release
@@ -43,7 +44,7 @@ from shoal.planner.calibrate.comparison import section
 from shoal.planner.calibrate.lessons import read as read_correction
 from shoal.planner.predict.segments import segments
 from shoal.planner.predict.workload import Workload
-from shoal.planner.profile.profiles import Batches, profile_job
+from shoal.planner.profile.profiles import Batches, is_small, profile_job
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import Choice, NothingFitsError, Rejected, choose, counted, gib
@@ -53,9 +54,12 @@ from shoal.plans.plan import Plan, described, plan_text
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
-from shoal.training.setup.default_grains import deferred_outline, grains_of, outline
+from shoal.training.setup.default_grains import deferred_outline, grains_of, outline, with_grains
+from shoal.training.setup.engine import build_model
 from shoal.training.setup.job_optimizer import Parameters, build_optimizer
-from shoal.training.setup.one_copy_choice import copy_need, is_small
+from shoal.training.setup.memory_format_choice import choose_format
+from shoal.training.setup.one_copy_choice import copy_need
+from shoal.training.setup.one_copy_choice import is_small as is_copied
 from shoal.training.setup.preflight import one_grain
 
 _TRIALS = 3
@@ -126,18 +130,49 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     model = model or deferred_outline(job)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
-    numbers, (facts, uncut) = counts(cluster, most), _facts(job, model)
-    work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
-    stages = len(segments(profile.units, facts.places))
-    space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut, whole=_whole(cluster_name))
-    is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
+    grain = Batches(job)(job.grain_size)
+    facts, uncut = ModelFacts(job.num_grains, job.grain_size), ""
+    if model is not None:
+        facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
+        try:
+            facts = replace(facts, places=places(model, job.loss, grain))
+        except ShoalError as error:
+            facts, uncut = replace(facts, places=()), f"{error.conflict}; {error.remedy}"
+    # Why this machine cannot shard gradients and parameters; the releases of other machines are unknown.
+    lacking = torch_release.missing() if cluster_name == "here" else ""
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
     others = {ranks: name for ranks, name in fastest.items() if name != "native"}
-    space = replace(space, tensor=is_cut, all_reduces=others if cluster.num_hosts == 1 else {})
+    space = Space(
+        base,
+        facts,
+        counts(cluster, most),
+        None if job.fuse else 1,
+        len(segments(profile.units, facts.places)),
+        uncut=uncut,
+        whole=lacking and f"this machine has torch {torch.__version__}: {lacking}",
+        tensor=any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights),
+        all_reduces=others if cluster.num_hosts == 1 else {},
+    )
     if device == "cpu" and space.all_reduces:
         space = replace(space, one_copy=_allows_one_copy(job, model))
+    work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
     case = Case(work, cluster, space, correction=read_correction(cluster.name))
-    return Question(case, _num_steps(job), grains.why, _sample_tokens(job), _precise(job, case))
+    # The tokens in a sample: the length of its longest integer sequence, if a sample has no other arrays.
+    arrays = [t for t in tensors_in(grain) if t.ndim > 1 and t.dtype != torch.bool]
+    has_tokens = bool(arrays) and not any(t.is_floating_point() or t.ndim > 2 for t in arrays)
+    tokens = max(t.shape[1] for t in arrays) if has_tokens else None
+    # A half precision that the device supports, if the plan is for float32.
+    halves = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in cluster.device.flops]
+    precise = None
+    if cluster.device.kind == "gpu" and base.precision.compute == "float32" and halves:
+
+        def in_half() -> Case:
+            other = apply_wishes(base, Wishes(precision=halves[0]), from_file=False)
+            traced = replace(work, profile=profile_job(job, other, device="cuda"))
+            return replace(case, work=traced, space=replace(case.space, base=other))
+
+        precise = halves[0], in_half
+    return Question(case, _num_steps(job), grains.why, tokens, precise)
 
 
 def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
@@ -145,56 +180,13 @@ def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
 
     False if only a trial could decide it. `model`: the job's model, without values.
     """
-    if model is None or is_small(model):
+    if model is None or is_copied(model):
         return False
     try:
         optimizer = build_optimizer(job.optimizer, Parameters(model))
     except ShoalError:  # the job's own optimizer function reads values
         return False
     return copy_need(model, optimizer, job.callbacks) is None
-
-
-def _whole(cluster_name: str) -> str:
-    """Return why this machine cannot shard gradients and parameters, or ""; other machines' releases are unknown."""
-    lacking = torch_release.missing() if cluster_name == "here" else ""
-    return lacking and f"this machine has torch {torch.__version__}: {lacking}"
-
-
-def _precise(job: Job, case: Case) -> tuple[str, Callable[[], Case]] | None:
-    """Return a half precision that the device supports, with its case, if the plan is for float32."""
-    base, device = case.space.base, case.cluster.device
-    names = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in device.flops]
-    if device.kind != "gpu" or base.precision.compute != "float32" or not names:
-        return None
-
-    def made() -> Case:
-        other = apply_wishes(base, Wishes(precision=names[0]), from_file=False)
-        work = replace(case.work, profile=profile_job(job, other, device="cuda"))
-        return replace(case, work=work, space=replace(case.space, base=other))
-
-    return names[0], made
-
-
-def _sample_tokens(job: Job) -> int | None:
-    """Return the tokens in a sample: the length of its longest integer sequence; None if it has other arrays too."""
-    tensors = [t for t in tensors_in(Batches(job)(job.grain_size)) if t.ndim > 1 and t.dtype != torch.bool]
-    if not tensors or any(t.is_floating_point() or t.ndim > 2 for t in tensors):
-        return None
-    return max(t.shape[1] for t in tensors)
-
-
-def _facts(job: Job, model: nn.Module | None) -> tuple[ModelFacts, str]:
-    """Return the model's facts with the engine's cut places, and why a pipeline cannot divide the model ("" if it can).
-
-    `model`: the job's model, without values, whose forward is traced through a pipeline; None if unknown.
-    """
-    if model is None:
-        return ModelFacts(job.num_grains, job.grain_size), ""
-    facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
-    try:
-        return replace(facts, places=places(model, job.loss, Batches(job)(job.grain_size))), ""
-    except ShoalError as error:
-        return replace(facts, places=()), f"{error.conflict}; {error.remedy}"
 
 
 def _sample_seconds(job: Job) -> float:
@@ -319,17 +311,13 @@ class SearchResult:
         about |= {"price_per_hour": self.price} if self.price is not None else {}
         about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
         document = self.chosen.plan.to_mapping()
-        document["pipeline"]["split"] = list(self._split)
+        # The modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable.
+        split, at = self.chosen.prediction.split, self.chosen.plan
+        known = all(name in case.space.facts.cuts for name in split)
+        usable = known and len(split) == at.layout.pipeline * at.pipeline.stages_per_rank - 1
+        document["pipeline"]["split"] = list(split if usable else at.pipeline.split)
         document["prediction"] = section(self.chosen.prediction, about)
         return Plan.from_mapping(document, source="plan")
-
-    @property
-    def _split(self) -> tuple[str, ...]:
-        """Modules at which the prediction cuts the model, for the run to reuse; the plan's own split if unusable."""
-        split, at = self.chosen.prediction.split, self.chosen.plan
-        known = all(name in self.question.case.space.facts.cuts for name in split)
-        stages = at.layout.pipeline * at.pipeline.stages_per_rank
-        return split if known and len(split) == stages - 1 else at.pipeline.split
 
 
 def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
@@ -354,24 +342,25 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
     return error
 
 
-def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | None:
-    return None if precise is None else (precise[0], precise[1]())
-
-
+@_without_collections()
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     """Search for the best plan and evaluate its outlook. Raises: PlanError if no plan serves the aim."""
-    with _without_collections():
-        return _answer(question, aim, job, device_hours, clock)
-
-
-def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
-    case = question.case
+    case, precise = question.case, question.precise
     began = clock()
     with case.search_on(allowed_cores()) as search:
         try:
             choice = choose(search, aim, question.num_steps)
         except NothingFitsError as error:
-            raise _ways_out(error, case, aim) from None
+            if aim.name == "deadline":
+                raise
+            more_grains = finer(case, aim, None)
+            if more_grains is None:
+                raise with_way_out(error, case) from None
+            raise NothingFitsError(
+                given=error.given,
+                conflict=f"{more_grains.cause}; {error.conflict}",
+                remedy=f"write {more_grains.effect}; or {error.remedy}",
+            ) from None
         seconds = clock() - began
         hours = device_hours or case.cluster.mean_hours_between_failures
         devices = choice.chosen.devices
@@ -379,7 +368,7 @@ def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, 
             question=question,
             choice=choice,
             curve=curve(search, devices),
-            changes=sensitivity(case, search, choice.chosen, _made(question.precise)),
+            changes=sensitivity(case, search, choice.chosen, None if precise is None else (precise[0], precise[1]())),
             goodput=goodput(failures(case, devices, hours)) if hours else None,
             search_seconds=seconds,
             job=job,
@@ -387,15 +376,20 @@ def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, 
         )
 
 
-def _ways_out(error: NothingFitsError, case: Case, aim: Aim) -> NothingFitsError:
-    """Add the remedies to the error: more grains if they make a plan fit, else a larger cluster."""
-    if aim.name == "deadline":
-        return error
-    found = finer(case, aim, None)
-    if found is None:
-        return with_way_out(error, case)
-    return NothingFitsError(
-        given=error.given,
-        conflict=f"{found.cause}; {error.conflict}",
-        remedy=f"write {found.effect}; or {error.remedy}",
-    )
+def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:
+    """Return the plan with the memory format that a run of the job chooses by default.
+
+    Two samples are computed if the model has convolutions; other plans are returned unchanged.
+    Raises: HardwareError for an unknown cluster.
+    """
+    if find_cluster(cluster_name).device.kind != "cpu" or base.execution.exact:
+        return base
+    model = outline(job)
+    if model is None or not is_small(model) or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return base
+    precision = Precision.of(base.precision, torch.device("cpu"))
+    with contextlib.suppress(Exception):  # the run reports any error raised here
+        job = with_grains(opened(job))
+        chosen = choose_format(job, build_model(job, precision), precision, job.train_data)
+        return base.with_sections(execution={"channels_last": chosen.channels_last})
+    return base

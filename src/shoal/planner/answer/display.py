@@ -1,9 +1,13 @@
-"""Terminal output and HTML page of a `shoal plan` result."""
+"""Terminal output and HTML page of a `shoal plan` result, and the result as programs get it."""
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
 
 import rich.table
 from markupsafe import Markup
@@ -15,6 +19,7 @@ from shoal.planner.answer.answer import SearchResult
 from shoal.plans.plan import described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 from shoal.report.quantities import seconds
+from shoal.runs.directory import write_file
 
 _BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from `_WIDE` columns on
 _NUM_REJECTED = 8
@@ -38,9 +43,16 @@ def show(answer: SearchResult, console: Console) -> None:
     )
     _lines(console, words.grains(answer))
     console.print()
-    _keys(console, words.key_rows(answer))
+    table = rich.table.Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in words.key_rows(answer):
+        table.add_row(name, Text(value))
+    console.print(table, highlight=False)
     _table(console, _best(answer), words.BEST_HEAD, words.best_rows(answer), right=set(range(2, 7)))
-    _lines(console, _notes(answer))
+    corrected = [words.correction(answer)] if case.correction else []
+    notes = [f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)]
+    _lines(console, [words.summary(answer), *corrected, *notes])
     _bars(console, "A step of the first", words.terms(answer))
     _bars(console, "Memory of its fullest device", words.memory(answer))
     _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
@@ -60,26 +72,9 @@ def _best(answer: SearchResult) -> str:
     return f"The best on {words.several(answer.chosen.devices, 'device')}"
 
 
-def _notes(answer: SearchResult) -> list[str]:
-    case = answer.question.case
-    found = [words.summary(answer)]
-    if case.correction:
-        found.append(words.correction(answer))
-    return found + [f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)]
-
-
 def _lines(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
-
-
-def _keys(console: Console, rows: words.Rows) -> None:
-    table = rich.table.Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(table, highlight=False)
 
 
 def _table(console: Console, title: str, head: list[str], rows: words.Rows, right: set[int]) -> None:
@@ -107,8 +102,8 @@ def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> No
         start, end = min(round(done * length), length - 1), round((done + portion.share) * length)
         done += portion.share
         bar = " " * start + "█" * max(1, end - start)
-        *told, meaning = portion.row
-        table.add_row(*told, bar.ljust(length), f"[dim]{meaning}[/dim]")
+        *figures, meaning = portion.row
+        table.add_row(*figures, bar.ljust(length), f"[dim]{meaning}[/dim]")
     console.print(table, highlight=False)
 
 
@@ -148,6 +143,18 @@ def page(answer: SearchResult) -> str:
         *case.cluster.notes,
         *case.work.profile.notes,
     ]
+    spots = [
+        Spot(
+            point.devices,
+            case.work.global_batch / point.best.seconds,
+            f"{words.several(point.devices, 'device')}: {seconds(point.best.seconds)} a step, "
+            f"{described(point.best.plan)}",
+            point.devices == chosen.devices,
+        )
+        for point in answer.curve.points
+        if point.best is not None
+    ]
+    series = Series("", spots)
     parts = [
         Section("In short", table=Table(["", ""], words.key_rows(answer))),
         Section(_best(answer), table=Table(words.BEST_HEAD, words.best_rows(answer))),
@@ -161,7 +168,7 @@ def page(answer: SearchResult) -> str:
         Section(
             "By number of devices",
             [words.verdict(answer), *words.hints(answer), "Dashed: throughput growing as the devices."],
-            drawing=_curve(answer),
+            drawing=chart("Samples a second by devices", [series], ("devices", "samples a second"), ideal=True),
             table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
         ),
         Section("What would change it", table=Table(["change", "step", "effect"], words.change_rows(answer))),
@@ -180,18 +187,25 @@ def _portions(title: str, drawn: str, head: list[str], portions: Sequence[words.
     return Section(title, drawing=waterfall(drawn, bars), table=table)
 
 
-def _curve(answer: SearchResult) -> Markup:
-    batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
-    spots = [
-        Spot(
-            point.devices,
-            batch / point.best.seconds,
-            f"{words.several(point.devices, 'device')}: {seconds(point.best.seconds)} a step, "
-            f"{described(point.best.plan)}",
-            point.devices == chosen,
-        )
-        for point in answer.curve.points
-        if point.best is not None
-    ]
-    series = Series("", spots)
-    return chart("Samples a second by devices", [series], ("devices", "samples a second"), ideal=True)
+@dataclass(frozen=True, repr=False)
+class Answer(SearchResult):
+    """Result of a search with its outlook; prints like `shoal plan`, and shows tables in a notebook."""
+
+    @classmethod
+    def of(cls, found: SearchResult) -> Self:
+        """Return the same result as an `Answer`."""
+        return cls(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page with the curve, the waterfalls and every reason, and return the file's path."""
+        write_file(Path(path), page(self))
+        return Path(path)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return fragment(self)

@@ -68,24 +68,17 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
     found = next(single.search().in_order(aim if best is None else Aim(), limit), None)
     if found is None:
         return None
-    coarse = _coarsest(case, found)
-    return Finer(*(coarse or (batch, found)), case, best)
-
-
-def _coarsest(case: Case, found: Candidate) -> tuple[int, Candidate] | None:
-    """Return the same plan with its microbatches as grains, if they divide the batch and are predicted no slower."""
-    size, batch = found.plan.batch.grains_per_microbatch, case.work.global_batch
+    # The same plan with its microbatches as grains, if they divide the batch and are predicted no slower.
+    size = found.plan.batch.grains_per_microbatch
     number = batch // size
-    if size == 1 or batch % size or number < max(found.place.replicas, case.work.num_grains + 1):
-        return None
-    plan = found.plan.model_copy(update={"batch": found.plan.batch.model_copy(update={"grains_per_microbatch": 1})})
-    other = _with_grains(case, number)
-    if other.space.refusal(plan):
-        return None
-    prediction = other.search().predict(plan)
-    if not prediction.fits or prediction.step_seconds > found.seconds * _GAIN:
-        return None
-    return number, Candidate(plan, prediction)
+    if size > 1 and batch % size == 0 and number >= max(found.place.replicas, work.num_grains + 1):
+        plan = found.plan.model_copy(update={"batch": found.plan.batch.model_copy(update={"grains_per_microbatch": 1})})
+        coarse = _with_grains(case, number)
+        if not coarse.space.refusal(plan):
+            prediction = coarse.search().predict(plan)
+            if prediction.fits and prediction.step_seconds <= found.seconds * _GAIN:
+                return Finer(number, Candidate(plan, prediction), case, best)
+    return Finer(batch, found, case, best)
 
 
 def _with_grains(case: Case, number: int) -> Case:

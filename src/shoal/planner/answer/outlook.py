@@ -7,7 +7,7 @@ checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import exp, expm1, isinf, sqrt
@@ -123,13 +123,8 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
     if not rates:
         return ScalingCurve(tuple(points), None, "nothing fits")
-    return _judged(points, max(rates))
-
-
-def _judged(points: list[Point], best_rate: float) -> ScalingCurve:
-    """Return the curve with the points' efficiencies; points without a plan have none."""
-    judged: list[Point] = []
-    before: Candidate | None = None
+    # Efficiencies are relative to the best throughput per device; points without a plan have none.
+    best_rate, judged, before = max(rates), [], None
     pays_until, limit, ended = None, "nothing up to the largest number of devices", False
     for point in points:
         best = point.best
@@ -140,22 +135,18 @@ def _judged(points: list[Point], best_rate: float) -> ScalingCurve:
         if before is not None:
             marginal = (rate - 1.0 / before.seconds) / ((best.devices - before.devices) * best_rate)
             if not ended and marginal < PAYS:
-                ended, limit = True, _limits(before, best)
+                ended, terms = True, best.prediction.terms
+                # The term whose device-seconds grow most limits.
+                growth = {
+                    name: best.devices * taken - before.devices * before.prediction.terms.get(name, 0.0)
+                    for name, taken in terms.items()
+                }
+                name = max(growth, key=lambda term: growth[term])
+                limit = f"{name}, {terms[name] / best.seconds:.0%} of a step on {counted(best.devices)}"
         pays_until = pays_until if ended else point.devices
         judged.append(replace(point, efficiency=rate / (point.devices * best_rate), marginal=marginal))
         before = best
     return ScalingCurve(tuple(judged), pays_until, limit)
-
-
-def _limits(before: Candidate, after: Candidate) -> str:
-    """Return the term whose device-seconds grow most from `before` to `after`, in words."""
-    growth = {
-        name: after.devices * seconds - before.devices * before.prediction.terms.get(name, 0.0)
-        for name, seconds in after.prediction.terms.items()
-    }
-    name = max(growth, key=lambda term: growth[term])
-    share = after.prediction.terms[name] / after.seconds
-    return f"{name}, {share:.0%} of a step on {counted(after.devices)}"
 
 
 # -------------------------------------------------------------------------------------------------- sensitivity
@@ -169,9 +160,24 @@ def sensitivity(
     The changes: another precision, a CUDA graph, recomputation, 1 GiB more, twice a link, half and double the batch.
     `search`: the search of this case. `precise`: a precision as written on the command line, and its case.
     """
-    changes = [] if precise is None else [_in_precision(*precise, chosen)]
-    changes += [*_captured(case, chosen), *_recomputed(case, chosen)]
-    changes.append(_more_memory(search, chosen))
+    changes = []
+    if precise is not None:
+        precision, other = precise
+        plan = chosen.plan.with_sections(precision=other.space.base.to_mapping()["precision"])
+        what = f"--precision {precision}, which changes the run"
+        changes.append(_predicted(other, replace(chosen, plan=plan), what))
+    graph = as_graph(case, chosen.plan)
+    optional = [] if graph is None else [_predicted(graph, chosen, GRAPH)]
+    for kind in case.space.recomputes:
+        if kind != chosen.plan.memory.recompute:
+            plan = chosen.plan.with_sections(memory={"recompute": kind})
+            what = f"recompute = {kind}" if kind != "none" else "no recomputation"
+            optional.append(_predicted(case, replace(chosen, plan=plan), what, tells_memory=True))
+    changes += [change for change in optional if change.effect != "nothing"]
+    wanted = Wanted(Aim(), Limit(seconds=chosen.seconds * (1 - TIE)), chosen.devices, chosen.devices)
+    faster = search.with_more_memory(1 << 30).passes().take(wanted)
+    seconds = faster[0].seconds if faster else chosen.seconds
+    changes.append(Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds)))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
         cluster = replace(case.cluster, within=_twice(within))
@@ -181,31 +187,13 @@ def sensitivity(
         what = f"twice the link between hosts ({between.name})"
         changes.append(_predicted(replace(case, cluster=cluster), chosen, what))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
-        work = _of_batch(case.work, int(case.work.global_batch * factor))
+        batch = int(case.work.global_batch * factor)  # again one sample per grain, else the same number of grains
+        num_grains = batch if case.work.grain_size == 1 else min(batch, case.work.num_grains)
+        work = replace(case.work, global_batch=batch, num_grains=num_grains)
         if work.num_grains >= chosen.plan.layout.data * chosen.plan.layout.shard:
             other = replace(case, work=work)
             changes.append(_predicted(other, chosen, f"{what} ({work.global_batch:,} samples)", factor))
     return tuple(changes)
-
-
-def _of_batch(work: Workload, batch: int) -> Workload:
-    """Return the workload for another batch: again one sample per grain, else the same number of grains."""
-    grains = batch if work.grain_size == 1 else min(batch, work.num_grains)
-    return replace(work, global_batch=batch, num_grains=grains)
-
-
-def _in_precision(precision: str, case: Case, chosen: Candidate) -> Change:
-    """Return the effect of another precision on the same layout."""
-    plan = chosen.plan.with_sections(precision=case.space.base.to_mapping()["precision"])
-    return _predicted(case, replace(chosen, plan=plan), f"--precision {precision}, which changes the run")
-
-
-def _captured(case: Case, chosen: Candidate) -> Iterator[Change]:
-    """Yield the effect of running the same step as one CUDA graph, if it has one."""
-    graph = as_graph(case, chosen.plan)
-    change = None if graph is None else _predicted(graph, chosen, GRAPH)
-    if change is not None and change.effect != "nothing":
-        yield change
 
 
 def as_graph(case: Case, plan: Plan) -> Case | None:
@@ -217,28 +205,8 @@ def as_graph(case: Case, plan: Plan) -> Case | None:
     return replace(case, cluster=cluster, program=replace(case.own_program, host_seconds=_REPLAYED_SECONDS))
 
 
-def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:
-    """Yield the effects of other recomputation kinds on the same layout."""
-    for kind in case.space.recomputes:
-        if kind != chosen.plan.memory.recompute:
-            plan = chosen.plan.with_sections(memory={"recompute": kind})
-            what = f"recompute = {kind}" if kind != "none" else "no recomputation"
-            change = _predicted(case, replace(chosen, plan=plan), what, tells_memory=True)
-            if change.effect != "nothing":
-                yield change
-
-
 def _twice(link: Link) -> Link:
     return replace(link, bytes_per_second=2 * link.bytes_per_second)
-
-
-def _more_memory(search: Search, chosen: Candidate) -> Change:
-    """Return the effect of 1 GiB more on each device: a better plan on the same number of devices."""
-    better = Limit(seconds=chosen.seconds * (1 - TIE))
-    wanted = Wanted(Aim(), better, chosen.devices, chosen.devices)
-    found = search.with_more_memory(1 << 30).passes().take(wanted)
-    seconds = found[0].seconds if found else chosen.seconds
-    return Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds))
 
 
 def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *, tells_memory: bool = False) -> Change:

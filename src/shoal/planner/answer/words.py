@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from shoal.hardware.values import Device
 from shoal.parallel.shard.torch_release import OLDEST_TEXT
 from shoal.planner.answer.answer import SearchResult
-from shoal.planner.answer.likely_error import step
 from shoal.planner.answer.outlook import GRAPH, STORAGE_BYTES_PER_SECOND
-from shoal.planner.answer.unaligned import unaligned_products
-from shoal.planner.answer.utilisation import lost_shares, wide_products
+from shoal.planner.answer.utilisation import lost_shares, unaligned_products, wide_products
+from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.search.aims import TOLD_APART
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import GIB, gib
@@ -46,6 +45,8 @@ MEMORY_MEANS = {
 }
 # Smallest share of a step that is listed next to the share of the peak.
 _TOLD = 0.015
+# A step that waits for launches for more than this share of its time resembles no published step.
+_LAUNCHING = 0.5
 # Expected number of failures below which a job's failures are not worth a table.
 _SHORT = 0.01
 
@@ -80,6 +81,42 @@ def key_rows(answer: SearchResult) -> Rows:
         ["needs", needs(answer)],
     ]
     return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
+
+
+def step(answer: SearchResult) -> str:
+    """Return the step time and the range in which similar published steps were."""
+    case, chosen = answer.question.case, answer.chosen
+    duration = seconds(chosen.seconds)
+    if case.cluster.device.kind != "gpu":  # all published rows are from GPUs
+        return duration
+    parameters = case.work.profile.num_parameters
+    like = likeness(case.cluster.device.name, parameters, chosen.plan.layout)
+    bar = error_bar(like, parameters)
+    unlike = "" if answer.question.sample_tokens is not None else " (its samples are no sequences of tokens)"
+    if chosen.prediction.terms.get("launch", 0.0) > _LAUNCHING * chosen.prediction.step_seconds:
+        unlike = " (most of it is launches)"
+    if bar is None or unlike:
+        every = of_device(like)
+        known = f"they are of {_models(every)}" if every is not None else f"none is of {like.family}"
+        return f"{duration}; no published step is like it{unlike}: {known}"
+    beyond = f"; {bar.num_beyond:,} more took over twice what was predicted" if bar.num_beyond else ""
+    least, most = seconds(chosen.seconds * bar.low), seconds(chosen.seconds * bar.high)
+    # The two factors as shares: "1% to 16% more", "7% less to 60% more".
+    (low, one), (high, other) = ((abs(f - 1.0), "more" if f >= 1.0 else "less") for f in (bar.low, bar.high))
+    than = f"{low:.0%} {one} to {high:.0%} {other}"
+    if one == other:
+        than = f"{min(low, high):.0%} to {max(low, high):.0%} {one}"
+    layout = f", {bar.like.layout}" if bar.like.layout != ANY else ""
+    return (
+        f"{duration}; four of five published steps like it took {than} than predicted, {least} to {most} "
+        f"({bar.num_rows:,} rows of {_models(bar)}{layout}{beyond})"
+    )
+
+
+def _models(bar: ErrorBar) -> str:
+    least, most = (f"{size / 1e9:.2g}" for size in bar.parameters)
+    sizes = least if least == most else f"{least} to {most}"
+    return f"language models of {sizes} B parameters on {bar.like.family}"
 
 
 def needs(answer: SearchResult) -> str:
@@ -169,20 +206,21 @@ BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "w
 
 def best_rows(answer: SearchResult) -> Rows:
     """Return rows for the chosen plan and the next best ones on the same number of devices."""
-    return [_row(candidate, answer) for candidate in (answer.chosen, *answer.choice.alternatives)]
-
-
-def _row(candidate: Candidate, answer: SearchResult) -> list[str]:
-    prediction, cost = candidate.prediction, answer.cost(candidate)
-    return [
-        described(candidate.plan),
-        batch(candidate, answer),
-        seconds(candidate.seconds),
-        f"{prediction.mfu:.0%}" if prediction.mfu is not None else "-",
-        gib(prediction.peak_bytes),
-        seconds(answer.job_seconds(candidate.seconds)),
-        dollars(cost) if cost is not None else "-",
-    ]
+    rows = []
+    for candidate in (answer.chosen, *answer.choice.alternatives):
+        mfu, cost = candidate.prediction.mfu, answer.cost(candidate)
+        rows.append(
+            [
+                described(candidate.plan),
+                batch(candidate, answer),
+                seconds(candidate.seconds),
+                f"{mfu:.0%}" if mfu is not None else "-",
+                gib(candidate.prediction.peak_bytes),
+                seconds(answer.job_seconds(candidate.seconds)),
+                dollars(cost) if cost is not None else "-",
+            ]
+        )
+    return rows
 
 
 @dataclass(frozen=True)
@@ -258,28 +296,21 @@ def hints(answer: SearchResult) -> list[str]:
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
     gains = [change for change in answer.changes if "-" not in change.effect]
-    told = first + [f"{change.what}: {change.effect}" for change in gains if change.what.startswith("--")]
-    told += [f"{GRAPH}: {c.effect}, where the step can be captured" for c in gains if c.what == GRAPH]
-    told += _in_float32(answer)
+    lines = first + [f"{change.what}: {change.effect}" for change in gains if change.what.startswith("--")]
+    lines += [f"{GRAPH}: {c.effect}, where the step can be captured" for c in gains if c.what == GRAPH]
+    wide, precision = wide_products(answer), answer.chosen.plan.precision
+    if wide is not None and wide[0] >= TOLD_APART and precision.parameters == "float32":
+        lines.append(
+            f"{wide[0]:.0%} of the model's FLOPs stay in float32, most of them in {wide[1]}, which autocast does not "
+            "cast: cast it in the model, or keep parameters in 16 bits (--precision bf16-pure), which changes the run."
+        )
     more = min(most, answer.question.case.work.global_batch)
     if pays_until is None or not grains <= pays_until or grains >= more:
-        return told
+        return lines
     return [
-        *told,
+        *lines,
         f"The job's {several(grains, 'grain')} are shared by at most as many replicas of the model: "
         f"Job(grains={more}) would let {more} devices share them, which changes the run.",
-    ]
-
-
-def _in_float32(answer: SearchResult) -> list[str]:
-    """Return a hint on operators that autocast leaves in float32, if their FLOPs matter to the prediction."""
-    found, precision = wide_products(answer), answer.chosen.plan.precision
-    if found is None or found[0] < TOLD_APART or precision.parameters != "float32":
-        return []
-    share, name = found
-    return [
-        f"{share:.0%} of the model's FLOPs stay in float32, most of them in {name}, which autocast does not cast: "
-        "cast it in the model, or keep parameters in 16 bits (--precision bf16-pure), which changes the run."
     ]
 
 

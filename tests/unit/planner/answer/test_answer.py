@@ -10,7 +10,7 @@ from tests.unit.plans.checking import check
 
 from shoal.planner.answer.answer import Question, SearchResult
 from shoal.planner.answer.outlook import Case, Change, ScalingCurve
-from shoal.planner.answer.unaligned import unaligned_products
+from shoal.planner.answer.utilisation import unaligned_products
 from shoal.planner.answer.words import hints
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload

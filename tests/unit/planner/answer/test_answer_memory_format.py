@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.planner.answer.memory_format import with_chosen_format
+from shoal.planner.answer.answer import with_chosen_format
 from shoal.plans.plan import Plan
 
 
