@@ -10,6 +10,9 @@ from typing import Any
 
 from shoal.errors import IntegrityError, RunDirectoryError, ShoalError
 
+# What job.json of a training in a user's own loop names as its function.
+SESSION = "shoal.Session"
+
 
 class RunDirectory:
     """The files of one run under one directory."""
@@ -66,6 +69,9 @@ class RunDirectory:
         elif resume and not self.job.exists():
             given, conflict = f"--resume {given}", "no run began there (it has no job.json)"
             remedy = "give the directory of the run to resume, or leave --resume out"
+        elif (read_json(self.job) or {}).get("function") == SESSION:
+            conflict = "it holds the training of a loop with shoal.Session"
+            remedy = f"go on with it by Session(checkpoints={self.shown!r}, resume=True), or give another --out"
         elif not resume and self.holds_run():
             conflict = "it holds a run, and nothing is overwritten"
             remedy = "add --resume to go on with that run, or give another --out"

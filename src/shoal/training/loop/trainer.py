@@ -36,7 +36,9 @@ class Trainer:
         self._runner = StepRunner(parts, parts.loader, around.note, rests=not may_draw(parts.updater.optimizer))
         if state.computation is not None:
             self._runner.probe.restore(state.computation)
-        self._records = StepRecords(parts, around, writer)
+        self._records = StepRecords(
+            parts.mesh, parts.clock, parts.plan, num_grains=parts.job.num_grains, around=around, writer=writer
+        )
         self._between = BetweenSteps(parts, around, self._records, num_steps)
         self._late = LateReads(parts, self._runner, self._records, self._between.is_due, around.note)
         self._incidents = RankIncidents(parts.mesh, parts.loader, around)

@@ -18,6 +18,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import Loader
 from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
+from shoal.distributed.mesh import Mesh
 from shoal.jobs.job import Job
 from shoal.parallel.base import StepSums
 from shoal.plans.resolve import CompletePlan
@@ -29,7 +30,7 @@ from shoal.training.microbatch.compute import StepParts
 from shoal.training.microbatch.evaluation import EvaluationSets
 from shoal.training.observe.rank_waits import RankWaits
 from shoal.training.observe.stragglers import WINDOW, StragglerWatch
-from shoal.training.observe.telemetry import RecordWriter, StepTime
+from shoal.training.observe.telemetry import RecordWriter, StepClock, StepTime
 from shoal.training.setup.job_optimizer import Parameters
 from shoal.training.update.optimizer_step import Update, Updater
 
@@ -74,14 +75,23 @@ class Surroundings:
 class StepRecords:
     """Writer of step records, once the measures of all ranks and the evaluation after the step are known."""
 
-    def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
-        self._parts, self._around, self._writer = parts, around, writer
+    def __init__(
+        self,
+        mesh: Mesh,
+        clock: StepClock,
+        plan: CompletePlan,
+        *,
+        num_grains: int,
+        around: Surroundings,
+        writer: RecordWriter,
+    ) -> None:
+        self._clock, self._around, self._writer = clock, around, writer
         self._waiting: deque[StepRecord] = deque()  # the last step's record; two records if steps are read late
-        self._slowest = parts.mesh.rank
-        self._is_watched = parts.mesh.world_size > 1
-        self._waits = RankWaits(parts.mesh.world_size)
+        self._slowest = mesh.rank
+        self._is_watched = mesh.world_size > 1
+        self._waits = RankWaits(mesh.world_size)
         self.step_seconds: list[float] = []
-        self._stragglers = StragglerWatch(parts.plan, parts.job.num_grains)
+        self._stragglers = StragglerWatch(plan, num_grains)
         self.after: dict[str, float] = {}  # seconds of work after the last record was written
 
     def forget_after(self, step: int) -> None:
@@ -103,7 +113,7 @@ class StepRecords:
 
         `time_taken`: the step's time. If it is None, the step ends now.
         """
-        clock = self._parts.clock
+        clock = self._clock
         seconds, spans = time_taken.read() if time_taken is not None else clock.end()
         record = StepRecord(
             step=state.step,

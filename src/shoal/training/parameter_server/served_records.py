@@ -88,8 +88,9 @@ class ServedRecords(StepRecords):
     """Records that count steps into `state`; each record is written after the next step, or after its evaluation."""
 
     def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter, state: RunState) -> None:
-        super().__init__(parts, around, writer)
-        self._state = state
+        grains = parts.job.num_grains
+        super().__init__(parts.mesh, parts.clock, parts.plan, num_grains=grains, around=around, writer=writer)
+        self._parts, self._state = parts, state
         self.restart(None)
 
     def restart(self, why: dict[str, Any] | None) -> None:

@@ -21,13 +21,16 @@ from shoal.jobs.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
 from shoal.training.microbatch.loss import no_gradient
+from shoal.training.observe.telemetry import StepClock
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
 from shoal.training.session.optimizers import group_values, number_of
 from shoal.training.session.passes import Base, BatchPasses, Chosen
+from shoal.training.session.recording import SessionRecords
 from shoal.training.session.saving import Saving
 from shoal.training.setup.preflight import compare_streams
+from shoal.training.update.optimizer_step import Update
 
 
 class SessionStep:
@@ -75,8 +78,11 @@ class Loop:
         """
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
         self._mesh = base.mesh
-        self.passes = BatchPasses(base, prepared)
+        self._clock = StepClock(base.mesh.device, enabled=base.training.checkpoints is not None)
+        self.passes = BatchPasses(base, prepared, self._clock)
         self._saving = Saving(base, prepared, self.passes.sharded_model, loader, self.passes.ways.strategy)
+        self._records = SessionRecords(base, self._clock, order)
+        self._status = "failed"  # until the loop has ended in another way
         self._guard: Guard | None = None
         self.closed = False
         try:
@@ -93,6 +99,7 @@ class Loop:
         self._open = False
         self._held: list[Microbatch] | None = None
         self._sums: StepSums | None = None
+        self._last_update: Update | None = None
         self._skipped: str | None = None
 
     def _begun(self) -> RunState:
@@ -104,6 +111,8 @@ class Loop:
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(state.step, plan.batch.grains_per_microbatch if fuse else 1)
         self.passes.watch()
+        num_samples = self._order.num_samples if isinstance(self._loader, MapLoader) else None
+        self._records.begin(state, self.passes.sharded_model, num_samples)
         return state
 
     def run(self) -> Generator[SessionStep]:
@@ -132,6 +141,7 @@ class Loop:
         self.closed = True
         if self._guard is not None:
             self._guard.lift()
+        self._records.end(self._status)
         self._saving.close()
         self._loader.close()
         self.passes.close()
@@ -142,6 +152,7 @@ class Loop:
         num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
         if self.state.step >= num_steps:
             return None
+        self._clock.begin(self.state.step + 1)
         self._saving.mark()
         self._loader.warn_of_incidents()
         if isinstance(self._loader, MapLoader):
@@ -276,7 +287,7 @@ class Loop:
                 )
             )
         self._turns.append(chosen)
-        self._sums, self._skipped = sums, self._skipped or update.skipped
+        self._sums, self._last_update, self._skipped = sums, update, self._skipped or update.skipped
         self.state.adapt(update.skipped)
 
     def _progress(self) -> Progress:
@@ -301,14 +312,17 @@ class Loop:
 
     def _count(self) -> None:
         assert self._sums is not None
+        assert self._last_update is not None
         self._known.add(tuple(self._turns))
         self._loader.commit()
         self.state.count(self._sums, self._skipped)
+        self._records.add(self.state, self._sums, self._last_update)
         self._turns, self._skipped = [], None
 
     def _leave(self) -> None:
         """End this rank's loop, tell the other ranks, and save the last finished step. Collective: all ranks."""
         self._close_pass()
+        self._status = "preempted"
         if self._over:
             return
         # Whether the interrupted step had all its updates, judged by the updates of earlier steps.
@@ -332,6 +346,7 @@ class Loop:
         self._save(live=True, clean=meeting.clean)
         if not meeting.clean:
             raise meeting.behind(self.state.step)
+        self._status = "completed"
         if any(word.asked for word in meeting.words):
             raise self.asked.end()
 
@@ -343,15 +358,17 @@ class Loop:
     def _meet(self, word: Word) -> Meeting:
         """Gather all ranks' words. Raises: PeerError if another rank has left; the exception of a requested stop."""
         try:
-            meeting = meet(self._mesh, word)
+            meeting = meet(self._mesh, word, self._records.row)
         except Exception as error:
             raise self._lost(error) from error
+        self._records.write(meeting.agreement)
         if word.leaves or not meeting.ends:
             return meeting
         self._over = True
         self._save(clean=meeting.clean)
         if any(other.leaves for other in meeting.words):
             raise meeting.left(self.state.step)
+        self._status = "preempted"
         raise self.asked.end()
 
     def _save(self, *, live: bool = False, clean: bool = True) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from shoal.distributed.agreement import Agreement, from_rows
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ExitCode, JobError, PeerError
 from shoal.launch.signals import Signals
@@ -105,9 +106,10 @@ class Word:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Contributions of all ranks, in rank order."""
+    """Contributions of all ranks, in rank order. `agreement`: the measures of their last step, if they record steps."""
 
     words: tuple[Word, ...]
+    agreement: Agreement | None = None
 
     @property
     def ends(self) -> bool:
@@ -143,12 +145,15 @@ class Meeting:
         )
 
 
-def meet(mesh: Mesh, word: Word) -> Meeting:
-    """Gather the words of all ranks. Collective: all ranks, one all-gather of 9 numbers per rank."""
-    if mesh.world_size == 1:
-        return Meeting((word,))
-    table = mesh.all_gather([float(number) for number in vars(word).values()])
-    return Meeting(tuple(Word(*row) for row in table.tolist()))
+def meet(mesh: Mesh, word: Word, row: list[float]) -> Meeting:
+    """Gather the words of all ranks, and a `row` of the same length from each: a report on the last step, or nothing.
+
+    Collective: all ranks, one all-gather of 9 numbers and the row per rank.
+    """
+    said = [float(number) for number in vars(word).values()]
+    table = mesh.all_gather([*said, *row])
+    agreement = from_rows(table[:, len(said) :]) if row else None
+    return Meeting(tuple(Word(*own) for own in table[:, : len(said)].tolist()), agreement)
 
 
 def groups_differ(mesh: Mesh, values: list[dict[str, str]], step: int) -> JobError:

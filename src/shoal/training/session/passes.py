@@ -22,7 +22,7 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.buffer_rules import without_rule
 from shoal.numerics.precision import LossScale, Precision
 from shoal.parallel.assemble import assemble
-from shoal.parallel.base import Flags, StepSums, Strategy
+from shoal.parallel.base import Flags, Mark, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
@@ -75,9 +75,12 @@ class UpdateWay:
 class UpdateWays:
     """Updates of a Session, constructed on first use, and again if the trained parameters change."""
 
-    def __init__(self, base: Base, prepared: Prepared, sharded_model: ShardedModel, observer: Observer) -> None:
+    def __init__(
+        self, base: Base, prepared: Prepared, sharded_model: ShardedModel, observer: Observer, mark: Mark
+    ) -> None:
         """Construct the update of each single optimizer. Raises: JobError, PlanError. Collective: all ranks."""
         self._base, self._prepared, self._sharded_model, self._observer = base, prepared, sharded_model, observer
+        self._mark = mark
         self._made: dict[Chosen, UpdateWay] = {}
         self._first = self._all_trained()
         if len(prepared.optimizers) > 1 and base.plan.collectives.compression != "none":
@@ -124,7 +127,7 @@ class UpdateWays:
         exact = base.plan.execution.exact
         named = list(self._sharded_model.parameters())
         parameters = [p for _, p in named if id(p) in mine]
-        strategy = assemble(base.plan, self._sharded_model, parameters, base.job.num_grains, lambda span: None)
+        strategy = assemble(base.plan, self._sharded_model, parameters, base.job.num_grains, self._mark)
         stepper = OwnStepper(optimizers, base.job, exact=exact)
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._sharded_model, exact=exact, stepper=stepper)
@@ -164,15 +167,15 @@ def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
 class BatchPasses:
     """Execution of passes in turn. `error`: why the last pass failed here. `torn`: an update was interrupted."""
 
-    def __init__(self, base: Base, prepared: Prepared) -> None:
+    def __init__(self, base: Base, prepared: Prepared, clock: StepClock) -> None:
         """Construct the passes' parts. Raises: JobError, PlanError. Collective: all ranks."""
-        self._base, self._prepared = base, prepared
+        self._base, self._prepared, self._clock = base, prepared, clock
         self._root = prepared.root()
         divides, hooks = base.plan.layout.shard > 1, ParameterHooks(self._root)
         self.sharded_model = ShardedModel(base.mesh, self._root, divides_state=divides, hooks=hooks)
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
-        self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer)
+        self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer, clock.mark)
         self.buffers = StepBuffers(self._root, declared=base.training.buffers, slots=base.mesh.num_data_ranks)
         self.buffers.move(base.mesh.data_rank)
         known = [name for name, _ in self._root.named_buffers() if self.buffers.settled(name) is not None]
@@ -184,7 +187,7 @@ class BatchPasses:
             precision=base.precision,
             sharded_model=self.sharded_model,
             buffers=self.buffers,
-            clock=StepClock(base.mesh.device, enabled=False),
+            clock=clock,
             observer=self._observer,
         )
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
@@ -253,6 +256,7 @@ class BatchPasses:
             if replay is not None:
                 microbatches = replay.order(microbatches)
             for number in range(count):
+                self._clock.mark("data_wait")
                 self._microbatch, self._taken = next(microbatches), False
                 self._last = number == count - 1
                 loaded = LoadedMicrobatch(self._microbatch, functools.partial(precision.inputs, self._microbatch.batch))
@@ -316,6 +320,7 @@ class BatchPasses:
         for other in self._way.others:  # drop gradients that the pass has left on other optimizers' parameters
             other.grad = None
         begun = self._way.updater.num_begun
+        self._clock.mark("optimizer")
         try:
             update = self._way.updater.step(sums.loss, sums.weight, loss_scale, progress)
         finally:  # an interrupted update leaves parameters that match no step
@@ -328,6 +333,7 @@ class BatchPasses:
             self._mark()
         self._watch.note(self._way.parameters)
         self.torn = False
+        self._clock.mark("other")
         return update
 
     def close(self) -> None:

@@ -1,0 +1,140 @@
+"""Records of a Session, in the directory of its checkpoints, for `shoal report`, `shoal watch` and `shoal doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.run_state import RunState
+from shoal.data.order import Order
+from shoal.distributed.agreement import Agreement, Report, measures, to_row
+from shoal.distributed.process_setup import versions
+from shoal.hardware.detect import cores
+from shoal.parallel.base import StepSums
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.plans.plan import plan_text
+from shoal.runs.attempts import AttemptLog
+from shoal.runs.directory import SESSION, RunDirectory, write_file
+from shoal.runs.events import Events
+from shoal.training.observe.step_records import StepRecords, Surroundings
+from shoal.training.observe.telemetry import RecordWriter, StepClock
+from shoal.training.session.passes import Base
+from shoal.training.update.optimizer_step import Update
+
+
+class SessionRecords:
+    """Step records of a Session. Without a directory for checkpoints nothing is written."""
+
+    def __init__(self, base: Base, clock: StepClock, order: Order) -> None:
+        self._base, self._clock, self._order = base, clock, order
+        self._measures = Report().measures
+        self._began_at = time.time()
+        place = base.training.checkpoints
+        self._files = RunDirectory(Path(place)) if place is not None and base.mesh.rank == 0 else None
+        self._is_on = place is not None and base.replay is None
+        self._log = AttemptLog(None)
+        self._records: StepRecords | None = None
+
+    def begin(self, state: RunState, sharded_model: ShardedModel, num_samples: int | None) -> None:
+        """Write the description of the training, and drop the records of steps after `state`."""
+        self._state = state
+        if not self._is_on:
+            return
+        files, base = self._files, self._base
+        if files is not None:
+            self._log = AttemptLog(files.attempts)
+            try:
+                write_file(files.plan, plan_text(base.plan))
+                write_file(files.job, json.dumps(self._described(sharded_model, num_samples), indent=2) + "\n")
+                files.result.unlink(missing_ok=True)
+            except OSError as error:
+                warnings.warn(f"no records: {files.path} cannot be written: {error}", RuntimeWarning, stacklevel=4)
+                files = self._files = None
+        around = Surroundings(
+            note=lambda text: print(f"shoal: {text}", file=sys.stderr) if base.mesh.rank == 0 else None,
+            on_step=lambda record, slowest: None,
+            stop_requested=lambda: False,
+            events=Events(files.events if files is not None else None),
+        )
+        self._writer = writer = RecordWriter(files.records if files is not None else None, self._log.undone)
+        self._records = StepRecords(
+            base.mesh, self._clock, base.plan, num_grains=base.job.num_grains, around=around, writer=writer
+        )
+        self._log.began(
+            self._began_at,
+            {},
+            resumed_from=state.step if base.training.resume else None,
+            restarts=0,
+            num_steps=self._order.num_steps,
+            world_size=base.mesh.world_size,
+            threads=torch.get_num_threads(),
+            cores=cores(),
+            checkpoint_every=base.training.checkpoint_every,
+            host=platform.node(),
+            device=torch.cuda.get_device_name(base.mesh.device) if base.mesh.device.type == "cuda" else "cpu",
+        )
+        self._records.forget_after(state.step)
+
+    def _described(self, sharded_model: ShardedModel, num_samples: int | None) -> dict[str, Any]:
+        return {
+            "file": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+            "function": SESSION,
+            "settings": {},
+            **self._base.job.describe(),
+            "train_samples": num_samples,
+            "parameters": sum(p.numel() for _, p in sharded_model.parameters()),
+            "versions": versions(),
+        }
+
+    @property
+    def row(self) -> list[float]:
+        """This rank's measures of the last step, for a meeting of the ranks."""
+        return to_row(Report(measures=self._measures)) if self._is_on else []
+
+    def add(self, state: RunState, sums: StepSums, update: Update) -> None:
+        """Add the record of the last step in `state`, which ends now."""
+        if self._records is None:
+            return
+        self._state = state
+        record = self._records.add(state, sums, update, None, epoch=self._order.epoch(state.step - 1), ranks={})
+        self._measures = measures(record.spans, record.seconds, record.memory_bytes)
+
+    def write(self, agreement: Agreement | None) -> None:
+        """Write the record of the last step, with the measures of all ranks."""
+        if self._records is not None:
+            self._records.write(agreement)
+
+    def end(self, status: str) -> None:
+        """Write what is left, and how the training ended: completed, preempted or failed."""
+        if self._records is None:
+            return
+        state = self._state
+        self._records.write()
+        self._writer.close()
+        self._records = None
+        self._log.ended(status, state.step, time.time(), {})
+        if self._files is None:
+            return
+        result = {
+            "status": status,
+            "steps": state.step,
+            "samples": state.samples,
+            "world_size": self._base.mesh.world_size,
+            "wall_seconds": round(time.time() - self._began_at, 3),
+            "train_loss": state.loss,
+            "sample_digest": state.digest,
+            "skipped_steps": state.skipped_steps,
+            "versions": versions(),
+        }
+        try:
+            write_file(self._files.result, json.dumps(result, indent=2) + "\n")
+        except OSError as error:
+            warnings.warn(f"{self._files.result} cannot be written: {error}", RuntimeWarning, stacklevel=4)
