@@ -106,20 +106,20 @@ def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
 
     Collective: all ranks, one JSON gather.
     """
-    told = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
+    reports = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
     if error is not None:
         error.rank, error.host, error.everywhere = mesh.rank, mesh.host, True
         raise error
     try:
-        raise_peer(told)
+        raise_peer(reports)
     except PeerError as peer:
         peer.everywhere = True
         raise
 
 
-def raise_peer(told: list[dict[str, Any] | None]) -> None:
+def raise_peer(reports: list[dict[str, Any] | None]) -> None:
     """Raise PeerError if another rank reported an error."""
-    culprit = next((t for t in told if t), None)
+    culprit = next((t for t in reports if t), None)
     if culprit is not None:
         peer = PeerError(
             given=f"rank {culprit['rank']} on {culprit['host']}: {culprit['given']}",

@@ -55,13 +55,13 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
         return out_of_memory(f"{what} of this job", error)
     text = first_line(error, 300)
     place = place_of(error)
-    found = UserCodeError(
+    user_code = UserCodeError(
         given=f"{what} of this job",
         conflict=f"it raised {type(error).__name__}: {text}{place}",
         remedy=remedy(error, has_line=bool(place), batch=batch),
     )
-    found.traceback_text = traceback_of(error)
-    return found
+    user_code.traceback_text = traceback_of(error)
+    return user_code
 
 
 def as_shoal_error(error: BaseException) -> ShoalError:
@@ -88,13 +88,13 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     if lacking is not None:
         return lacking
     text = first_line(error, 300)
-    found = InternalError(
+    internal = InternalError(
         given="this run",
         conflict=f"{type(error).__name__} inside shoal: {text}",
         remedy="please report it with the traceback in errors/ of the run directory",
     )
-    found.traceback_text = traceback_of(error)
-    return found
+    internal.traceback_text = traceback_of(error)
+    return internal
 
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)

@@ -85,8 +85,8 @@ class HostWatch:
             if now.get(descriptor) != name:
                 own.close()
                 del self._watched[descriptor]
-        held = {own.fileno() for _, own in self._watched.values()}
-        for descriptor in now.keys() - self._watched.keys() - held:
+        duplicates = {own.fileno() for _, own in self._watched.values()}
+        for descriptor in now.keys() - self._watched.keys() - duplicates:
             with contextlib.suppress(OSError):
                 own = socket.socket(fileno=os.dup(descriptor))
                 if _peer(own) not in self._hosts:
@@ -120,11 +120,11 @@ def _peer(own: socket.socket) -> str:
 
 def _sockets() -> dict[int, str]:
     """Return the descriptors of this process's sockets, each with a unique name; empty without Linux's /proc."""
-    found = {}
+    sockets = {}
     with contextlib.suppress(OSError):
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 name = os.readlink(path)
                 if name.startswith("socket:"):
-                    found[int(path.name)] = name
-    return found
+                    sockets[int(path.name)] = name
+    return sockets

@@ -208,25 +208,25 @@ def new_group(
     parts: Iterable[Sequence[int]], timeout: timedelta = COLLECTIVE_TIMEOUT, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Return the process group of this rank's part. Collective: all ranks of the run, with the same `parts`."""
-    found = None
+    own = None
     for ranks in parts:
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
-            found = group
-    return found
+            own = group
+    return own
 
 
 def choose_device(environment: Environment) -> torch.device:
     """Return the GPU of this local rank if torch sees GPUs, else the CPU. Raises: LaunchError for too few GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    found = torch.cuda.device_count()
-    own = environment.own_gpu and found == 1
-    if environment.local_world_size > found and not own:
+    num_gpus = torch.cuda.device_count()
+    own = environment.own_gpu and num_gpus == 1
+    if environment.local_world_size > num_gpus and not own:
         raise LaunchError(
             given=f"{environment.local_world_size} processes on this host",
-            conflict=f"it has {found} GPU(s), and a GPU serves one process",
-            remedy=f"use --devices {found} at most, or CUDA_VISIBLE_DEVICES= for CPU processes",
+            conflict=f"it has {num_gpus} GPU(s), and a GPU serves one process",
+            remedy=f"use --devices {num_gpus} at most, or CUDA_VISIBLE_DEVICES= for CPU processes",
         )
     device = torch.device("cuda", 0 if own else environment.local_rank)
     torch.cuda.set_device(device)

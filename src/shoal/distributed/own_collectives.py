@@ -49,13 +49,13 @@ def own_collectives_refused(what: str) -> Iterator[None]:
     Raises: JobError, before anything is sent, for a collective that neither shoal nor torch itself calls.
     """
     allowed: list[str] = []  # the calls in progress: torch passes them to function modes, which call once more
-    kept = [(module, name, getattr(module, name)) for module in (dist, distributed_c10d) for name in _NAMES]
+    functions = [(module, name, getattr(module, name)) for module in (dist, distributed_c10d) for name in _NAMES]
     try:
-        for module, name, function in kept:
+        for module, name, function in functions:
             setattr(module, name, _refusing(what, name, function, allowed))
         yield
     finally:
-        for module, name, function in kept:
+        for module, name, function in functions:
             setattr(module, name, function)
 
 

@@ -39,10 +39,10 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None], *, ma
             code = ExitCode.RANK_LOST
     report = os.environ.get(REPORT_FILE)
     if report:
-        told = to_json(error, environment.rank, platform.node()) if error else None
+        document = to_json(error, environment.rank, platform.node()) if error else None
         path = report.replace("%r", str(environment.rank))  # an engine's ranks share one variable
         try:
-            text = json.dumps({"exit_code": int(code), "error": told})
+            text = json.dumps({"exit_code": int(code), "error": document})
             if is_address(path):
                 folder, _, name = path.rpartition("/")
                 RunAddress(folder).write(name, text.encode())

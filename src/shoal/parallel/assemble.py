@@ -122,8 +122,8 @@ def mapped(plan: Plan, mesh: Mesh) -> Mesh:
         raise not_on(mesh.device, "shared_memory")
     from shoal.distributed.collectives.shared_memory.process_group import open_group
 
-    found = {axis: open_group(list(mesh.layout.groups(axis)), COLLECTIVE_TIMEOUT) for axis in axes}
-    return replace(mesh, groups={**mesh.groups, **{axis: group for axis, group in found.items() if group is not None}})
+    opened = {axis: open_group(list(mesh.layout.groups(axis)), COLLECTIVE_TIMEOUT) for axis in axes}
+    return replace(mesh, groups={**mesh.groups, **{axis: group for axis, group in opened.items() if group is not None}})
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ class _Axes:
         subject = self._trial(whole)
         plan = plan_model(subject, axis)
         sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
-        found = apply(self.model, plan, axis)
-        division.parts |= found.parts
-        division.outputs |= wholes(found, axis)
-        division.notes += [f"tensor: {line}" for line in found.describe()]
-        partial = list(found.partial)
+        divided = apply(self.model, plan, axis)
+        division.parts |= divided.parts
+        division.outputs |= wholes(divided, axis)
+        division.notes += [f"tensor: {line}" for line in divided.describe()]
+        partial = list(divided.partial)
         if sequences is not None:
             division.outputs |= sequences.apply(self.model, axis)
             division.notes += [f"tensor: {line}" for line in sequences.notes]
@@ -208,10 +208,10 @@ class _Axes:
         messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
         units = StageUnits(self.model, {}, keep=False, late=False)  # none: nothing is cut over the shard axis yet
-        found = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)
+        pipeline = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)
         parameters = {name for name, _ in self.model.named_parameters()}
         named = parameters | {name for name, _ in self.model.named_buffers()}
-        self.division.absent.update(named.difference(*found.used.values()))
+        self.division.absent.update(named.difference(*pipeline.used.values()))
         ranks: dict[str, set[int]] = {}  # of the stages that use a parameter: each rank has a part of its gradient
         for stage, names in enumerate(stages.holds):
             for name in names & parameters:
@@ -219,8 +219,8 @@ class _Axes:
         shared = {name for name, users in ranks.items() if len(users) > 1}
         self.division.add_partial(shared, "pipeline")
         self.division.is_elsewhere = stages.is_before
-        self.division.staged = found.staged(num_samples(batch))
-        return found
+        self.division.staged = pipeline.staged(num_samples(batch))
+        return pipeline
 
     def shard(self) -> None:
         """Cut parameters over the shard axis.

@@ -46,9 +46,9 @@ class TensorAxis:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Return the sum over the axis, or another `op`, as a new tensor. Collective: the axis, an all-reduce."""
-        found = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(found, op, group=self.group)
-        return found
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op, group=self.group)
+        return total
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] = ()) -> Tensor:
         """Return the ranks' tensors concatenated along `dim`. Rank i has `sizes[i]`; by default sizes are equal.
@@ -81,10 +81,10 @@ class TensorAxis:
         """
         wide = tensor.float() if tensor.itemsize < 4 and tensor.device.type == "cpu" else tensor
         parts = [part.contiguous() for part in wide.chunk(self.degree, dim)]
-        found = torch.empty_like(parts[self.place])
-        if not is_without_data(found):
-            dist.reduce_scatter(found, parts, group=self.group)
-        return found.to(tensor.dtype)
+        own = torch.empty_like(parts[self.place])
+        if not is_without_data(own):
+            dist.reduce_scatter(own, parts, group=self.group)
+        return own.to(tensor.dtype)
 
 
 class _Through(torch.autograd.Function):
@@ -102,8 +102,8 @@ class _Through(torch.autograd.Function):
 
 def through(tensor: Tensor, there: Change, back: Change) -> Tensor:
     """Return `there(tensor)`, differentiable, with `back` applied to its gradient. Collective: as both functions."""
-    found: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _same(tensor: Tensor) -> Tensor:

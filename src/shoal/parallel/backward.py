@@ -122,14 +122,14 @@ def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
     for group in rest.groups:
         next(turns)
         edges, gradients, handles = [], [], []
-        for joint, kept in group.gradients.items():
-            for number, gradient in enumerate(kept):
+        for joint, stored in group.gradients.items():
+            for number, gradient in enumerate(stored):
                 if gradient is not None:
                     edges.append(GradientEdge(joint, number))
                     gradients.append(gradient)
             if len(group.joints) > 1:
                 # One joint may be behind another: what it would receive from there is in its stored gradient already.
-                handles.append(joint.register_prehook(lambda _, kept=kept: kept))
+                handles.append(joint.register_prehook(lambda _, stored=stored: stored))
         try:
             if edges:
                 run_engine(edges, gradients, group.weights)

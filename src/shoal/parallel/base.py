@@ -232,11 +232,11 @@ class Strategy(ABC):
         Collective: all ranks; in a good step also as `add_partial`.
         """
         self._mark("exposed_communication")
-        found = self._sum(flags, num_sums, row)
-        if self._model.division.partial and found.weight and found.flags == NO_FAILURES:
+        sums = self._sum(flags, num_sums, row)
+        if self._model.division.partial and sums.weight and sums.flags == NO_FAILURES:
             self._had = [parameter.grad is not None for parameter in self._watched]
             self._added = add_partial(self._model)
-        return found
+        return sums
 
     @abstractmethod
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
@@ -253,9 +253,9 @@ class Strategy(ABC):
         Collective: as `finish`, without the all-reduce of flags.
         """
         self._mark("exposed_communication")
-        found = self._queued_sum(flags, num_sums, row)
+        sums = self._queued_sum(flags, num_sums, row)
         _add_each(self._added, self._model)
-        return found
+        return sums
 
     def _queued_sum(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:
         """Do the same as `_sum`, if the strategy `queues`."""

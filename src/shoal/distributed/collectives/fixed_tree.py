@@ -93,12 +93,12 @@ class TreeSum:
         its pieces (one or a few vectors) once, and one all-gather of the vector.
         """
         if len(holders) == 1:
-            found = evaluate(self.nodes, self.num_grains, torch.Tensor.add_)
-            return torch.zeros_like(self._like) if found is None else found
+            total = evaluate(self.nodes, self.num_grains, torch.Tensor.add_)
+            return torch.zeros_like(self._like) if total is None else total
         world, length = len(holders), self._like.numel()
         places = cuts(length, world)
         lengths = [stop - start for start, stop in pairwise(places)]
-        nodes = [pieces(held, self.num_grains) for held in holders]
+        nodes = [pieces(grains, self.num_grains) for grains in holders]
         mine = [self.nodes[node] for node in nodes[rank]]
         sent = [vector[start:stop] for start, stop in pairwise(places) for vector in mine]
         outgoing = torch.cat(sent) if sent else self._like.new_empty(0)
@@ -158,7 +158,7 @@ class SharedTreeSum(TreeSum):
         """
         if len(holders) == 1:
             return super().total(holders, rank)
-        nodes = [pieces(held, self.num_grains) for held in holders]
+        nodes = [pieces(grains, self.num_grains) for grains in holders]
         if not any(nodes):
             return torch.zeros_like(self._like)
         num_vectors, length = max(map(len, nodes)) + self._num_results, self._like.numel()

@@ -56,11 +56,11 @@ class Messages:
         """Raise CollectiveError if the previous rank makes another call, described by `header`."""
         own = torch.tensor([*header, *[0] * (HEADER_BYTES // 8 - len(header))], dtype=torch.int64)
         before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
-        told = torch.empty_like(own)
-        self.exchange(own, after, told, before)
-        if not torch.equal(own, told):
+        other = torch.empty_like(own)
+        self.exchange(own, after, other, before)
+        if not torch.equal(own, other):
             raise CollectiveError(
-                given=f"rank {before} calls {call_in_words(told.tolist())}",
+                given=f"rank {before} calls {call_in_words(other.tolist())}",
                 conflict=f"rank {self.rank} calls {call_in_words(own.tolist())}",
                 remedy="call the same collective with the same shape and dtype on every rank, in the same order",
             )

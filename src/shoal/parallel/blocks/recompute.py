@@ -38,9 +38,9 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
     """
     if kind == "none":
         return []
-    found = repeated_blocks(model) or parts(model)
+    candidates = repeated_blocks(model) or parts(model)
     blocks = []
-    for block in found:  # without those that transformers or torch checkpoints already, around or in them
+    for block in candidates:  # without those that transformers or torch checkpoints already, around or in them
         around = [m for name, m in model.named_modules() if not name or f"{block.name}.".startswith(f"{name}.")]
         if not any(
             getattr(m, "gradient_checkpointing", False) is True or type(m).__name__ == "CheckpointWrapper"
@@ -50,7 +50,7 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
     if not blocks:
         why = (
             "its blocks compute again by themselves (gradient checkpointing)"
-            if found
+            if candidates
             else "it repeats no block, and has no parts of more than one layer"
         )
         message = f"memory.recompute = {kind!r} has no effect on {type(model).__name__}: {why}"
@@ -67,14 +67,14 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
 
 def recomputed(model: nn.Module) -> list[Recomputed]:
     """Return the forwards that `recompute` has installed in a model."""
-    found: list[Recomputed] = []
+    forwards: list[Recomputed] = []
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, Recomputed):
-            found.append(forward)
+            forwards.append(forward)
         elif isinstance(forward, _Segments):
-            found += [step for step in forward.steps if isinstance(step, Recomputed)]
-    return found
+            forwards += [step for step in forward.steps if isinstance(step, Recomputed)]
+    return forwards
 
 
 _Kept = tuple[dict[str, Tensor | None], str, Tensor]  # the dict that contains a buffer, its key, and its value
@@ -129,10 +129,10 @@ class Recomputed:
             if self._changing is None or key in self._changing
         ]
         moment = _Moment(start, (random.getstate(), np.random.get_state()) if self._draws else None)
-        kept = SavedResults() if self.kind == "selective" else None
+        saved = SavedResults() if self.kind == "selective" else None
 
         def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-            return kept or contextlib.nullcontext(), ReentrantContext(lambda: moment.again(kept))
+            return saved or contextlib.nullcontext(), ReentrantContext(lambda: moment.again(saved))
 
         output = checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
@@ -141,8 +141,8 @@ class Recomputed:
                 conflict="what it is computed from is gone when it is computed again",
                 remedy="begin the block with an operation that is not in place, or write memory.recompute = 'none'",
             )
-        if kept is not None:
-            kept.forget(output)
+        if saved is not None:
+            saved.forget(output)
         changed = {
             key
             for key, (home, value, version) in buffers.items()
@@ -199,7 +199,7 @@ class _Moment:
         self.buffers, self.generators = buffers, generators
 
     @contextlib.contextmanager
-    def again(self, kept: SavedResults | None) -> Iterator[None]:
+    def again(self, saved: SavedResults | None) -> Iterator[None]:
         """Return the context of one recomputation: it restores the stored state, and at its end the current state."""
         now = [home[key] for home, key, _ in self.buffers]
         with contextlib.nullcontext() if self.generators is None else python_generators_kept():
@@ -209,7 +209,7 @@ class _Moment:
                 if self.generators is not None:
                     random.setstate(self.generators[0])
                     np.random.set_state(self.generators[1])
-                with kept.again() if kept is not None else contextlib.nullcontext():
+                with saved.again() if saved is not None else contextlib.nullcontext():
                     yield
             finally:
                 for (home, key, _), value in zip(self.buffers, now, strict=True):

@@ -124,8 +124,8 @@ class GradientBuckets:
 
     def buffers(self) -> list[Tensor]:
         """Return the flat buffers, and those of the collective and the compression."""
-        kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
-        return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
+        others = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
+        return [*(b.flat for b in self._buckets), *(tensor for tensors in others for tensor in tensors)]
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient after `finish` in the reduce dtype, even if `.grad` is narrower."""
@@ -286,12 +286,12 @@ class GradientBuckets:
     def _unused_places(self, used: list[float]) -> list[tuple[int, int, int]]:
         """Return bucket, start and stop of each parameter that no rank used."""
         numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
-        found = []
+        places = []
         for i in (i for i, count in enumerate(used) if not count):
             bucket, view = self._place[i]
             start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
-            found.append((numbers[id(bucket)], start, start + view.numel()))
-        return found
+            places.append((numbers[id(bucket)], start, start + view.numel()))
+        return places
 
     def close(self) -> None:
         """Remove the hooks and close the collective."""

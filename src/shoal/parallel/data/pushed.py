@@ -41,9 +41,9 @@ class FastPart(DataParallel):
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Return this worker's sums without sending them."""
-        found = super()._sum(flags, num_sums, row)
-        self._row = torch.from_numpy(found.sums).clone()
-        return found
+        step_sums = super()._sum(flags, num_sums, row)
+        self._row = torch.from_numpy(step_sums.sums).clone()
+        return step_sums
 
     @property
     def sums(self) -> dict[Range, Tensor]:
@@ -171,8 +171,8 @@ class ServerShard:
         """Store a push. Return False if it is a duplicate, has an old ticket, or its step was applied."""
         if any(flat.numel() != sum(self._sizes) for flat in push.flats) or len(push.flats) != len(push.nodes):
             raise ValueError(f"a push of {[f.numel() for f in push.flats]} elements, for {sum(self._sizes)}")
-        held = self._staged.get(push.step, {}).get(push.part)
-        if push.step in self._ledger or (held is not None and held.ticket >= push.ticket):
+        earlier = self._staged.get(push.step, {}).get(push.part)
+        if push.step in self._ledger or (earlier is not None and earlier.ticket >= push.ticket):
             self.repeated += 1
             return False
         self._staged.setdefault(push.step, {})[push.part] = push

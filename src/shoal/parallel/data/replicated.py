@@ -141,8 +141,8 @@ class DataParallel(AccumulatingStrategy):
 def all_sums(sums: Tensor, flags: Flags, device: torch.device) -> StepSums:
     """Return a step's sums and flags over all ranks, summed on the device. Collective: as `queued_sums`."""
     failures = torch.tensor([flags.errors, flags.redo], dtype=torch.float64)
-    found = torch.cat(queued_sums(device_reads.sent(sums, device), device_reads.sent(failures, device))).cpu().numpy()
-    return StepSums(found[:-2], Flags(int(found[-2]), int(found[-1])))
+    numbers = torch.cat(queued_sums(device_reads.sent(sums, device), device_reads.sent(failures, device))).cpu().numpy()
+    return StepSums(numbers[:-2], Flags(int(numbers[-2]), int(numbers[-1])))
 
 
 def queued_sums(sums: Tensor, failures: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +229,7 @@ class ExactDataParallel(Strategy):
             self._tree.move(status)
         flags = Flags(int(status[0]), int(status[1]))
         holders = [torch.nonzero(table[:, 0] == rank + 1).flatten().tolist() for rank in range(self._mesh.world_size)]
-        present = {(g, g + 1): table[g, 1:] for held in holders for g in held}
+        present = {(g, g + 1): table[g, 1:] for grains_of_rank in holders for g in grains_of_rank}
         total = evaluate(present, self._num_grains, torch.Tensor.add)
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
         if not flags.errors and not flags.redo:

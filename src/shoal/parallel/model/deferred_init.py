@@ -159,13 +159,13 @@ def _named(model: object) -> dict[str, Tensor]:
 
 def _to_meta(named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Move the tensors to the meta device, in place; return tensors with their former data."""
-    held: dict[int, Tensor] = {}
+    moved: dict[int, Tensor] = {}
     for tensor in named.values():
-        if id(tensor) not in held and not isinstance(tensor, _UNSHAPED):
+        if id(tensor) not in moved and not isinstance(tensor, _UNSHAPED):
             twin = torch.empty_like(tensor, device=_META).requires_grad_(tensor.requires_grad)
             torch._C._swap_tensor_impl(tensor, twin)
-            held[id(tensor)] = twin
-    return {name: held[id(t)] for name, t in named.items() if id(t) in held}
+            moved[id(tensor)] = twin
+    return {name: moved[id(t)] for name, t in named.items() if id(t) in moved}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tape
@@ -241,12 +241,12 @@ class LoggedCall:
             kwargs["generator"] = torch.Generator().set_state(self.generator)
         elif self.generator is not None:
             torch.default_generator.set_state(self.generator)
-        taken = {storage._cdata for storage in storages.values()}
+        before = {storage._cdata for storage in storages.values()}
         results = tensors_in(self.func(*args, **kwargs))
         for ref, result in zip(self.outputs, results, strict=True):
             if ref.key in storages:
                 continue
-            if not ref.same_place(result) or storage_key(result) in taken:
+            if not ref.same_place(result) or storage_key(result) in before:
                 raise NotUnderstoodError(f"{self.func} lays its result out otherwise than on the meta device")
             storages[ref.key] = result.untyped_storage()
 
@@ -269,7 +269,7 @@ class Tape:
 
     def needed(self, keys: Iterable[int]) -> list[LoggedCall]:
         """Return the operations on which the storages' contents depend, in order."""
-        found: dict[int, LoggedCall] = {}
+        operations: dict[int, LoggedCall] = {}
         seen: set[tuple[int, int]] = set()
         wanted = [(key, self._count) for key in keys]
         while wanted:
@@ -280,14 +280,14 @@ class Tape:
                 if (operation.number, key) in seen:
                     break
                 seen.add((operation.number, key))
-                if operation.number not in found:
-                    found[operation.number] = operation
+                if operation.number not in operations:
+                    operations[operation.number] = operation
                     wanted += [(read, operation.number) for read in operation.reads]
                     # If the operation changes a storage only in part, it also needs the rest of that storage.
                     wanted += [(k, operation.number) for k in operation.writes if not operation.writes[k]]
                 if operation.writes[key]:
                     break
-        return [found[number] for number in sorted(found)]
+        return [operations[number] for number in sorted(operations)]
 
     @one_thread()
     def replay(self, refs: list[TensorRef]) -> list[Tensor]:
@@ -419,9 +419,9 @@ class InitRecorder(TorchDispatchMode):
         def twin(tensor: Tensor) -> Tensor:
             if self.is_tracked(tensor):
                 return tensor
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
-            twins.add(storage_key(made))
-            return made
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+            twins.add(storage_key(copy))
+            return copy
 
         on_meta = {"device": _META} if "device" in names and (not tensors_in(args) or kwargs.get("device")) else {}
         meta_args, meta_kwargs = replace_leaves((args, {**kwargs, **on_meta}), Tensor, twin)

@@ -57,9 +57,9 @@ class ParameterHooks:
 
     def give_back(self, model: nn.Module) -> None:
         """Restore the hooks, so that autograd calls them again."""
-        for name, taken in self.by_name.items():
+        for name, own_hooks in self.by_name.items():
             parameter = model.get_parameter(name)
-            for hooks in taken:
+            for hooks in own_hooks:
                 parameter._backward_hooks = hooks.on_gradient or parameter._backward_hooks
                 parameter._post_accumulate_grad_hooks = hooks.on_parameter or parameter._post_accumulate_grad_hooks
 
@@ -72,29 +72,29 @@ class ParameterHooks:
         """
         with generators_kept():
             seed_everything(key)
-            for name, taken in self.by_name.items():
+            for name, own_hooks in self.by_name.items():
                 parameter = parameters.get(name)
                 if parameter is None or parameter.grad is None:
                     continue
                 try:
-                    _call_hooks(name, taken, parameter)
+                    _call_hooks(name, own_hooks, parameter)
                 except ShoalError:
                     raise
                 except Exception as error:
                     raise user_error(f"a hook on the parameter {name}", error) from error
 
 
-def _call_hooks(name: str, taken: list[_Hooks], parameter: nn.Parameter) -> None:
+def _call_hooks(name: str, own_hooks: list[_Hooks], parameter: nn.Parameter) -> None:
     whole: Any = parameter
     if hasattr(parameter, "full_tensor"):  # a DTensor; a hook sees the whole
         whole = nn.Parameter(parameter.full_tensor())
         whole.grad = parameter.grad.full_tensor()  # type: ignore[union-attr]
     before, version = whole.detach().clone() if whole is not parameter else None, whole._version
-    for call in [call for hooks in taken for call in hooks.on_gradient.values()]:
+    for call in [call for hooks in own_hooks for call in hooks.on_gradient.values()]:
         replaced = call(whole.grad)
         if replaced is not None:
             whole.grad.copy_(replaced)
-    for call in [call for hooks in taken for call in hooks.on_parameter.values()]:
+    for call in [call for hooks in own_hooks for call in hooks.on_parameter.values()]:
         if whole.grad is not None:
             call(whole)
     if whole._version != version or (before is not None and not torch.equal(before, whole)):

@@ -158,11 +158,11 @@ class ShardedModel:
 
     def state_dict(self) -> TensorSlices:
         """Return the model's state dict: entries of `tensors` under all their names, if they are persistent."""
-        found = self.model.state_dict(keep_vars=True)
+        tensors = self.model.state_dict(keep_vars=True)
         names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
         return {
             key: (self.part(names[id(t)], t), local(t))
-            for key, t in found.items()
+            for key, t in tensors.items()
             if isinstance(t, Tensor) and not t.is_meta
         }
 
@@ -240,21 +240,21 @@ def allocate_state(model: ShardedModel, known: Mapping[str, Any], names: Contain
     return slices
 
 
-def entries(held: TensorSlices) -> dict[str, list[Any]]:
+def entries(slices: TensorSlices) -> dict[str, list[Any]]:
     """Return a shard as JSON by path: dtype, shape of the whole, ranges."""
     return {
         path: [str(t.dtype).removeprefix("torch."), list(part.shape), part.to_json()]
-        for path, (part, t) in held.items()
+        for path, (part, t) in slices.items()
     }
 
 
-def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
+def first_holders(by_rank: list[dict[str, Any]], path: str) -> list[int]:
     """Return the first rank of each distinct part of a tensor, from every rank's `entries`."""
-    found: list[int] = []
-    for rank, own in enumerate(told):
-        if path in own and not any(told[other][path][:3] == own[path][:3] for other in found):
-            found.append(rank)
-    return found
+    ranks: list[int] = []
+    for rank, own in enumerate(by_rank):
+        if path in own and not any(by_rank[other][path][:3] == own[path][:3] for other in ranks):
+            ranks.append(rank)
+    return ranks
 
 
 # Returns the whole initial value of a parameter or buffer, by name.
@@ -274,42 +274,44 @@ def materialise(
         buffers: device of the buffers.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    made: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
     for name, tensor in named:
         if tensor.is_meta and name not in division.absent:
             part = cut_of(tensor, division.parts.get(name) or TensorSlice.whole(tensor.shape))
             device = parameters if isinstance(tensor, nn.Parameter) else buffers
             value = part.take(whole(name)).to(device=device, dtype=tensor.dtype, copy=True).contiguous()
             value = laid_out(value, tensor)
-            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            values[id(tensor)] = (
+                nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            )
     for module in model.modules():
         for home in (module._parameters, module._buffers):
             for key, old in home.items():
-                if old is not None and id(old) in made:
-                    home[key] = made[id(old)]  # type: ignore[assignment]
+                if old is not None and id(old) in values:
+                    home[key] = values[id(old)]  # type: ignore[assignment]
 
 
-def whole_tensors(model: ShardedModel, held: TensorSlices) -> Iterator[tuple[str, Tensor | None]]:
+def whole_tensors(model: ShardedModel, slices: TensorSlices) -> Iterator[tuple[str, Tensor | None]]:
     """Yield each path of any rank in order, with the whole tensor on rank 0's CPU and None elsewhere; one at a time.
 
     Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, if anything is divided.
     """
     mesh = model.mesh
     if not model.divides_state or mesh.world_size == 1:
-        for path in sorted(held):
-            yield path, held[path][1].cpu() if mesh.rank == 0 else None
+        for path in sorted(slices):
+            yield path, slices[path][1].cpu() if mesh.rank == 0 else None
         return
-    told = mesh.gather_json(entries(held))
-    for path in sorted(set().union(*told)):
-        holders = first_holders(told, path)
-        dtype, shape, _ = told[next(iter(holders))][path]
+    by_rank = mesh.gather_json(entries(slices))
+    for path in sorted(set().union(*by_rank)):
+        holders = first_holders(by_rank, path)
+        dtype, shape, _ = by_rank[next(iter(holders))][path]
         whole = torch.empty(shape, dtype=getattr(torch, dtype)) if mesh.rank == 0 else None
         for rank in holders:
-            part = TensorSlice.from_json(shape, told[rank][path][2])
+            part = TensorSlice.from_json(shape, by_rank[rank][path][2])
             if mesh.rank == rank != 0:
-                dist.send(raw_bytes(held[path][1].cpu()), 0)
+                dist.send(raw_bytes(slices[path][1].cpu()), 0)
             elif whole is not None and rank == 0:
-                part.put(whole, held[path][1].cpu())
+                part.put(whole, slices[path][1].cpu())
             elif whole is not None:
                 received = torch.empty(part.local_shape, dtype=whole.dtype)
                 dist.recv(raw_bytes(received), rank)

@@ -46,13 +46,13 @@ def _repeated(name: str, module: nn.Module, _place: str | None) -> list[Block]:
     kinds: Counter[type[nn.Module]] = Counter()
     if isinstance(module, _CONTAINERS) and _place != _NOT_IN_SEQUENCE:
         kinds.update(type(child) for _, _, child in children if is_composite(child))
-    found = []
+    blocks = []
     for path, key, child in children:
         inner = _repeated(path, child, key)
         count = kinds[type(child)]
         is_stage = isinstance(child, _CONTAINERS) or (count <= _MOST_STAGES and len(inner) > 1)
-        found += inner if count < 2 or (inner and is_stage) else [Block(path, child)]
-    return found
+        blocks += inner if count < 2 or (inner and is_stage) else [Block(path, child)]
+    return blocks
 
 
 def is_composite(module: nn.Module) -> bool:
@@ -116,13 +116,13 @@ def blocks_of(model: nn.Module) -> list[str]:
     them together (a ResNet has its blocks in four). Modules inside a repeated module, such as experts in a block, do
     not count. If that class has no submodules (Linear), or there is none, every layer with parameters counts.
     """
-    held = [(name, type(module)) for name, module in _outermost(model)]
-    kind, count = Counter(kind for _, kind in held).most_common(1)[0] if held else (None, 0)
+    members = [(name, type(module)) for name, module in _outermost(model)]
+    kind, count = Counter(kind for _, kind in members).most_common(1)[0] if members else (None, 0)
     composite = count > 1 and any(
         any(True for _ in module.children()) for module in model.modules() if type(module) is kind
     )
     if composite:
-        return [name for name, found in held if found is kind]
+        return [name for name, other in members if other is kind]
     return [name for name, module in _flat(model, frozenset()) if any(True for _ in module.parameters())]
 
 
@@ -154,7 +154,7 @@ def _flat(module: nn.Module, opened: frozenset[str], prefix: str = "") -> Iterat
 
 def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return container members with parameters that are no containers, without those inside a repeated member."""
-    held = [
+    members = [
         (name, module)
         for name, module in model.named_modules()
         if name
@@ -162,10 +162,10 @@ def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
         and not isinstance(module, _HOLDERS)
         and any(True for _ in module.parameters())
     ]
-    times = Counter(type(module) for _, module in held)
+    times = Counter(type(module) for _, module in members)
     outer: list[tuple[str, nn.Module]] = []
     last = ""
-    for name, module in held:  # in the order of named_modules, in which a module's members follow it directly
+    for name, module in members:  # in the order of named_modules, in which a module's members follow it directly
         if last and name.startswith(last):
             continue
         outer.append((name, module))

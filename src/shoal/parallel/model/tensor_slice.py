@@ -45,14 +45,14 @@ class TensorSlice:
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorSlice:
         """Return the part of this slice at its own indices [start, stop) along `dim`."""
-        found, place = [], 0
+        inside, place = [], 0
         for first, last in self.ranges[dim]:
             size = last - first
             low, high = max(start - place, 0), min(stop - place, size)
             if low < high:
-                found.append((first + low, first + high))
+                inside.append((first + low, first + high))
             place += size
-        return TensorSlice(self.shape, (*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
+        return TensorSlice(self.shape, (*self.ranges[:dim], tuple(inside), *self.ranges[dim + 1 :]))
 
     def select(self, dim: int, runs: Runs) -> TensorSlice:
         """Return the part with the indices in `runs` along a dim that is whole in this slice."""
@@ -87,11 +87,11 @@ class TensorSlice:
         mine, theirs = [here for here, _ in common], [there for _, there in common]
         if not all(map(len, mine)):
             return 0
-        found = _block(source, theirs)
+        values = _block(source, theirs)
         if _are_runs(mine):
-            _block(target, mine).copy_(found)
+            _block(target, mine).copy_(values)
         else:
-            target[_mesh(mine)] = found.to(target)
+            target[_mesh(mine)] = values.to(target)
         return math.prod(map(len, mine))
 
     def to_json(self) -> list[list[list[int]]] | None:
@@ -121,8 +121,8 @@ def _are_runs(places: list[_Places]) -> bool:
 def _block(tensor: Tensor, places: list[_Places]) -> Tensor:
     if not _are_runs(places):
         return tensor[_mesh(places)]
-    for dim, found in enumerate(places):
-        tensor = tensor.narrow(dim, int(found[0]), len(found))
+    for dim, indices in enumerate(places):
+        tensor = tensor.narrow(dim, int(indices[0]), len(indices))
     return tensor
 
 

@@ -97,21 +97,21 @@ def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[s
     total: Any = 0.0
     for output in outputs:
         total = total + (output * torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)).sum()
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), found, strict=True)
+    results = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), results, strict=True)
     return {name: torch.zeros_like(leaf) if g is None else g.contiguous() for (name, leaf), g in pairs}
 
 
-def floor_of(found: Iterable[Tensor]) -> float:
+def floor_of(values: Iterable[Tensor]) -> float:
     """Return the norm below which gradients are compared on this scale."""
-    return _FLOOR * max(float(gradient.norm()) for gradient in found)
+    return _FLOOR * max(float(gradient.norm()) for gradient in values)
 
 
-def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
+def is_same(value: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
     """Check whether two tensors agree but for rounding. Values smaller than `floor` are compared on that scale."""
-    if found.shape != wanted.shape:
+    if value.shape != wanted.shape:
         return False
-    if not found.is_floating_point():
-        return bool(torch.equal(found, wanted))
-    distance, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    if not value.is_floating_point():
+        return bool(torch.equal(value, wanted))
+    distance, size = float((value.double() - wanted.double()).norm()), float(wanted.double().norm())
     return math.isfinite(distance) and distance <= TOLERANCE * max(size, floor)

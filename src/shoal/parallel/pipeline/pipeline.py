@@ -121,20 +121,20 @@ class Pipeline:
         Raises: other failures.
         """
         self._error = None
-        kept: dict[tuple[int, int], _ForwardState] = {}
+        states: dict[tuple[int, int], _ForwardState] = {}
         self.units.begin(own)
         lasts = [a for a in own if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)][-1:]
         for action in own:
             key = action.stage, action.microbatch
             with work.around(action), self.units.action(action):
                 if action.kind is ActionKind.FORWARD:
-                    kept[key] = self._forward(work, action, action == own[-1])
+                    states[key] = self._forward(work, action, action == own[-1])
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:
-                    self._guarded(functools.partial(self._backward_weight, work, action, kept[key], action in lasts))
+                    self._guarded(functools.partial(self._backward_weight, work, action, states[key], action in lasts))
                 else:
-                    self._backward(work, action, kept[key], action in lasts)
+                    self._backward(work, action, states[key], action in lasts)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                del kept[key]
+                del states[key]
         self.messages.finish()
         failure, self._error = self._error, None
         return failure
@@ -160,7 +160,7 @@ class Pipeline:
 
     def _forward(self, work: Work, action: Action, ends: bool) -> _ForwardState:
         stage, m = action.stage, action.microbatch
-        kept = _ForwardState()
+        state = _ForwardState()
         received = False
 
         def receive(blanks: list[Blank]) -> list[Tensor]:
@@ -170,20 +170,20 @@ class Pipeline:
             return values
 
         def act() -> list[Tensor]:
-            kept.scope = work.scope(m)
+            state.scope = work.scope(m)
             work.begins(m)
-            with kept.scope:
+            with state.scope:
                 with self.units.forward(stage) as leave:
                     passed = self.stages.forward(stage, work.function, work.batches[m], receive)
                     leave(passed.values or passed.result)
                 is_last = stage == self._num_stages - 1
-                kept.total = work.forwarded(m, passed.result if is_last else None)
+                state.total = work.forwarded(m, passed.result if is_last else None)
             batch = work.batches[m]
-            kept.received, kept.needs_grad = passed.received, self.stages.slots(stage, work.function, batch)
-            kept.sent = [Blank.of(value) for value in passed.values]
+            state.received, state.needs_grad = passed.received, self.stages.slots(stage, work.function, batch)
+            state.sent = [Blank.of(value) for value in passed.values]
             if stage < self._num_stages - 1:
                 pairs = zip(passed.values, self.stages.slots(stage + 1, work.function, batch), strict=True)
-                kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
+                state.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
             return passed.values
 
         # An evaluation ends with the last stage: all messages of the others precede what this stage received.
@@ -191,78 +191,78 @@ class Pipeline:
         if values is None:
             if stage > 0 and not received:
                 receive(self._blanks(work, stage, m))
-            values = self._nothing(work, stage, m, kept)
+            values = self._nothing(work, stage, m, state)
         if stage < self._num_stages - 1:
             self.messages.send("forward", stage + 1, m, values)
-        return kept
+        return state
 
     def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
         with work.scope(m):
             return self.stages.blanks(stage, work.function, work.batches[m])
 
-    def _nothing(self, work: Work, stage: int, m: int, kept: _ForwardState) -> list[Tensor]:
+    def _nothing(self, work: Work, stage: int, m: int, state: _ForwardState) -> list[Tensor]:
         """Return NaN for a failed stage's outputs, and record the shapes for the backward."""
         function, batch = work.function, work.batches[m]
-        kept.needs_grad = self.stages.slots(stage, function, batch)
+        state.needs_grad = self.stages.slots(stage, function, batch)
         if stage > 0:
-            kept.received = [blank.filled() for blank in self._blanks(work, stage, m)]
+            state.received = [blank.filled() for blank in self._blanks(work, stage, m)]
         if stage == self._num_stages - 1:
             return []
-        kept.sent = self._blanks(work, stage + 1, m)
-        kept.roots = [None for _ in kept.sent]
-        return [blank.filled() for blank in kept.sent]
+        state.sent = self._blanks(work, stage + 1, m)
+        state.roots = [None for _ in state.sent]
+        return [blank.filled() for blank in state.sent]
 
     # ----------------------------------------------------------------------------------------------- backward
 
-    def _backward(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
+    def _backward(self, work: Work, action: Action, state: _ForwardState, last: bool) -> None:
         stage, m = action.stage, action.microbatch
         gradients: list[Tensor] = []
         if stage < self._num_stages - 1:
             wanted = self.stages.slots(stage + 1, work.function, work.batches[m])
-            blanks = [blank for blank, needs in zip(kept.sent, wanted, strict=True) if needs]
+            blanks = [blank for blank, needs in zip(state.sent, wanted, strict=True) if needs]
             arrived = iter(self.messages.receive("backward", stage, m, blanks))
-            pairs = [(root, next(arrived)) for root, needs in zip(kept.roots, wanted, strict=True) if needs]
+            pairs = [(root, next(arrived)) for root, needs in zip(state.roots, wanted, strict=True) if needs]
             roots = [root for root, _ in pairs if root is not None]
             gradients = [gradient for root, gradient in pairs if root is not None]
-        elif kept.total is not None:
-            roots, gradients = [get_gradient_edge(kept.total)], [torch.ones_like(kept.total)]
-            kept.total = None
+        elif state.total is not None:
+            roots, gradients = [get_gradient_edge(state.total)], [torch.ones_like(state.total)]
+            state.total = None
         else:
             roots = []
-        inputs = [value for value, needs in zip(kept.received, kept.needs_grad, strict=True) if needs]
+        inputs = [value for value, needs in zip(state.received, state.needs_grad, strict=True) if needs]
 
         def act() -> list[Tensor | None]:
             if action.kind is ActionKind.BACKWARD:
                 work.before_backward(m, last)
-            with kept.scope, self._again(work, action, kept):
+            with state.scope, self._again(work, action, state):
                 if action.kind is ActionKind.BACKWARD:
                     run_engine(roots, gradients)
-                    found: list[Tensor | None] = [value.grad for value in inputs]
+                    results: list[Tensor | None] = [value.grad for value in inputs]
                 else:
-                    given, kept.rest = backward_input(roots, gradients, inputs, self.units.weights())
-                    found = list(given)
+                    given, state.rest = backward_input(roots, gradients, inputs, self.units.weights())
+                    results = list(given)
             if action.kind is ActionKind.BACKWARD:
                 work.backwarded(m, last)
-            return found
+            return results
 
-        found = self._guarded(act)
+        input_gradients = self._guarded(act)
         if stage > 0:
-            if found is None:
-                found = [torch.full_like(value, torch.nan) for value in inputs]
-            sent = [torch.zeros_like(v) if g is None else g for v, g in zip(inputs, found, strict=True)]
+            if input_gradients is None:
+                input_gradients = [torch.full_like(value, torch.nan) for value in inputs]
+            sent = [torch.zeros_like(v) if g is None else g for v, g in zip(inputs, input_gradients, strict=True)]
             self.messages.send("backward", stage - 1, m, sent)
-        kept.roots = []
+        state.roots = []
 
-    def _backward_weight(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
-        assert kept.rest is not None
+    def _backward_weight(self, work: Work, action: Action, state: _ForwardState, last: bool) -> None:
+        assert state.rest is not None
         work.before_backward(action.microbatch, last)
-        with kept.scope, self._again(work, action, kept):
-            backward_weight(kept.rest, self.units.turns(action.stage, kept.rest.in_turn))
+        with state.scope, self._again(work, action, state):
+            backward_weight(state.rest, self.units.turns(action.stage, state.rest.in_turn))
         work.backwarded(action.microbatch, last)
 
-    def _again(self, work: Work, action: Action, kept: _ForwardState) -> AbstractContextManager[None]:
+    def _again(self, work: Work, action: Action, state: _ForwardState) -> AbstractContextManager[None]:
         batch = work.batches[action.microbatch]
-        return self.stages.recomputing(action.stage, work.function, batch, kept.received)
+        return self.stages.recomputing(action.stage, work.function, batch, state.received)
 
     # --------------------------------------------------------------------------------------------- evaluation
 

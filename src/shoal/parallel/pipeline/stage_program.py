@@ -44,7 +44,7 @@ def is_cut(trace: StageTrace, call: ModuleCall) -> bool:
 def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
     """Return the first calls of members of ModuleLists and Sequentials before which the model can be cut, in order."""
     members = set(members_of(model))
-    found: dict[int, ModuleCall] = {}
+    by_begin: dict[int, ModuleCall] = {}
     seen: set[str] = set()
     for call in trace.calls:
         if call.name in seen or call.name not in members:
@@ -57,8 +57,8 @@ def candidates(model: nn.Module, trace: StageTrace) -> list[ModuleCall]:
                 if around.enter != begin - 1:
                     break
                 begin = around.enter
-            found.setdefault(begin, call)
-    return list(found.values())
+            by_begin.setdefault(begin, call)
+    return list(by_begin.values())
 
 
 def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages: int) -> list[str]:
@@ -67,17 +67,17 @@ def chosen(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages
         return _check_split(model, trace, split, num_stages)
     if num_stages == 1:
         return []
-    found = candidates(model, trace)
-    if len(found) < num_stages - 1:
+    possible = candidates(model, trace)
+    if len(possible) < num_stages - 1:
         raise PlanError(
             given=f"a pipeline of {num_stages} stages",
-            conflict=f"this model can be cut at {len(found)} places by itself"
-            + (f" ({', '.join(call.name for call in found[:6])})" if found else ""),
-            remedy=f"use {len(found) + 1} stages at most (layout.pipeline * pipeline.stages_per_rank), or name the "
+            conflict=f"this model can be cut at {len(possible)} places by itself"
+            + (f" ({', '.join(call.name for call in possible[:6])})" if possible else ""),
+            remedy=f"use {len(possible) + 1} stages at most (layout.pipeline * pipeline.stages_per_rank), or name the "
             "first module of each stage in pipeline.split",
         )
-    costs = [(0, 0), *((call.flops, call.parameter_bytes) for call in found), (trace.flops, trace.parameter_bytes)]
-    return [found[place - 1].name for place in balanced(costs, num_stages)]
+    costs = [(0, 0), *((call.flops, call.parameter_bytes) for call in possible), (trace.flops, trace.parameter_bytes)]
+    return [possible[place - 1].name for place in balanced(costs, num_stages)]
 
 
 def balanced(costs: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
@@ -245,7 +245,7 @@ def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) ->
     Raises: PlanError for a buffer that one stage writes and another reads.
     """
     begins = [call for name in firsts if (call := trace.first(name)) is not None]
-    held: list[set[str]] = [set() for _ in range(len(begins) + 1)]
+    names_of_stage: list[set[str]] = [set() for _ in range(len(begins) + 1)]
     written: dict[str, set[int]] = {}
     for use in trace.uses:
         # The use's own stage, and later stages that do not stub the call.
@@ -253,22 +253,22 @@ def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) ->
         later = range(own + 1, len(begins) + 1)
         stages = {own, *(s for s in later if not any(_is_stubbed(one, begins[s - 1]) for one in around))}
         for stage in stages:
-            held[stage].add(use.name)
+            names_of_stage[stage].add(use.name)
         if use.writes:
             written.setdefault(use.name, set()).update(stages)
     for name in written:
-        if sum(name in stage for stage in held) > 1 and written[name] != set(range(len(held))):
+        if sum(name in stage for stage in names_of_stage) > 1 and written[name] != set(range(len(names_of_stage))):
             raise PlanError(
-                given=f"a pipeline of {len(held)} stages",
+                given=f"a pipeline of {len(names_of_stage)} stages",
                 conflict=f"{name!r} is written on one stage and used on another",
                 remedy="cut the model elsewhere by pipeline.split, so that one stage has both",
             )
-    for name in set(names).difference(*held):  # unused names go to the stage of their module
+    for name in set(names).difference(*names_of_stage):  # unused names go to the stage of their module
         prefix, call = name.rpartition(".")[0], None
         while prefix and call is None:
             call, prefix = trace.first(prefix), prefix.rpartition(".")[0]
-        held[0 if call is None else sum(begin.enter <= call.enter for begin in begins)].add(name)
-    return held
+        names_of_stage[0 if call is None else sum(begin.enter <= call.enter for begin in begins)].add(name)
+    return names_of_stage
 
 
 class Followed(Protocol):

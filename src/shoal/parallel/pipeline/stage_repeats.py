@@ -240,11 +240,11 @@ class RepeatTracer(StageTracer):
                     return None
                 outputs.append((leaf,))
             else:
-                made = _described(leaf, running)
-                if made is None or storage_key(leaf) in storages:
+                description = _described(leaf, running)
+                if description is None or storage_key(leaf) in storages:
                     return None
                 storages.add(storage_key(leaf))
-                outputs.append(made)
+                outputs.append(description)
         self._inner |= running.made - {id(leaf) for leaf in leaves}
         return _Record(
             name,
@@ -263,18 +263,18 @@ class RepeatTracer(StageTracer):
 
     def _repeated(self, record: _Record, name: str, arguments: list[Tensor]) -> Any:
         """Return an equal call's output, and record the call as if it had run."""
-        made: dict[int, Tensor] = {}
+        new: dict[int, Tensor] = {}
         for output in record.outputs:
-            made |= output.again() if isinstance(output, _Made) else {}
-        ids = dict(zip(record.arguments, map(id, arguments), strict=True)) | {old: id(t) for old, t in made.items()}
-        self._alive += made.values()
-        self._tainted |= {ids[old] for old in record.tainted & made.keys()}
+            new |= output.again() if isinstance(output, _Made) else {}
+        ids = dict(zip(record.arguments, map(id, arguments), strict=True)) | {old: id(t) for old, t in new.items()}
+        self._alive += new.values()
+        self._tainted |= {ids[old] for old in record.tainted & new.keys()}
         first = self._copy_record(record, name, ids)
         leaves: list[Any] = []
         for output in record.outputs:
             if isinstance(output, _Made):
-                leaves.append(made[output.id])
-                self._made_by[id(made[output.id])] = first
+                leaves.append(new[output.id])
+                self._made_by[id(new[output.id])] = first
             else:
                 leaves.append(arguments[output] if isinstance(output, int) else output[0])
         return tree_unflatten(leaves, record.spec)

@@ -70,13 +70,13 @@ class Outline:
 
     def filled(self, arguments: list[Any], dense: bool) -> Any:
         """Return a meaningless output of this structure for the given leaves of arguments."""
-        made = []
+        leaves = []
         for leaf in self.leaves:
             if isinstance(leaf, Blank):
-                made.append(leaf.filled(dense))
+                leaves.append(leaf.filled(dense))
             else:
-                made.append(arguments[leaf] if isinstance(leaf, int) else leaf[0])
-        return tree_unflatten(made, self.spec)
+                leaves.append(arguments[leaf] if isinstance(leaf, int) else leaf[0])
+        return tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
@@ -192,12 +192,12 @@ class StageTracer(FunctionTrace):
         if self._open:
             self._open[-1].uses_parameters |= call.uses_parameters
         returned = tensors_in(output)
-        found = [tensor for tensor in returned if id(tensor) not in call.argument_ids]
+        new = [tensor for tensor in returned if id(tensor) not in call.argument_ids]
         call.tainted = call.uses_parameters or any(id(tensor) in self._tainted for tensor in returned)
         if call.tainted:
-            for leaf in found:
+            for leaf in new:
                 self._taint(leaf)
-        for leaf in found:
+        for leaf in new:
             self._made_by[id(leaf)] = call
         return output
 
@@ -256,5 +256,5 @@ def written_by(call: FunctionCall) -> list[Tensor]:
     name, args, kwargs = getattr(call.func, "__name__", ""), call.args, call.kwargs
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
-    found = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
-    return tensors_in((found, kwargs.get("out")))
+    targets = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
+    return tensors_in((targets, kwargs.get("out")))

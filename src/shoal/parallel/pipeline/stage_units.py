@@ -92,8 +92,8 @@ class StageUnits:
                 state._pre_forward_hook_handle.remove()
                 state._post_forward_hook_handle.remove()
                 for group in param_groups(module):
-                    held = {names[id(p.sharded_param)] for p in group.fsdp_params}
-                    unit = GatherUnit(name, group, frozenset(stage for stage in used if used[stage] & held))
+                    inside = {names[id(p.sharded_param)] for p in group.fsdp_params}
+                    unit = GatherUnit(name, group, frozenset(stage for stage in used if used[stage] & inside))
                     if not name:
                         self.own = unit
                     else:

@@ -260,17 +260,17 @@ class Stages:
         refused: list[str] = []
         while True:
             stages.firsts = chosen(model, without(trace, refused), split, num_stages)
-            made = programs(trace, stages.firsts)
+            stage_programs = programs(trace, stages.firsts)
             try:
-                stages.check(function, batch, made)
+                stages.check(function, batch, stage_programs)
                 break
             except LeakError as error:
                 if split:
                     raise leak(error, model, trace) from None
                 refused.append(error.begins)
-        stages.cuts = [program.next_slots for program in made[:-1]]
+        stages.cuts = [program.next_slots for program in stage_programs[:-1]]
         stages.holds = holds(trace, stages.firsts, stages._sizes)
-        stages._programs[function, model.training, torch.is_grad_enabled()] = made
+        stages._programs[function, model.training, torch.is_grad_enabled()] = stage_programs
         return stages
 
     def __deepcopy__(self, memo: Any) -> Stages:
@@ -380,12 +380,12 @@ class Stages:
         key = function, self._model.training, torch.is_grad_enabled()
         if key not in self._programs:
             trace = self.traced(function, batch)
-            made = programs(trace, self.firsts)
+            stage_programs = programs(trace, self.firsts)
             try:
-                self.check(function, batch, made)
+                self.check(function, batch, stage_programs)
             except LeakError as error:
                 raise leak(error, self._model, trace) from None
-            self._programs[key] = made
+            self._programs[key] = stage_programs
         return self._programs[key]
 
     def traced(self, function: Function, batch: Any, kind: Callable[..., StageTracer] = StageTracer) -> StageTrace:
@@ -417,9 +417,9 @@ class Stages:
             ) from error
         return tracer.trace
 
-    def check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
+    def check(self, function: Function, batch: Any, stage_programs: list[StageProgram]) -> None:
         """Run each stage without data and check that no output depends on a stub. Raises: LeakError."""
-        for program in made[1:]:
+        for program in stage_programs[1:]:
             value_free = ValueFree(self._device)
             with value_free.in_place(self._model, _users(function)) as named:
                 watch = StubWatch(named)

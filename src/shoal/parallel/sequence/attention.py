@@ -27,13 +27,13 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 def _all_to_all(flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
     """Send `given[i]` numbers to rank i and receive `taken[i]` from it. Collective: the axis, one all-to-all."""
-    found = flat.new_empty(sum(taken))
+    received = flat.new_empty(sum(taken))
     if is_without_data(flat):
-        return found
+        return received
     width = flat.element_size()  # bytes, because Gloo does not support every dtype
     sizes = [n * width for n in taken], [n * width for n in given]
-    dist.all_to_all_single(found.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
-    return found
+    dist.all_to_all_single(received.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
+    return received
 
 
 def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]], axis: TensorAxis) -> Any:
@@ -42,8 +42,8 @@ def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torc
     given = [sum(tensor.numel() for tensor in to) for to in pieces]
     taken = [sum(shape.numel() for shape in of) for of in shapes]
     there = partial(_all_to_all, axis=axis, given=given, taken=taken)
-    found = through(flat, there, partial(_all_to_all, axis=axis, given=taken, taken=given))
-    parts = iter(found.split([shape.numel() for of in shapes for shape in of]))
+    received = through(flat, there, partial(_all_to_all, axis=axis, given=taken, taken=given))
+    parts = iter(received.split([shape.numel() for of in shapes for shape in of]))
     return [[next(parts).view(shape) for shape in of] for of in shapes]
 
 
@@ -103,10 +103,10 @@ def _to_heads(span: Span, axis: TensorAxis, heads: Heads, tensors: Sequence[Tens
     return [whole.to(tensor.dtype) for whole, tensor in zip(wholes, tensors, strict=True)]
 
 
-def _to_positions(span: Span, axis: TensorAxis, heads: Heads, found: Tensor) -> Tensor:
-    full = F.pad(found, (0, 0, 0, span.size * span.degree - span.length))
+def _to_positions(span: Span, axis: TensorAxis, heads: Heads, result: Tensor) -> Tensor:
+    full = F.pad(result, (0, 0, 0, span.size * span.degree - span.length))
     pieces = [[piece] for piece in full.split(span.size, 2)]
-    batch, _, _, width = found.shape
+    batch, _, _, width = result.shape
     bounds = map(heads.bounds, range(axis.degree))
     shapes = [[torch.Size((batch, stop - start, span.size, width))] for start, stop in bounds]
     return torch.cat([of[0] for of in _exchange(pieces, shapes, axis)], 1)

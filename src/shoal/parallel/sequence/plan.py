@@ -81,14 +81,14 @@ def edges_of(trace: ContextTrace) -> dict[str, str]:
     for name, block in trace.blocks.items():
         for source in block.sources:
             followers.setdefault(source or "", set()).add(name)
-    found = {}
+    edges = {}
     for name, block in trace.blocks.items():
         sources = set(block.sources)
         source = next(iter(sources)) or ""
         follows = len(sources) == 1 and source not in ("", name)
         if follows and followers[source] == {name} and not trace.blocks[source].used_elsewhere:
-            found[name] = source
-    return found
+            edges[name] = source
+    return edges
 
 
 def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping[str, str]) -> BlockPlan:
@@ -129,12 +129,12 @@ def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> 
     """Return the dims of sequence length: those that differ between two lengths, else those of its size."""
     if other is not None:
         return [d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
-    found = [d for d, size in enumerate(shape) if size == length]
-    return [SEQUENCE] if len(shape) == 3 and SEQUENCE in found else found
+    dims = [d for d, size in enumerate(shape) if size == length]
+    return [SEQUENCE] if len(shape) == 3 and SEQUENCE in dims else dims
 
 
-def _one(found: object) -> int | None:
-    dims = {tuple(each) for each in found}  # type: ignore[attr-defined]
+def _one(dims_of_each: object) -> int | None:
+    dims = {tuple(each) for each in dims_of_each}  # type: ignore[attr-defined]
     each = dims.pop() if len(dims) == 1 else (-1, -1)
     return None if not each else each[0] if len(each) == 1 else -1
 

@@ -39,14 +39,14 @@ def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]
             yield from tensors_by_path(item, (*path, key))
 
 
-def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
+def with_tensors(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> Any:
     """Return the same structure with the tensors of `found` at their paths."""
     if isinstance(value, Tensor):
-        return found.get(path, value)
+        return tensors.get(path, value)
     if type(value) in (tuple, list):
-        return type(value)(with_tensors(item, found, (*path, i)) for i, item in enumerate(value))
+        return type(value)(with_tensors(item, tensors, (*path, i)) for i, item in enumerate(value))
     if type(value) is dict:
-        return {key: with_tensors(item, found, (*path, key)) for key, item in value.items()}
+        return {key: with_tensors(item, tensors, (*path, key)) for key, item in value.items()}
     return value
 
 
@@ -122,8 +122,8 @@ class Stream:
     def whole(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return all positions from the ranks' parts. Collective: the axis, an all-gather."""
         assert self.span is not None
-        found = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
-        return found.narrow(dim, 0, self.span.length)
+        padded = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
+        return padded.narrow(dim, 0, self.span.length)
 
     def whole_output(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
         """Return the whole model's output of a module inside a block; call it while the model computes."""
@@ -206,9 +206,9 @@ class BlockRole:
                 "call it with the same arguments in training and in evaluation",
             )
         span = stream.open(hidden) if plan.opens else stream.resume(hidden, self.name)
-        found = {path: self.argument(path, tensor, span) for path, tensor in given.items()}
-        found[plan.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if plan.opens else hidden
-        args, kwargs = with_tensors([args, kwargs], found)
+        arguments = {path: self.argument(path, tensor, span) for path, tensor in given.items()}
+        arguments[plan.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if plan.opens else hidden
+        args, kwargs = with_tensors([args, kwargs], arguments)
         with self.dropouts(span, hidden.ndim):
             result = forward(*args, **kwargs)
         outputs = dict(tensors_by_path(result))
@@ -226,8 +226,8 @@ class BlockRole:
 
 def block_roles(model: nn.Module) -> dict[str, BlockRole]:
     """Return the roles of the divided blocks by name."""
-    found = ((name, m.sequence_role) for name, m in model.named_modules() if isinstance(m, Surrounded))
-    return {name: role for name, role in found if isinstance(role, BlockRole)}
+    roles = ((name, m.sequence_role) for name, m in model.named_modules() if isinstance(m, Surrounded))
+    return {name: role for name, role in roles if isinstance(role, BlockRole)}
 
 
 class PartDropout(TorchFunctionMode):

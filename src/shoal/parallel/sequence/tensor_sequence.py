@@ -134,14 +134,14 @@ def _on_wholes(stream: FeatureStream, forward: Callable[..., Any], args: Any, kw
 
 def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> Any:
     """Replace parts among the arguments by tensors with all positions."""
-    made: dict[int, Tensor] = {}  # the same tensor may be query, key and value
-    found: dict[Path, Tensor] = {}
+    wholes: dict[int, Tensor] = {}  # the same tensor may be query, key and value
+    replacements: dict[Path, Tensor] = {}
     for path, tensor in tensors_by_path([args, kwargs]):
         if stream.is_part(tensor) and tensor.is_floating_point() and tensor.ndim > 2:
-            if id(tensor) not in made:
-                made[id(tensor)] = make(tensor)
-            found[path] = made[id(tensor)]
-    return with_tensors([args, kwargs], found)
+            if id(tensor) not in wholes:
+                wholes[id(tensor)] = make(tensor)
+            replacements[path] = wholes[id(tensor)]
+    return with_tensors([args, kwargs], replacements)
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, devic
     bench = _Bench(subject, plan, axis, device)
     blocks, failures = {}, dict[str, list[str]]()
     for name, block in trace.blocks.items():
-        found = bench.prove(name, block)
-        if isinstance(found, str):
-            failures.setdefault(found, []).append(name)
+        result = bench.prove(name, block)
+        if isinstance(result, str):
+            failures.setdefault(result, []).append(name)
         else:
-            blocks[name] = found
+            blocks[name] = result
     notes = [f"whole sequences in {', '.join(failed)}: {why}" for why, failed in failures.items()]
     names = {id(p): name for name, p in subject.model.named_parameters()}
     partial = {
@@ -319,10 +319,10 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
 
 def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
     """Return two ways to gather: at the columns, and at the modules around them, in case their code reads the shape."""
-    found = [p.candidate for p in own.pairs]
-    plain = tuple(PairByPositions(c.columns, c.row) for c in found)
+    candidates = [p.candidate for p in own.pairs]
+    plain = tuple(PairByPositions(c.columns, c.row) for c in candidates)
     around = []
-    for candidate in found:
+    for candidate in candidates:
         parents = {name.rpartition(".")[0] for name in candidate.columns}
         shared = parents.pop() if len(candidate.columns) > 1 and len(parents) == 1 else ""
         around.append(PairByPositions(candidate.columns, candidate.row, shared))
@@ -343,13 +343,13 @@ def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
 
 def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, ...]:
     """Return the largest modules that contain these, but no module of a pair."""
-    found: list[str] = []
+    modules: list[str] = []
     for name in names:
         steps = name.split(".")
         tops = (".".join(steps[: n + 1]) for n in range(len(steps)))
         top = next(t for t in tops if not any(f"{p}.".startswith(f"{t}.") for p in paired))
         if isinstance(block.get_submodule(top), nn.ModuleList | nn.ModuleDict):
             top = name
-        if top not in found:
-            found.append(top)
-    return tuple(found)
+        if top not in modules:
+            modules.append(top)
+    return tuple(modules)

@@ -71,9 +71,9 @@ class BlockTrial:
         floor = floor_of(gradient for key, gradient in whole.values.items() if key != OUTPUT)
         return cls(whole, floor, divided, arguments)
 
-    def is_same(self, key: str, found: Tensor, wanted: Tensor) -> bool:
+    def is_same(self, key: str, value: Tensor, wanted: Tensor) -> bool:
         """Check whether the result for a name is the wanted one, but for rounding."""
-        return is_same(found, wanted, 0.0 if key == OUTPUT else self.floor)
+        return is_same(value, wanted, 0.0 if key == OUTPUT else self.floor)
 
 
 def computed(module: nn.Module, arguments: Any) -> BlockResult:

@@ -79,14 +79,14 @@ class ParameterPieces:
         self._optimizer, self._collective, self._mesh = optimizer, collective, mesh
         self._owners = owners
         sizes = [p.numel() * p.itemsize for p in parameters]
-        held = [owners(p) for p in parameters]
-        found = level(sizes, held, mesh.world_size, [is_divisible(p) for p in parameters])
+        owner_ranks = [owners(p) for p in parameters]
+        runs_by_index = level(sizes, owner_ranks, mesh.world_size, [is_divisible(p) for p in parameters])
         self._divided: list[_Divided] = []
-        for index, runs in found.items():
+        for index, runs in runs_by_index.items():
             parameter, flat = parameters[index], memory(parameters[index]).view(-1)
             begin, end = (edge // parameter.itemsize for edge in runs.get(mesh.rank, (0, 0)))
             part = nn.Parameter(flat[begin:end]) if begin < end else None
-            self._divided.append(_Divided(parameter, (begin, end), part, held[index] == mesh.rank))
+            self._divided.append(_Divided(parameter, (begin, end), part, owner_ranks[index] == mesh.rank))
         self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}
         self._region: SharedRegion | None = None
 
@@ -111,8 +111,8 @@ class ParameterPieces:
         before = [group["params"] for group in groups]
         for group in groups:
             group["params"] = self._own(group["params"])
-        held = [(one, one.part) for one in self._divided if one.part is not None]
-        for one, part in held:
+        parts = [(one, one.part) for one in self._divided if one.part is not None]
+        for one, part in parts:
             if one.state:
                 state[part] = one.state
         try:
@@ -120,7 +120,7 @@ class ParameterPieces:
         finally:
             for group, whole in zip(groups, before, strict=True):
                 group["params"] = whole
-            for one, part in held:
+            for one, part in parts:
                 part.grad = None
                 one.state = state.pop(part, {})
                 one.settle()
@@ -180,9 +180,9 @@ class ParameterPieces:
         state = self._optimizer.state
         entries = {i: state.get(one.whole) or {} for i, one in enumerate(self._divided) if one.is_owner}
         own = {str(i): _kinds(entry, self._divided[i].whole) for i, entry in entries.items()}
-        told = self._mesh.gather_json([own, {str(i): _rest(entry) for i, entry in entries.items()}])
-        self._open(_merged([layout for layout, _ in told]))
-        rest = {i: values for _, found in told for i, values in found.items()}
+        by_rank = self._mesh.gather_json([own, {str(i): _rest(entry) for i, entry in entries.items()}])
+        self._open(_merged([layout for layout, _ in by_rank]))
+        rest = {i: values for _, values_by_index in by_rank for i, values in values_by_index.items()}
         for i, one in enumerate(self._divided):
             if one.is_owner:
                 for key, memory in one.shared.items():
@@ -253,19 +253,19 @@ def _kinds(state: dict[str, Any], parameter: Tensor | None) -> dict[str, str]:
 
 def _merged(layouts: Sequence[Kinds]) -> Kinds:
     """Merge the layouts of all ranks in one order. Each rank reports the parameters that it has, whole or in part."""
-    found: Kinds = {}
+    merged: Kinds = {}
     for layout in layouts:
         for i, kinds in layout.items():
-            found.setdefault(i, {}).update(kinds)
-    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+            merged.setdefault(i, {}).update(kinds)
+    return dict(sorted(merged.items(), key=lambda item: int(item[0])))
 
 
 def _rest(entry: dict[str, Any]) -> dict[str, Any]:
     """Return, for JSON, the state without the parameter's shape: step counters, plain values and None."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in entry.items():
         if isinstance(value, Tensor) and value.ndim == 0:
-            found[key] = [str(value.dtype).removeprefix("torch."), value.item()]
+            values[key] = [str(value.dtype).removeprefix("torch."), value.item()]
         elif value is None or isinstance(value, bool | int | float | str):
-            found[key] = ["", value]
-    return found
+            values[key] = ["", value]
+    return values

@@ -82,8 +82,8 @@ class UnitCalls:
         self._met = True
         while waited:
             behind = []
-            for rank, told in zip(waited, self._store.multi_get(waited), strict=True):
-                serial, count, there = told.decode().split()
+            for rank, post in zip(waited, self._store.multi_get(waited), strict=True):
+                serial, count, there = post.decode().split()
                 if int(serial) < self._serial or (int(serial) == self._serial and int(count) < self._count):
                     if int(serial) == self._serial and there == "end":
                         raise unequal(

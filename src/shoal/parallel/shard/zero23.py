@@ -82,10 +82,10 @@ def shard(
                 conflict="torch's fully_shard cuts and sums dense gradients only",
                 remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
             )
-    kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
-    found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
-    seen = set(kept)
-    for unit in found:  # inner units come before outer ones
+    whole = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
+    every_unit = [*(unit for unit in units(model) if not whole.issuperset(unit.parameters())), model]
+    seen = set(whole)
+    for unit in every_unit:  # inner units come before outer ones
         own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
         if len(kinds) > 1:
@@ -95,11 +95,11 @@ def shard(
                 remedy='use shard.level = "optimizer", or one dtype for all parameters',
             )
         seen.update(own)
-    others = set(found)
+    others = set(every_unit)
     device_mesh = _device_mesh(mesh)
     writing = set() if writing is None else writing
     writing.update(module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks)
-    for unit in found:
+    for unit in every_unit:
         unit.register_forward_hook(_no_views)
         if plan.layout.pipeline == 1:  # a pipeline gathers by itself, and first runs without values
             unit.register_forward_hook(_KeptTensors(unit, others))
@@ -110,9 +110,9 @@ def shard(
             reshard_after_forward=not keep,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False),
             offload_policy=offload,
-            ignored_params=kept,
+            ignored_params=whole,
         )
-    for unit in found:
+    for unit in every_unit:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
         unit.set_reduce_scatter_unused_params(True)  # another rank's grains may use what this rank's do not
@@ -124,7 +124,7 @@ def shard(
                 place = parameter._module_info
                 if getattr(place.module, place.param_name) is not parameter.sharded_param:
                     place.module = cast(nn.Module, homes.setdefault(place.module, _Home(place.module)))
-    return found
+    return every_unit
 
 
 def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
@@ -220,12 +220,12 @@ def _tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    found: Iterable[Any] = ()
+    items: Iterable[Any] = ()
     if isinstance(value, list | tuple | set | deque | Mapping) and len(value) <= _MOST_ITEMS:
-        found = value.values() if isinstance(value, Mapping) else value
+        items = value.values() if isinstance(value, Mapping) else value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # it may have slots
-        found = [getattr(value, part.name, None) for part in dataclasses.fields(value)]
-    for item in found if depth else ():  # it may refer to itself
+        items = [getattr(value, part.name, None) for part in dataclasses.fields(value)]
+    for item in items if depth else ():  # it may refer to itself
         yield from _tensors_in(item, depth - 1)
 
 
@@ -271,22 +271,22 @@ def units(model: nn.Module) -> list[nn.Module]:
     enough. None shares a parameter with a module outside.
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
-    found = list(dict.fromkeys(blocks)) or list(_large(model))
+    candidates = list(dict.fromkeys(blocks)) or list(_large(model))
     # It calls only the clusters with classes in the batch, so calls differ between ranks.
     adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
     clusters = {inner for module in adaptive for inner in module.modules()}
-    found = [unit for unit in found if unit not in clusters]
+    candidates = [unit for unit in candidates if unit not in clusters]
     homes: dict[int, set[int]] = {}
     for number, module in enumerate(model.modules()):
         for parameter in module.parameters(recurse=False):
             homes.setdefault(id(parameter), set()).add(number)
     places = {module: number for number, module in enumerate(model.modules())}
-    kept = []
-    for unit in found:
+    closed = []
+    for unit in candidates:
         inside = {places[m] for m in unit.modules()}
         if all(homes[id(p)] <= inside for p in unit.parameters()):
-            kept.append(unit)
-    return kept
+            closed.append(unit)
+    return closed
 
 
 def _outermost(model: nn.Module, name: str) -> nn.Module:
@@ -419,14 +419,14 @@ class FullySharded(AccumulatingStrategy):
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Return the step's sums; the gradients are summed already. Collective: all ranks, one all-reduce."""
-        found = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
-        used = found.sums[num_sums:-2] > 0
-        order, squares = found.sums[-2:].tolist()
-        if found.flags == NO_FAILURES and order * order != squares * self._mesh.world_size:
+        step_sums = all_sums(self._sums_and_used(num_sums), flags, self._mesh.device)
+        used = step_sums.sums[num_sums:-2] > 0
+        order, squares = step_sums.sums[-2:].tolist()
+        if step_sums.flags == NO_FAILURES and order * order != squares * self._mesh.world_size:
             raise unequal("other parts of the model than on another rank, or in another order,")
         self._usual, self._is_usual = device_reads.sent(torch.from_numpy(used), self._mesh.device), used.tolist()
         self._drop()
-        return StepSums(found.sums[:num_sums], found.flags)
+        return StepSums(step_sums.sums[:num_sums], step_sums.flags)
 
     def _sums_and_used(self, num_sums: int) -> Tensor:
         device = self._mesh.device

@@ -86,28 +86,28 @@ def row_sums(logits: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> T
     here, place = rows.own(classes)
     exponentials = (values - largest.unsqueeze(1)).exp_().sum(1)
     target = values.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
-    found = [exponentials, target]
+    sums = [exponentials, target]
     if rows.smoothing:
         weights, _ = rows.class_weights(classes, values.dtype)
-        found.append((values * weights).sum(1))
-    return torch.stack(found)
+        sums.append((values * weights).sum(1))
+    return torch.stack(sums)
 
 
 def losses(sums: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> tuple[Tensor, Tensor]:
     """Return the loss of each row [N], and the logarithm of its sum of exponentials."""
     logarithm = sums[0].log() + largest
-    found = (logarithm - sums[1]) * rows.row_weights(sums.dtype)
+    loss = (logarithm - sums[1]) * rows.row_weights(sums.dtype)
     if rows.smoothing:
         _, total = rows.class_weights(classes, sums.dtype)
         smooth = (total * logarithm - sums[2]).masked_fill(~rows.counts, 0.0)
-        found = (1 - rows.smoothing) * found + rows.smoothing / classes.size * smooth
-    return found.masked_fill(~rows.counts, 0.0), logarithm
+        loss = (1 - rows.smoothing) * loss + rows.smoothing / classes.size * smooth
+    return loss.masked_fill(~rows.counts, 0.0), logarithm
 
 
 def gradient(logits: Tensor, logarithm: Tensor, given: Tensor, rows: Rows, classes: Classes) -> Tensor:
     """Return the gradient of a rank's logits, [N, C of the rank], from `given` [N], the losses' gradient."""
-    found = (wide(logits) - logarithm.unsqueeze(1)).exp_()
-    dtype = found.dtype
+    result = (wide(logits) - logarithm.unsqueeze(1)).exp_()
+    dtype = result.dtype
     here, place = rows.own(classes)
     scale = (1 - rows.smoothing) * rows.row_weights(dtype) * given
     factor = scale
@@ -115,12 +115,12 @@ def gradient(logits: Tensor, logarithm: Tensor, given: Tensor, rows: Rows, class
         weights, total = rows.class_weights(classes, dtype)
         smooth = (rows.smoothing / classes.size * given).masked_fill(~rows.counts, 0.0)
         factor = scale + total * smooth
-    found.mul_(factor.unsqueeze(1))
+    result.mul_(factor.unsqueeze(1))
     if rows.smoothing:
-        found.sub_(smooth.unsqueeze(1) * weights)
-    found.scatter_add_(1, place.unsqueeze(1), -torch.where(here, scale, 0.0).unsqueeze(1))
+        result.sub_(smooth.unsqueeze(1) * weights)
+    result.scatter_add_(1, place.unsqueeze(1), -torch.where(here, scale, 0.0).unsqueeze(1))
     # A row that does not count may contain infinities, which would be multiplied by zero.
-    return found.masked_fill_(~rows.counts.unsqueeze(1), 0.0).to(logits.dtype)
+    return result.masked_fill_(~rows.counts.unsqueeze(1), 0.0).to(logits.dtype)
 
 
 class _Losses(torch.autograd.Function):
@@ -130,10 +130,10 @@ class _Losses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis) -> Tensor:
         largest = axis.all_reduce(highest(logits), dist.ReduceOp.MAX)
         sums = axis.all_reduce(row_sums(logits, largest, rows, classes))
-        found, logarithm = losses(sums, largest, rows, classes)
+        loss, logarithm = losses(sums, largest, rows, classes)
         ctx.save_for_backward(logits, logarithm)
         ctx.rest = rows, classes
-        return found
+        return loss
 
     @staticmethod
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None, None]:
@@ -148,7 +148,7 @@ def cross_entropy(logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis
     Raises: IndexError for a target that is no class.
     """
     rows.check(classes.size)
-    found: Tensor = _Losses.apply(logits, rows, classes, axis)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Losses.apply(logits, rows, classes, axis)  # type: ignore[no-untyped-call]
     if reduction == "none":
-        return found
-    return found.sum() if reduction == "sum" else found.sum() / rows.row_weights(found.dtype).sum()
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / rows.row_weights(loss.dtype).sum()

@@ -51,15 +51,17 @@ def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree:
         except Exception as error:
             for uses in consumers.values():
                 uses.obstacle = f"the loss raises {type(error).__name__} on slices"
-    notes, kept, taken = dict(plan.notes), [], list[tuple[int, bool]]()
+    notes, lasting, targets_of_losses = dict(plan.notes), [], list[tuple[int, bool]]()
     for name, uses in consumers.items():
         size = num_features(subject.model.get_submodule(name))[1]
         why = uses.obstacle or next((f"{e} differs" for e in set(uses.entropies) if not is_proven(e, size, degree)), "")
         if not why and uses.entropies:
-            kept.append(name)
-            taken += [(targets, e.smoothing > 0) for targets, e in zip(uses.targets, uses.entropies, strict=True)]
-        notes[name] = KEPT if name in kept else f"cut along its outputs, gathered ({why})" if why else notes[name]
-    return replace(plan, kept=tuple(kept), notes=notes, losses=tuple(taken))
+            lasting.append(name)
+            targets_of_losses += [
+                (targets, e.smoothing > 0) for targets, e in zip(uses.targets, uses.entropies, strict=True)
+            ]
+        notes[name] = KEPT if name in lasting else f"cut along its outputs, gathered ({why})" if why else notes[name]
+    return replace(plan, kept=tuple(lasting), notes=notes, losses=tuple(targets_of_losses))
 
 
 def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
@@ -126,8 +128,8 @@ def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     largest = torch.stack([highest(part) for part in own]).amax(0)
     pairs = list(zip(own, places, strict=True))
     sums = torch.stack([row_sums(part, largest, rows, place) for part, place in pairs]).sum(0)
-    found, logarithm = losses(sums, largest, rows, places[0])
+    loss, logarithm = losses(sums, largest, rows, places[0])
     cut = torch.cat([gradient(part, logarithm, given, rows, place) for part, place in pairs], 1)
     means = F.cross_entropy(logits, targets, weights, **options)
-    mean = found.sum() / rows.row_weights(found.dtype).sum()
-    return is_same(found, wanted.detach()) and is_same(cut, whole) and is_same(mean, means.detach())
+    mean = loss.sum() / rows.row_weights(loss.dtype).sum()
+    return is_same(loss, wanted.detach()) and is_same(cut, whole) and is_same(mean, means.detach())

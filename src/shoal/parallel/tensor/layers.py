@@ -27,9 +27,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 def foreign(module: nn.Module) -> Outputs | None:
     """Return the outputs of a layer that is not torch's own, as the layer itself describes them."""
-    told: Any = getattr(type(module), "tensor_outputs", None)
-    found: Outputs | None = told(module) if told is not None else None
-    return found
+    describe: Any = getattr(type(module), "tensor_outputs", None)
+    outputs: Outputs | None = describe(module) if describe is not None else None
+    return outputs
 
 
 def kind(module: nn.Module) -> str | None:
@@ -72,10 +72,10 @@ def _multiplies(cls: Any, with_bias: bool) -> bool:
         wanted = module(value)
         module.__class__ = cls
         try:
-            found = [module.forward(value), torch.stack([module.forward(row) for row in value])]
+            results = [module.forward(value), torch.stack([module.forward(row) for row in value])]
         except Exception:
             return False
-        return all(isinstance(f, Tensor) and f.shape == wanted.shape and torch.allclose(f, wanted) for f in found)
+        return all(isinstance(f, Tensor) and f.shape == wanted.shape and torch.allclose(f, wanted) for f in results)
 
 
 def num_features(module: nn.Module) -> tuple[int, int]:
@@ -92,23 +92,23 @@ def output_dim(module: nn.Module) -> int:
 
 def num_outputs(module: nn.Module) -> int:
     """Return the number of outputs along which a layer can be cut; for an embedding, its rows."""
-    told = foreign(module)
-    if told is not None:
-        return told.size
+    outputs = foreign(module)
+    if outputs is not None:
+        return outputs.size
     return module.num_embeddings if isinstance(module, nn.Embedding) else num_features(module)[1]
 
 
 def output_dims(module: nn.Module) -> dict[str, int]:
     """Return, for each parameter of a layer, the dim that contains the outputs."""
-    told = foreign(module)
-    return told.dims if told is not None else {"weight": output_dim(module), "bias": 0}
+    outputs = foreign(module)
+    return outputs.dims if outputs is not None else {"weight": output_dim(module), "bias": 0}
 
 
 def feature_dim(module: nn.Module, output: Tensor) -> int:
     """Return the dim of a layer's output that contains its features."""
-    told = foreign(module)
-    if told is not None:
-        return output.ndim + told.feature_dim
+    outputs = foreign(module)
+    if outputs is not None:
+        return output.ndim + outputs.feature_dim
     return 1 if kind(module) == "convolution" else output.ndim - 1
 
 
@@ -119,8 +119,8 @@ def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | Non
         product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
         return product.view(*value.shape[:-1], weight.shape[1])
     if isinstance(module, _CONVOLUTIONS):
-        found: Tensor = module._conv_forward(value, weight, bias)
-        return found
+        result: Tensor = module._conv_forward(value, weight, bias)
+        return result
     return F.linear(value, weight, bias)
 
 
@@ -131,8 +131,8 @@ class DividedLayer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the forward of the role."""
-        found: Tensor = self.tensor_role(self, *args, **kwargs)
-        return found
+        output: Tensor = self.tensor_role(self, *args, **kwargs)
+        return output
 
 
 def with_base(module: nn.Module, base: type) -> None:
@@ -170,12 +170,12 @@ class Entry:
         if self._entered is None or self._seen() is not value or self._version != value._version:
             self._seen, self._entered, self._uses = weakref.ref(value), self.into(value), 0
             self._version = value._version
-        found = self._entered
-        assert found is not None
+        entered = self._entered
+        assert entered is not None
         self._uses += 1
         if self._uses == self.num_users:  # from here on only the graph references it
             self._seen, self._entered = None, None
-        return found
+        return entered
 
     def __deepcopy__(self, memo: Any) -> Entry:
         """Return a new entry without a stored result."""
@@ -253,14 +253,14 @@ class Row:
         weight, bias = module.weight, module.bias
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
-            found = self.sum(product(module, input, weight, None))
-            return found if bias is None else found + bias.to(found.dtype)
+            output = self.sum(product(module, input, weight, None))
+            return output if bias is None else output + bias.to(output.dtype)
         # Round once, after the sum, as in the whole model: its products are computed in float32 anyway (see
         # numerics/wide_products.py).
         with torch.autocast("cpu", enabled=False):
-            found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
-            found = self.sum(found)
-            return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
+            output = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
+            output = self.sum(output)
+            return (output if bias is None else output + bias.to(narrow).float()).to(narrow)
 
 
 @dataclass
@@ -280,8 +280,8 @@ class Vocabulary:
         local = torch.where(elsewhere, torch.where((input < 0) | (input >= self.size), own, 0), input - self.start)
         padding = module.padding_idx
         own_padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
-        found = F.embedding(local, module.weight, own_padding)
-        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+        rows = F.embedding(local, module.weight, own_padding)
+        return leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
 
 
 @dataclass

@@ -78,11 +78,11 @@ class Logits(Tensor):
         """Create logits without history; `divided` adds one."""
         shape = list(local.shape)
         shape[dim] = sum(head.sizes)
-        found: Logits = Tensor._make_wrapper_subclass(
+        logits: Logits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        found.local, found.dim_, found.head, found._data = local, dim, head, None
-        return found
+        logits.local, logits.dim_, logits.head, logits._data = local, dim, head, None
+        return logits
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without gathering."""
@@ -99,14 +99,14 @@ class Logits(Tensor):
                 return args[0].local.register_hook(*args[1:], **kwargs)
             # Without gradients, as in the forward of an autograd function, cut results would have no history.
             rule = _RULES.get(func) if torch.is_grad_enabled() else None
-            found = rule(func, *args, **kwargs) if rule is not None else NotImplemented
-            if found is NotImplemented:
+            result = rule(func, *args, **kwargs) if rule is not None else NotImplemented
+            if result is NotImplemented:
 
                 def whole(logits: Logits) -> Tensor:
                     return logits.head.whole(logits.local, logits.dim_, name)
 
-                found = func(*_with(args, whole), **_with(kwargs, whole))
-            return found
+                result = func(*_with(args, whole), **_with(kwargs, whole))
+            return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -123,9 +123,9 @@ class Logits(Tensor):
 
 def divided(local: Tensor, dim: int, head: Head) -> Tensor:
     """Return logits around the slice `local`, with its history."""
-    found: Any = _Show.apply(local, dim % local.ndim, head)  # type: ignore[no-untyped-call]
-    found.local = local
-    return found  # type: ignore[no-any-return]
+    logits: Any = _Show.apply(local, dim % local.ndim, head)  # type: ignore[no-untyped-call]
+    logits.local = local
+    return logits  # type: ignore[no-any-return]
 
 
 def _with(value: Any, make: Callable[[Logits], Tensor]) -> Any:
@@ -145,9 +145,9 @@ def _each(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     others = [*args, *kwargs.values()]
     if not isinstance(logits, Logits) or any(isinstance(other, Tensor) for other in others):
         return NotImplemented
-    found = func(logits.local, *args, **kwargs)
-    same = isinstance(found, Tensor) and found.shape == logits.local.shape
-    return divided(found, logits.dim_, logits.head) if same else NotImplemented
+    result = func(logits.local, *args, **kwargs)
+    same = isinstance(result, Tensor) and result.shape == logits.local.shape
+    return divided(result, logits.dim_, logits.head) if same else NotImplemented
 
 
 def _regrouped(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,8 +187,8 @@ def _picked(func: Any, logits: Any, index: Any) -> Any:
     last = items[-1]
     if last is None or (named and not (isinstance(last, slice) and last == slice(None))):
         return NotImplemented
-    found = func(logits.local, index)
-    return divided(found, found.ndim - 1, logits.head)
+    rows = func(logits.local, index)
+    return divided(rows, rows.ndim - 1, logits.head)
 
 
 _INDICES = (int, slice, Tensor, type(None), type(Ellipsis))

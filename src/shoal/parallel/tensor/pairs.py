@@ -95,7 +95,7 @@ class ProvenPair:
         return ProvenPair(
             PairCandidate(tuple(map(name, chosen.columns)), name(chosen.row), name(chosen.owner)),
             {name(n): runs for n, runs in self.runs.items()},
-            {name(n): found for n, found in self.slices.items()},
+            {name(n): part for n, part in self.slices.items()},
             tuple(map(name, self.partial)),
             tuple(tuple((name(n), a, v) for n, a, v in place) for place in self.attributes),
         )
@@ -104,7 +104,7 @@ class ProvenPair:
 def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> list[PairCandidate]:
     """Return candidates from a trace and the model's own `tp_plan`, each module once, in the order of the calls."""
     free = set(usable)
-    found = []
+    pairs = []
     for row, calls in trace.inputs.items():
         columns = calls[0]
         if row not in free or not columns or OPAQUE in columns or any(sources != columns for sources in calls):
@@ -112,7 +112,7 @@ def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> l
         outputs = [trace.outputs[name] for name in columns]
         if not columns <= free or any(output.feeds != {row} or output.leaks for output in outputs):
             continue
-        found.append(_candidate([name for name in trace.inputs if name in columns], row, trace))
+        pairs.append(_candidate([name for name in trace.inputs if name in columns], row, trace))
         free -= {row, *columns}
     # A tp_plan pairs a "rowwise" module with the "colwise" modules nearest to it.
     said = {name: style for name, style in styles(model).items() if name in free}
@@ -125,8 +125,8 @@ def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> l
             near = [name for name in colwise if name.startswith(f"{owner}.")]
         if near:
             colwise = [name for name in colwise if name not in near]
-            found.append(_candidate(near, row, trace))
-    return found
+            pairs.append(_candidate(near, row, trace))
+    return pairs
 
 
 def obstacle(name: str, trace: TensorTrace) -> str | None:
@@ -145,7 +145,7 @@ def _candidate(columns: list[str], row: str, trace: TensorTrace) -> PairCandidat
 
 def styles(model: nn.Module) -> dict[str, str]:
     """Return each module's style in a `tp_plan` of the model or of a module in it, as transformers defines them."""
-    found: dict[str, str] = {}
+    style_of: dict[str, str] = {}
     names = [name for name, _ in model.named_modules()]
     for prefix, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None)
@@ -154,27 +154,27 @@ def styles(model: nn.Module) -> dict[str, str]:
             continue
         for pattern, style in plan.items():
             whole = re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+")
-            found |= {name: str(style) for name in names if re.fullmatch(whole, name)}
-    return found
+            style_of |= {name: str(style) for name in names if re.fullmatch(whole, name)}
+    return style_of
 
 
 def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree: int) -> Iterator[SectionCut]:
     """Yield ways to cut a candidate, the likeliest first; none if there are fewer heads than ranks."""
     outputs = {name: trace.outputs[name] for name in candidate.columns if name in trace.outputs}
     sizes = {name: num_features(model.get_submodule(name))[1] for name in candidate.columns}
-    told = {name: _sections(size, outputs.get(name)) for name, size in sizes.items()}
+    by_sections = {name: _sections(size, outputs.get(name)) for name, size in sizes.items()}
     plain: dict[str, tuple[int, ...]] = {name: (size,) for name, size in sizes.items()}
     heads = {h for output in outputs.values() for h in output.heads}
     groups = {g for output in outputs.values() for g in output.groups}
-    taken = num_features(model.get_submodule(candidate.row))[0]
+    num_inputs = num_features(model.get_submodule(candidate.row))[0]
     first: list[SectionCut] = []
     # A view as three dims may be cut inside sections, [3, heads, width], or across them, [heads, 3, width].
-    ways = [(told, heads), (plain, heads)] + ([(plain, groups)] if groups else [])
+    ways = [(by_sections, heads), (plain, heads)] + ([(plain, groups)] if groups else [])
     for sections, counted in ways:
-        parts = [size for found in sections.values() for size in found]
-        units = math.gcd(*counted) if counted else math.gcd(*parts, taken)
+        parts = [size for sizes_of_module in sections.values() for size in sizes_of_module]
+        units = math.gcd(*counted) if counted else math.gcd(*parts, num_inputs)
         cut = SectionCut(sections, units, degree)
-        if units >= degree and not any(size % units for size in (*parts, taken)) and cut not in first:
+        if units >= degree and not any(size % units for size in (*parts, num_inputs)) and cut not in first:
             first.append(cut)
     yield from first
     for cut in first:
@@ -185,9 +185,9 @@ def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree:
 def _sections(size: int, output: Any) -> tuple[int, ...]:
     if output is None:
         return (size,)
-    for found in sorted(output.sections):
-        if sum(found) == size:
-            return tuple(found)
+    for sizes in sorted(output.sections):
+        if sum(sizes) == size:
+            return tuple(sizes)
     slices = sorted(output.slices)
     ends = [0, *(start + length for start, length in slices)]
     if len(slices) > 1 and ends[-1] == size and [start for start, _ in slices] == ends[:-1]:

@@ -144,7 +144,7 @@ def decide(model: nn.Module, trace: TensorTrace, values: Values | None, degree: 
 def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
     """Return the modules with their own parameters that stay whole, each with the reason."""
     said, holders = styles(model), _holders(model)
-    found = {}
+    reasons = {}
     for name, module in model.named_modules():
         # A second name for a parameter of a layer that can be cut has no influence.
         of_layers = all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
@@ -152,17 +152,17 @@ def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
             continue
         why = "as its tp_plan says" if said.get(name) == "replicated" else _obstacle(name, module, trace, degree)
         if why is not None:
-            found[name] = f"whole: {why}"
+            reasons[name] = f"whole: {why}"
     changed = True
     while changed:  # a module that shares a parameter with a whole module stays whole
-        kept = {id(p): name for name in found for p in _own(model.get_submodule(name))}
+        shared_names = {id(p): name for name in reasons for p in _own(model.get_submodule(name))}
         changed = False
         for name, module in model.named_modules():
-            shared = [kept[id(p)] for p in _own(module) if id(p) in kept]
-            if kind(module) is not None and shared and name not in found:
-                found[name] = f"whole: it shares a parameter with {shared[0]}"
+            shared = [shared_names[id(p)] for p in _own(module) if id(p) in shared_names]
+            if kind(module) is not None and shared and name not in reasons:
+                reasons[name] = f"whole: it shares a parameter with {shared[0]}"
                 changed = True
-    return found
+    return reasons
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
@@ -195,11 +195,11 @@ def _obstacle(name: str, module: nn.Module, trace: TensorTrace, degree: int) -> 
 
 def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Return the modules that contain each parameter, by its id."""
-    found: dict[int, list[nn.Module]] = {}
+    modules_of: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in _own(module):
-            found.setdefault(id(parameter), []).append(module)
-    return found
+            modules_of.setdefault(id(parameter), []).append(module)
+    return modules_of
 
 
 _SIMPLE = (int, float, bool, str, type(None))

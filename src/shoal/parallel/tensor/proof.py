@@ -98,8 +98,8 @@ class Bench:
         runs = [self._run(cut, place) for place in range(cut.degree)]
         partial = self._compare(cut, runs)
         names = {name: tuple(cut.runs(name, place) for place in range(cut.degree)) for name in self._candidate.columns}
-        taken = num_features(self._module.get_submodule(self._row))[0]
-        names[self._candidate.row] = tuple((cut.bounds(taken, place),) for place in range(cut.degree))
+        num_inputs = num_features(self._module.get_submodule(self._row))[0]
+        names[self._candidate.row] = tuple((cut.bounds(num_inputs, place),) for place in range(cut.degree))
         attributes = tuple(
             tuple((f"{self._candidate.owner}.{name}".strip("."), a, v) for name, a, v in cut.values(place))
             for place in range(cut.degree)
@@ -186,24 +186,24 @@ class Bench:
         if cut is not None:
             bounds = cut.bounds(num_features(layer)[0], place)
             weight = _taken(weight, 1 - output_dim(layer), (bounds,))
-        found = self._before(self._row, product(layer, input, weight, None))
+        output = self._before(self._row, product(layer, input, weight, None))
         if cut is None:
-            run.results.append(found.detach())
+            run.results.append(output.detach())
         elif len(run.inputs) > len(self._whole.results):
             raise NotProvenError("the slice is computed with more calls than the whole")
         else:
-            found = self._whole.results[len(run.inputs) - 1] + (found - found.detach())
-        return found if bias is None else found + bias  # type: ignore[operator]
+            output = self._whole.results[len(run.inputs) - 1] + (output - output.detach())
+        return output if bias is None else output + bias  # type: ignore[operator]
 
     def _compare(self, cut: SectionCut, runs: list[_ProofRun]) -> list[str]:
         """Return the parameters with partial gradients. Raises: NotProvenError."""
         whole = self._whole
-        taken = num_features(self._module.get_submodule(self._row))[0]
+        num_inputs = num_features(self._module.get_submodule(self._row))[0]
         floor = floor_of(whole.gradients.values())
         for place, run in enumerate(runs):
             if len(run.inputs) != len(whole.inputs) or len(run.outputs) != len(whole.outputs):
                 raise NotProvenError("the slice is computed with other calls than the whole")
-            bounds = (cut.bounds(taken, place),)
+            bounds = (cut.bounds(num_inputs, place),)
             for a, b in zip(run.inputs, whole.inputs, strict=True):
                 _same(a, _taken(b, b.ndim - 1, bounds), 0.0, f"the input of {self._row}")
             for a, b in zip(run.outputs, whole.outputs, strict=True):
@@ -212,10 +212,10 @@ class Bench:
         of_cut = {f"parameter {name}.{which}" for name in self._columns for which in ("weight", "bias")}
         of_cut.add(f"parameter {self._row}.weight")
         for name, wanted in whole.gradients.items():
-            found = [run.gradients.get(name) for run in runs]
-            if any(g is None or g.shape != wanted.shape for g in found):
+            own = [run.gradients.get(name) for run in runs]
+            if any(g is None or g.shape != wanted.shape for g in own):
                 raise NotProvenError(f"the gradient of {name}")
-            terms = [g for g in found if g is not None]
+            terms = [g for g in own if g is not None]
             if name in of_cut:
                 # Outside a rank's own slice the gradient is zero.
                 _same(_sum(terms), wanted, floor, f"the gradient of {name}")
@@ -286,6 +286,6 @@ def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
-def _same(found: Tensor, wanted: Tensor, floor: float, what: str, error: type[Exception] = NotProvenError) -> None:
-    if not is_same(found, wanted, floor):
+def _same(value: Tensor, wanted: Tensor, floor: float, what: str, error: type[Exception] = NotProvenError) -> None:
+    if not is_same(value, wanted, floor):
         raise error(f"{what} differs")

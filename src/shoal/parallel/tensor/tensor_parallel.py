@@ -65,8 +65,10 @@ class TensorParallel:
     def describe(self) -> list[str]:
         """Return a line on each module with the reason, one for modules that differ only by their numbers."""
         notes = ((_NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)) for name, note in self.notes.items())
-        found = Counter(notes)
-        return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
+        counts = Counter(notes)
+        return [
+            f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in counts.items()
+        ]
 
 
 def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
@@ -105,10 +107,10 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
     parts = {name: TensorSlice.whole(p.shape) for name, p in model.named_parameters()}
 
     def cut(module: nn.Module, parameter: str, dim: int, runs: Runs) -> None:
-        held = module._parameters.get(parameter)
-        if held is not None:
-            name = names[id(held)]
-            parts[name] = TensorSlice.whole(held.shape).select(dim, runs)
+        whole = module._parameters.get(parameter)
+        if whole is not None:
+            name = names[id(whole)]
+            parts[name] = TensorSlice.whole(whole.shape).select(dim, runs)
 
     slices: dict[str, Slice | None] = {}
     partial: list[str] = []
@@ -128,15 +130,15 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         for parameter, dim in output_dims(module).items():
             cut(module, parameter, dim, ((start, stop),))
     _give_roles(model, plan, axis)
-    made: dict[int, nn.Parameter] = {}  # a shared parameter stays shared
+    pieces: dict[int, nn.Parameter] = {}  # a shared parameter stays shared
     for module in model.modules():
         for attribute, whole in list(module._parameters.items()):
             if whole is None or parts[names[id(whole)]].is_whole:
                 continue
-            if id(whole) not in made:
+            if id(whole) not in pieces:
                 own = parts[names[id(whole)]].take(whole.detach()).clone()
-                made[id(whole)] = nn.Parameter(own, requires_grad=whole.requires_grad)
-            module._parameters[attribute] = made[id(whole)]
+                pieces[id(whole)] = nn.Parameter(own, requires_grad=whole.requires_grad)
+            module._parameters[attribute] = pieces[id(whole)]
     return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
 
 
@@ -177,15 +179,15 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
 def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:
     """Return, for each module that returns slices, the conversion of a slice to the whole, or None."""
     return {
-        name: None if found is None else functools.partial(whole_slice, found=found, axis=axis)
-        for name, found in division.slices.items()
+        name: None if part is None else functools.partial(whole_slice, part=part, axis=axis)
+        for name, part in division.slices.items()
     }
 
 
-def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
+def whole_slice(tensor: Tensor, part: Slice, axis: TensorAxis) -> Tensor:
     """Return a module's output in the whole model, from its slice. Collective: the axis, an all-gather."""
-    sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
-    dim = tensor.ndim + found.dim
+    sizes = [sum(stop - start for start, stop in runs) for runs in part.runs]
+    dim = tensor.ndim + part.dim
     gathered = axis.all_gather(tensor, dim, sizes)
-    order = [index for runs in found.runs for start, stop in runs for index in range(start, stop)]
+    order = [index for runs in part.runs for start, stop in runs for index in range(start, stop)]
     return gathered.index_select(dim, torch.tensor(order, device=tensor.device).argsort())

@@ -223,23 +223,23 @@ class _Tracer(FunctionTrace):
         dropped = call.argument(4, "dropout_p", 0.0) if "attention" in name else 0.0
         return "dropout inside of the attention, whose mask cannot be cut" if dropped else None
 
-    def _record_sections(self, name: str, whole: Tensor, made: list[Tensor]) -> None:
+    def _record_sections(self, name: str, whole: Tensor, results: list[Tensor]) -> None:
         """Record how a linear module's output is divided into sections and heads."""
         sources = self._of(whole)
         if len(sources) != 1 or OPAQUE in sources or not whole.ndim:
             return
         output = self.trace.outputs[next(iter(sources))]
         width = whole.shape[-1]
-        if name in _SPLITS and all(part.ndim == whole.ndim for part in made):
-            if sum(part.shape[-1] for part in made) == width:
-                output.sections.add(tuple(part.shape[-1] for part in made))
+        if name in _SPLITS and all(part.ndim == whole.ndim for part in results):
+            if sum(part.shape[-1] for part in results) == width:
+                output.sections.add(tuple(part.shape[-1] for part in results))
         elif name == "getitem":
-            part = made[0]
+            part = results[0]
             is_slice = part.ndim == whole.ndim and part.shape[:-1] == whole.shape[:-1] and part.shape[-1] < width
             if is_slice and width == output.width:
                 output.slices.add((int(part.storage_offset() - whole.storage_offset()), part.shape[-1]))
         elif name in _VIEWS:
-            shape = made[0].shape  # its last dims may be those into which the view has divided the width
+            shape = results[0].shape  # its last dims may be those into which the view has divided the width
             extras = next((tuple(shape[-k:]) for k in range(1, len(shape) + 1) if math.prod(shape[-k:]) == width), ())
             if len(extras) == 3:
                 output.sections.add((extras[1] * extras[2],) * extras[0])

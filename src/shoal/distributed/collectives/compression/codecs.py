@@ -162,8 +162,8 @@ class Int8(Codec):
     def _parts(self, flat: Tensor) -> list[tuple[Tensor, slice]]:
         """Return the whole blocks [blocks, block] and the shorter last block, with their indices among the scales."""
         count, rest = divmod(flat.numel(), self._block)
-        found = [(flat[: count * self._block].view(count, -1), slice(0, count))] if count else []
-        return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
+        whole_blocks = [(flat[: count * self._block].view(count, -1), slice(0, count))] if count else []
+        return whole_blocks + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
 
 class TopK(Codec):
@@ -197,8 +197,8 @@ def _peaks(rows: Tensor) -> Tensor:
 
     The maximum of some libraries drops NaN, so that a NaN would not reach the other ranks.
     """
-    found: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
-    return found.nan_to_num_(torch.inf, torch.inf)
+    peaks: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    return peaks.nan_to_num_(torch.inf, torch.inf)
 
 
 # After the projection, a column with this share of its original energy is noise.
@@ -234,8 +234,8 @@ class PowerSGD(Codec):
     def _fresh(self, number: int) -> Tensor:
         """Return an initial factor Q of a matrix, the same on all ranks."""
         generator = torch.Generator().manual_seed(number)
-        found = torch.randn(self._rank, self._matrices[number].columns, generator=generator)
-        return found.to(self.wire.device)
+        factor = torch.randn(self._rank, self._matrices[number].columns, generator=generator)
+        return factor.to(self.wire.device)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
         """Reduce the unfactored values with all P, and then all Q."""
@@ -259,15 +259,15 @@ class PowerSGD(Codec):
         for start, stop in self._plain:
             total[start:stop] = self._rest[place : place + stop - start]
             place += stop - start
-        for found, left, right in zip(self._matrices, lefts, self._right, strict=True):
-            _product(left, right, _view(total, found), self.wire.scratch(found.rows * found.columns))
+        for shape, left, right in zip(self._matrices, lefts, self._right, strict=True):
+            _product(left, right, _view(total, shape), self.wire.scratch(shape.rows * shape.columns))
         self._next = [right.clone() for right in self._right]
 
     def commit(self) -> None:
         """Use the new Q in the next power iteration. A zero column would stay zero, so it is initialised again."""
-        for number, found in enumerate(self._next):
-            dead = (found == 0).all(dim=1, keepdim=True)
-            self.basis[number] = torch.where(dead, self._fresh(number), found) if bool(dead.any()) else found
+        for number, factor in enumerate(self._next):
+            dead = (factor == 0).all(dim=1, keepdim=True)
+            self.basis[number] = torch.where(dead, self._fresh(number), factor) if bool(dead.any()) else factor
         self._next = []
 
     def factors(self) -> Iterator[tuple[int, Tensor]]:
@@ -287,17 +287,17 @@ def _orthogonal(rows: Tensor) -> Tensor:
 
     Only elementwise operators are used: every rank gets the same bits with any number of threads.
     """
-    found = torch.zeros_like(rows)
+    basis = torch.zeros_like(rows)
     for number, row in enumerate(rows):
         energy = folded_sum(row * row)
         left = row
         for _ in range(2 if number else 0):  # a second pass removes the rounding error
-            along = folded_sum(found[:number] * left)
-            for other, share in zip(found[:number], along, strict=True):
+            along = folded_sum(basis[:number] * left)
+            for other, share in zip(basis[:number], along, strict=True):
                 left = left - other * share
         rest = folded_sum(left * left)
-        found[number] = torch.where(rest <= _NOISE * energy, torch.zeros_like(left), left / rest.sqrt())
-    return found
+        basis[number] = torch.where(rest <= _NOISE * energy, torch.zeros_like(left), left / rest.sqrt())
+    return basis
 
 
 def folded_sum(values: Tensor) -> Tensor:

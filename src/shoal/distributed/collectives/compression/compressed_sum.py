@@ -68,28 +68,28 @@ class ErrorSums:
         # found . exact, found . found, exact . exact; the missing, the lost and the total energy
         self.numbers = torch.zeros(NUM_COMPARED, dtype=torch.float64)
 
-    def add(self, exact: Tensor, wanted: Tensor, found: Tensor) -> None:
+    def add(self, exact: Tensor, wanted: Tensor, decoded: Tensor) -> None:
         """Add one part: the exact sum of the gradients, the exact sum of the values to send, and the decoded sum."""
-        exact, wanted, found = exact.double(), wanted.double(), found.double()
-        missing = (wanted - found).square_()
+        exact, wanted, decoded = exact.double(), wanted.double(), decoded.double()
+        missing = (wanted - decoded).square_()
         energy = wanted.square()
         if self._by_chunk:
             rests, wholes = _chunked(missing), _chunked(energy)
             shares = (rests / wholes)[~(wholes <= _NOTHING)]  # keeps NaN
-            told = [shares.sum(), self._lost(shares).sum(), torch.tensor(shares.numel())]
+            terms = [shares.sum(), self._lost(shares).sum(), torch.tensor(shares.numel())]
         else:
-            told = [missing.sum(), missing.new_zeros(()), energy.sum()]
-        told = [found @ exact, found @ found, exact @ exact, *told]
-        self.numbers += torch.tensor([float(number) for number in told], dtype=torch.float64)
+            terms = [missing.sum(), missing.new_zeros(()), energy.sum()]
+        terms = [decoded @ exact, decoded @ decoded, exact @ exact, *terms]
+        self.numbers += torch.tensor([float(number) for number in terms], dtype=torch.float64)
 
     def _lost(self, shares: Tensor) -> Tensor:
         return shares**HORIZON_STEPS if self._feedback else shares
 
     def comparison(self) -> Comparison:
         """Return the comparison over all parts. An empty sum counts as sent completely."""
-        dot, found, exact, missing, lost, whole = self.numbers.tolist()
-        size = math.sqrt(found) * math.sqrt(exact) if min(found, exact) >= 0 else math.nan
-        cosine = dot / size if size else float(found == exact)
+        dot, decoded, exact, missing, lost, whole = self.numbers.tolist()
+        size = math.sqrt(decoded) * math.sqrt(exact) if min(decoded, exact) >= 0 else math.nan
+        cosine = dot / size if size else float(decoded == exact)
         residual = missing / whole if whole else 0.0 if missing == 0 else math.inf
         if not self._by_chunk:
             return Comparison(cosine, residual, float(self._lost(torch.tensor(residual, dtype=torch.float64))))
@@ -250,16 +250,16 @@ class Compression:
     def _compare(self, flats: Sequence[Tensor]) -> Comparison:
         assert self._tally is not None, "the step was sampled"
         self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all ranks decide the same
-        found = self._tally.comparison()
-        if found.lost > self.options.guard_lost:
-            self._verdict = found
+        comparison = self._tally.comparison()
+        if comparison.lost > self.options.guard_lost:
+            self._verdict = comparison
         for bucket, flat in zip(self._buckets, flats, strict=True):
             if self._verdict is not None:
                 flat[: bucket.numel] = bucket.compared[1]
                 if bucket.attempt is not None:
                     bucket.attempt.zero_()
             bucket.compared = []
-        return found
+        return comparison
 
     def commit(self) -> None:
         """Commit the residuals of a step that updates."""
@@ -288,14 +288,14 @@ class Compression:
         for bucket in self._buckets:
             bucket.attempt = None
 
-    def said(self, found: Comparison) -> str | None:
+    def said(self, comparison: Comparison) -> str | None:
         """Return a message if the updating step of this comparison was the last compressed step, else None."""
         if self.fell_back is None:
             return None
         return (
-            f"step {self.fell_back['step']}: {self.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
-            f"{found.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: from here on "
-            "gradients are not compressed"
+            f"step {self.fell_back['step']}: {self.scheme} loses {comparison.lost:.3g} of the gradients' energy "
+            f"(cosine {comparison.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: "
+            "from here on gradients are not compressed"
         )
 
     # --------------------------------------------------------------------------------------------------- its state
@@ -331,11 +331,11 @@ class Compression:
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the transport, the codecs and the residuals."""
-        found = self._wire.buffers() if self._wire is not None else []
+        tensors = self._wire.buffers() if self._wire is not None else []
         for bucket in self._buckets:
-            found += bucket.codec.buffers()
-            found += [tensor for tensor in (bucket.withheld, bucket.attempt) if tensor is not None]
-        return found
+            tensors += bucket.codec.buffers()
+            tensors += [tensor for tensor in (bucket.withheld, bucket.attempt) if tensor is not None]
+        return tensors
 
 
 class _Going:

@@ -93,8 +93,8 @@ class SharedMemory(Collective):
         super().__init__(team.group)
         self._one_sum = one_sum
         self._exchange = functools.partial(exchanged, group=self.group)
-        told = self._exchange([*place_of_process(), os.getpid()])
-        places = [row[:3] for row in told]
+        processes = self._exchange([*place_of_process(), os.getpid()])
+        places = [row[:3] for row in processes]
         others = apart(places)
         if others:
             here = "rank 0's host or container" if places[0][0] else "a Linux host with futexes and memfd_create"
@@ -104,7 +104,7 @@ class SharedMemory(Collective):
                 remedy='use "hierarchical" across hosts, or "native"',
             )
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
-        self._peers = Peers(self._control, self.rank, [row[3] for row in told], timeout, num_here)
+        self._peers = Peers(self._control, self.rank, [row[3] for row in processes], timeout, num_here)
         self._regions: dict[int, tuple[int, SharedRegion]] = {}
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
@@ -192,8 +192,8 @@ class SharedMemory(Collective):
             return self._call(call, asynchronous)
 
         def boxes(number: int) -> list[list[Tensor]]:
-            found = self._work.mailboxes(number, numel * len(own), output.dtype)
-            return [list(box.view(len(own), numel).unbind()) for box in found]
+            mailboxes = self._work.mailboxes(number, numel * len(own), output.dtype)
+            return [list(box.view(len(own), numel).unbind()) for box in mailboxes]
 
         def deliver(number: int) -> None:
             for place, part in zip(boxes(number)[self.rank], own, strict=True):
@@ -351,9 +351,9 @@ class SharedMemory(Collective):
 
     def _place(self, tensor: Tensor) -> tuple[int, SharedRegion, int] | None:
         """Return the number, region and byte offset of an allocated tensor; None for other tensors."""
-        found = self._regions.get(tensor.untyped_storage().data_ptr())
-        offset = found[1].offset_in(self.rank, tensor) if found else None
-        return (*found, offset) if found is not None and offset is not None else None
+        allocation = self._regions.get(tensor.untyped_storage().data_ptr())
+        offset = allocation[1].offset_in(self.rank, tensor) if allocation else None
+        return (*allocation, offset) if allocation is not None and offset is not None else None
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -124,13 +124,13 @@ class Peers:
         else:
             return
         starts = [base + place for base in self._bases]
-        told = [bytes(memory[start : start + HEADER_BYTES]) for start in starts]
-        most = max(told, key=told.count)  # the first of the most frequent calls
-        odd = [r for r, own in enumerate(told) if own != most]
-        usual = [r for r, own in enumerate(told) if own == most]
+        headers = [bytes(memory[start : start + HEADER_BYTES]) for start in starts]
+        most = max(headers, key=headers.count)  # the first of the most frequent calls
+        odd = [r for r, own in enumerate(headers) if own != most]
+        usual = [r for r, own in enumerate(headers) if own == most]
         self._fail(
             CollectiveError(
-                given="; ".join(f"rank {r} calls {describe(told[r])}" for r in odd),
+                given="; ".join(f"rank {r} calls {describe(headers[r])}" for r in odd),
                 conflict=f"rank {', '.join(map(str, usual))} calls {describe(most)}",
                 remedy="call the same collective with the same shape and dtype on every rank, in the same order",
             )
@@ -174,11 +174,11 @@ class Peers:
                 start = self._bases[other] + _TEXT
                 text = bytes(self._region.memory[start : start + _TEXT_BYTES]).rstrip(b"\0")
                 try:
-                    told = json.loads(text)
+                    verdict = json.loads(text)
                 except ValueError:
-                    told = {"kind": "PeerError", "given": f"rank {other}", "conflict": "it failed", "remedy": ""}
-                kind = CollectiveError if told.pop("kind") == "CollectiveError" else PeerError
-                self._fail(kind(**told))
+                    verdict = {"kind": "PeerError", "given": f"rank {other}", "conflict": "it failed", "remedy": ""}
+                kind = CollectiveError if verdict.pop("kind") == "CollectiveError" else PeerError
+                self._fail(kind(**verdict))
 
     def close(self) -> None:
         """Close the descriptors of the other processes."""

@@ -138,8 +138,8 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
         """Reduce-scatter several tensors, counted as one message."""
-        taken = self._scattered(outputs, inputs, opts)
-        return taken or self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        work = self._scattered(outputs, inputs, opts)
+        return work or self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     def _scattered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work | None:
         op = _operation(opts)
@@ -218,10 +218,10 @@ def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
     Collective: all ranks of the run, with the same `parts`.
     """
     dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
-    found = new_group(parts, timeout, NAME)
+    group = new_group(parts, timeout, NAME)
     by_rank = places()
-    if isinstance(found, SharedGroup) and found.size() > 1:
-        own = [by_rank[rank] for rank in dist.get_process_group_ranks(found)]
+    if isinstance(group, SharedGroup) and group.size() > 1:
+        own = [by_rank[rank] for rank in dist.get_process_group_ranks(group)]
         if not apart(own):
-            found.open(timeout, by_rank.count(by_rank[dist.get_rank()]))
-    return found
+            group.open(timeout, by_rank.count(by_rank[dist.get_rank()]))
+    return group

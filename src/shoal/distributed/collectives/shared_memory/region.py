@@ -164,19 +164,19 @@ def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping
             problem = error.errno or -1
     status = os.fstat(descriptor) if descriptor >= 0 else None
     own = [os.getpid(), descriptor, status.st_ino if status else 0, slot_bytes, problem]
-    told = exchange(own)
+    rows = exchange(own)
     mapped: list[T] = []
     try:
-        if not told[0][4] and all(row[3] == slot_bytes for row in told):
+        if not rows[0][4] and all(row[3] == slot_bytes for row in rows):
             if rank:
-                descriptor = _open_of(*told[0][:3])
+                descriptor = _open_of(*rows[0][:3])
             mapped.append(mapping(descriptor, slot_bytes * world_size))
     except OSError as error:
         problem = error.errno or -1
     problems = [row[0] for row in exchange([problem])]  # the first rank keeps its descriptor until all have opened it
     if descriptor >= 0:
         os.close(descriptor)
-    sizes = [row[3] for row in told]
+    sizes = [row[3] for row in rows]
     if len(set(sizes)) > 1:
         raise CollectiveError(
             given=f"shared memory of {sizes} bytes by rank",
@@ -216,7 +216,7 @@ def exchanged(row: list[int], group: dist.ProcessGroup | None = None) -> list[li
     own = torch.tensor(row, dtype=torch.int64)
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, own, group=group)
-    return [told.tolist() for told in rows]
+    return [numbers.tolist() for numbers in rows]
 
 
 def places() -> list[list[int]]:

@@ -86,9 +86,9 @@ def _children(layer: Any) -> dict[str, nn.Module]:
     return named
 
 
-def _free(name: str, taken: dict[str, Any]) -> str:
+def _free(name: str, names: dict[str, Any]) -> str:
     """Return the name, with the first free number appended if the name is taken."""
-    return next(each for each in chain([name], (f"{name}_{number}" for number in count(1))) if each not in taken)
+    return next(each for each in chain([name], (f"{name}_{number}" for number in count(1))) if each not in names)
 
 
 def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
@@ -103,7 +103,7 @@ def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
     foreign = {id(p) for child in children.values() if not isinstance(child, keras.Layer) for p in child.parameters()}
     names: dict[str, Any] = {}
     for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-        if id(variable._value) in foreign or any(variable is held for held in names.values()):
+        if id(variable._value) in foreign or any(variable is other for other in names.values()):
             continue
         name = _free(re.sub(r"\W", "_", variable.name), {**layer._modules, **names})
         names[name] = variable
@@ -188,13 +188,13 @@ class _Adapted:
 
     def get_parameter(self: Any, target: str) -> nn.Parameter:
         """Return a parameter by name. torch's own method would return Keras's variable."""
-        found: nn.Parameter = dict(self.named_parameters(remove_duplicate=False))[target]
-        return found
+        parameter: nn.Parameter = dict(self.named_parameters(remove_duplicate=False))[target]
+        return parameter
 
     def get_buffer(self: Any, target: str) -> Tensor:
         """Return a buffer by name, as `get_parameter`."""
-        found: Tensor = dict(self.named_buffers(remove_duplicate=False))[target]
-        return found
+        buffer: Tensor = dict(self.named_buffers(remove_duplicate=False))[target]
+        return buffer
 
 
 class _BatchNormalization(_Adapted):
@@ -269,19 +269,19 @@ def _adapted_class(cls: Any) -> Any:
 @contextmanager
 def _outermost(layer: Any, given: Any) -> Iterator[None]:
     """Return a context for one call from outside with the arguments `given`."""
-    held: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    parameter: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
     seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
     with ExitStack() as stack:
-        if held is not None:
+        if parameter is not None:
             # The layers' dtype policies are their own, or the parameters' dtype if that was changed.
-            name = str(held.dtype).removeprefix("torch.")
+            name = str(parameter.dtype).removeprefix("torch.")
             for each in layer._flatten_layers() if layer.dtype_policy.variable_dtype != name else ():
                 own = each._shoal_policy
                 if own.variable_dtype.startswith(("float", "bfloat")):
                     each.dtype_policy = own if own.variable_dtype == name else name
             # A pipeline stage has no data for parameters of other stages, but its arguments are on its device.
             tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
-            place = next(tensors, held) if held.is_meta else held
+            place = next(tensors, parameter) if parameter.is_meta else parameter
             stack.enter_context(keras.device(str(place.device)))
             global_state.set_global_attribute("torch_device", _Device(place.device))
         # For layers that call keras.random without a seed: the process's counter would differ between calls.
@@ -358,8 +358,8 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
                 memo[id(node)] = node
     for key, each in family.items():
         # Keras has wrapped these methods of the original; a copy is built already.
-        held = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
-        memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in held.items()})
+        attributes = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
+        memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
     for key, variable in variables.items():
         if hasattr(variable, "_shoal_home"):
             home, name = variable._shoal_home
