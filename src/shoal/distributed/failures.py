@@ -25,6 +25,10 @@ from shoal.jobs.remedies import remedy
 from shoal.jobs.user_frames import place_of, traceback_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+
 
 def is_lost_peer(error: BaseException) -> bool:
     """Check whether the exception comes from a collective that another rank did not finish."""
@@ -84,26 +88,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
         )
         lost.traceback_text = traceback_of(error) if place else None  # if the job's own code called the collective
         return lost
-    lacking = _lacking(error)
-    if lacking is not None:
-        return lacking
-    text = first_line(error, 300)
-    internal = InternalError(
-        given="this run",
-        conflict=f"{type(error).__name__} inside shoal: {text}",
-        remedy="please report it with the traceback in errors/ of the run directory",
-    )
-    internal.traceback_text = traceback_of(error)
-    return internal
-
-
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
-
-
-def _lacking(error: BaseException) -> ShoalError | None:
-    """Return an error if the system has no room or descriptors left or refuses writes; None for other exceptions."""
+    # The system has no room or descriptors left, or refuses writes.
     number = error.errno if isinstance(error, OSError) else None
     place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
     if number in _FULL and _SHARED_MEMORY in text_of(error):
@@ -125,7 +110,14 @@ def _lacking(error: BaseException) -> ShoalError | None:
             conflict="it may open no more: Too many open files",
             remedy="raise the limit (ulimit -n 65536), or close what the job's own code has opened",
         )
-    return None
+    text = first_line(error, 300)
+    internal = InternalError(
+        given="this run",
+        conflict=f"{type(error).__name__} inside shoal: {text}",
+        remedy="please report it with the traceback in errors/ of the run directory",
+    )
+    internal.traceback_text = traceback_of(error)
+    return internal
 
 
 def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:

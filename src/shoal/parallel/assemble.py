@@ -57,19 +57,19 @@ class ModelSource:
 _LARGE_BYTES = 64 << 20
 
 
-def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
+def divide(source: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
     """Return this rank's shard of the model, never built whole, and the pipeline that computes it, if the plan has one.
 
     Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
     memory, new groups and all-gathers of a few numbers.
     """
     mesh = mapped(plan, mesh)
-    model, values = deferred(made.make, made.key)
+    model, values = deferred(source.make, source.key)
     precision.apply(model)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
     _refuse_complex(model, plan)
-    axes = _Axes(made, plan, mesh, precision, model)
+    axes = _Axes(source, plan, mesh, precision, model)
     axes.division.hooks = hooks = ParameterHooks(model)
     with own_collectives_refused("the model or loss"):  # only some ranks run the model here
         sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
@@ -130,7 +130,7 @@ def mapped(plan: Plan, mesh: Mesh) -> Mesh:
 class _Axes:
     """The axes along which a model on the meta device is divided, in place, one after the other."""
 
-    made: ModelSource
+    source: ModelSource
     plan: Plan
     mesh: Mesh
     precision: Precision
@@ -198,7 +198,7 @@ class _Axes:
             followers = block_roles(self.model)
         stages = Stages.build(
             self.model,
-            self.made.pair,
+            self.source.pair,
             batch,
             num_stages=self.plan.layout.pipeline * section.stages_per_rank,
             split=section.split,
@@ -238,10 +238,10 @@ class _Axes:
     def _trial(self, whole: Whole) -> ModelTrial:
         from shoal.parallel.model.trial import ModelTrial
 
-        return ModelTrial(self.model, self.made.loss, self._batch(), whole)
+        return ModelTrial(self.model, self.source.loss, self._batch(), whole)
 
     def _batch(self) -> Any:
-        return self.precision.inputs(self.made.batch())
+        return self.precision.inputs(self.source.batch())
 
 
 def num_samples(batch: Any) -> int:

@@ -205,7 +205,12 @@ class GradientBuckets:
             here, extras = status[: self._num_status].numpy(), status[self._num_status :]
             flags, used = Flags(int(here[0]), int(here[1])), here[_NUM_FLAGS:].tolist()
             if self._compression is not None:
-                self.compared = self._compression.settle([b.flat for b in self._buckets], self._unused_places(used))
+                unused = []  # bucket, start and stop of each parameter that no rank used
+                for number, bucket in enumerate(self._buckets):
+                    for view in (self._place[i][1] for i in bucket.members if not used[i]):
+                        start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
+                        unused.append((number, start, start + view.numel()))
+                self.compared = self._compression.settle([b.flat for b in self._buckets], unused)
         self._usual, self._usual_there = [count > 0 for count in used], None
         self._give(self._usual)
         return flags, extras if extras.is_cpu else extras.cpu()
@@ -282,16 +287,6 @@ class GradientBuckets:
                 bucket.work.wait()
         assert last.summed is not None, "it is laid out"
         return last.summed[-len(tail) :]
-
-    def _unused_places(self, used: list[float]) -> list[tuple[int, int, int]]:
-        """Return bucket, start and stop of each parameter that no rank used."""
-        numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
-        places = []
-        for i in (i for i, count in enumerate(used) if not count):
-            bucket, view = self._place[i]
-            start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
-            places.append((numbers[id(bucket)], start, start + view.numel()))
-        return places
 
     def close(self) -> None:
         """Remove the hooks and close the collective."""

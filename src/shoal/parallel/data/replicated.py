@@ -191,29 +191,25 @@ class ExactDataParallel(Strategy):
             run_backward(total)
         grain = microbatch.grains[0].index
         with torch._C.DisableTorchFunction():  # the grain's scope covers the model's operations only
-            self._tree.add(grain, self._flat_gradient())
+            flat = self._tree.empty()  # the gradient, with zeros for parameters without one
+            into, gradients = [], []
+            for i, (parameter, view) in enumerate(zip(self._parameters, views_of(flat, self._parameters), strict=True)):
+                if parameter.grad is None:
+                    view.zero_()
+                    continue
+                into.append(view)
+                gradients.append(as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
+                if not self._known[i]:
+                    self._used[i], self._known[i] = 1.0, True
+            if into:
+                torch._foreach_copy_(into, gradients)
+            self._tree.add(grain, flat)
         self._clear()
         self._rows[grain] = sums
 
     def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:
         if len(values):
             self._rows[microbatch.grains[0].index][NUM_SUMS:].add_(values)
-
-    def _flat_gradient(self) -> Tensor:
-        """Return the gradient as one vector, with zeros for parameters without a gradient."""
-        flat = self._tree.empty()
-        into, gradients = [], []
-        for i, (parameter, view) in enumerate(zip(self._parameters, views_of(flat, self._parameters), strict=True)):
-            if parameter.grad is None:
-                view.zero_()
-                continue
-            into.append(view)
-            gradients.append(as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
-            if not self._known[i]:
-                self._used[i], self._known[i] = 1.0, True
-        if into:
-            torch._foreach_copy_(into, gradients)
-        return flat
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Sum by the tree. Collective: all ranks; two all-reduces of the grains' sums, then those of the tree."""

@@ -349,7 +349,7 @@ class InitRecorder(TorchDispatchMode):
         self.tape = Tape()
         self.failure: str | None = None
         # Storages of real tensors in the log: a write to one invalidates the log.
-        self._held: dict[int, torch.UntypedStorage] = {}
+        self._real: dict[int, torch.UntypedStorage] = {}
         self._scratch = torch.UntypedStorage(0)
 
     def is_tracked(self, value: object) -> bool:
@@ -498,11 +498,11 @@ class InitRecorder(TorchDispatchMode):
             return TensorRef.of(tensor)
         if not tensor.untyped_storage().resizable():
             return tensor.detach().clone()  # numpy or a file may change it unnoticed
-        self._held[storage_key(tensor)] = tensor.untyped_storage()
+        self._real[storage_key(tensor)] = tensor.untyped_storage()
         return tensor.detach()
 
     def _run_real(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if any(t.layout == torch.strided and storage_key(t) in self._held for t in roles(func, args, kwargs)[0]):
+        if any(t.layout == torch.strided and storage_key(t) in self._real for t in roles(func, args, kwargs)[0]):
             raise self.fail(f"{func}: it changes what a value was made from")
         return func(*args, **kwargs)
 

@@ -27,7 +27,7 @@ class FunctionCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     given: list[Tensor]
-    made: list[Tensor]
+    results: list[Tensor]
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class FunctionTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         call = FunctionCall(func, args, kwargs, tensors_in((args, kwargs)), tensors_in(result))
-        self._alive += call.made
+        self._alive += call.results
         self.seen(call)
         return result
 

@@ -191,7 +191,14 @@ class Pipeline:
         if values is None:
             if stage > 0 and not received:
                 receive(self._blanks(work, stage, m))
-            values = self._nothing(work, stage, m, state)
+            # The stage failed: it sends NaN, and stores the shapes for the backward.
+            state.needs_grad = self.stages.slots(stage, work.function, work.batches[m])
+            if stage > 0:
+                state.received = [blank.filled() for blank in self._blanks(work, stage, m)]
+            if stage < self._num_stages - 1:
+                state.sent = self._blanks(work, stage + 1, m)
+                state.roots = [None for _ in state.sent]
+            values = [blank.filled() for blank in state.sent]
         if stage < self._num_stages - 1:
             self.messages.send("forward", stage + 1, m, values)
         return state
@@ -199,18 +206,6 @@ class Pipeline:
     def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
         with work.scope(m):
             return self.stages.blanks(stage, work.function, work.batches[m])
-
-    def _nothing(self, work: Work, stage: int, m: int, state: _ForwardState) -> list[Tensor]:
-        """Return NaN for a failed stage's outputs, and record the shapes for the backward."""
-        function, batch = work.function, work.batches[m]
-        state.needs_grad = self.stages.slots(stage, function, batch)
-        if stage > 0:
-            state.received = [blank.filled() for blank in self._blanks(work, stage, m)]
-        if stage == self._num_stages - 1:
-            return []
-        state.sent = self._blanks(work, stage + 1, m)
-        state.roots = [None for _ in state.sent]
-        return [blank.filled() for blank in state.sent]
 
     # ----------------------------------------------------------------------------------------------- backward
 

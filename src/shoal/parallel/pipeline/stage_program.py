@@ -316,7 +316,7 @@ class StubWatch(FunctionTrace):
     def seen(self, call: FunctionCall) -> None:
         """Mark values that are computed from a stub's output."""
         origin = next((self._sources[id(t)] for t in call.given if id(t) in self._sources), None)
-        changed = [*call.made, *written_by(call)]
+        changed = [*call.results, *written_by(call)]
         if origin is None or not changed:
             return
         for tensor in changed:

@@ -36,10 +36,10 @@ class EscapeError(Exception):
 
 @dataclass
 class _Running:
-    """Call in progress: the ids of tensors that it may take and has made; `alone` if it took no others."""
+    """Call in progress: the ids of tensors that it may take and has created; `alone` if it took no others."""
 
     own: set[int]
-    made: set[int] = field(default_factory=set)
+    created: set[int] = field(default_factory=set)
     alone: bool = True
 
 
@@ -145,8 +145,8 @@ class RepeatTracer(StageTracer):
         for tensor in call.given:
             self._take(tensor)
         if self._running is not None:
-            self._running.made |= {id(tensor) for tensor in call.made} - self._running.own
-            known = self._running.made | self._names.keys()
+            self._running.created |= {id(tensor) for tensor in call.results} - self._running.own
+            known = self._running.created | self._names.keys()
             self._running.alone &= all(id(tensor) in known for tensor in written_by(call))
         super().seen(call)
 
@@ -154,7 +154,7 @@ class RepeatTracer(StageTracer):
         self._escaped |= id(tensor) in self._inner
         running = self._running
         if running is not None:
-            running.alone &= id(tensor) in running.own or id(tensor) in running.made
+            running.alone &= id(tensor) in running.own or id(tensor) in running.created
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Record a call of a module, and run it unless an equal call is known."""
@@ -245,7 +245,7 @@ class RepeatTracer(StageTracer):
                     return None
                 storages.add(storage_key(leaf))
                 outputs.append(description)
-        self._inner |= running.made - {id(leaf) for leaf in leaves}
+        self._inner |= running.created - {id(leaf) for leaf in leaves}
         return _Record(
             name,
             arguments,
@@ -254,7 +254,7 @@ class RepeatTracer(StageTracer):
             [replace(call) for call in trace.calls[amounts.calls :]],
             trace.uses[uses:],
             {key: life for key, life in trace.lives.items() if key not in born or key in arguments},
-            self._tainted & running.made,
+            self._tainted & running.created,
             outputs,
             spec,
         )
@@ -269,23 +269,11 @@ class RepeatTracer(StageTracer):
         ids = dict(zip(record.arguments, map(id, arguments), strict=True)) | {old: id(t) for old, t in new.items()}
         self._alive += new.values()
         self._tainted |= {ids[old] for old in record.tainted & new.keys()}
-        first = self._copy_record(record, name, ids)
-        leaves: list[Any] = []
-        for output in record.outputs:
-            if isinstance(output, _Made):
-                leaves.append(new[output.id])
-                self._made_by[id(new[output.id])] = first
-            else:
-                leaves.append(arguments[output] if isinstance(output, int) else output[0])
-        return tree_unflatten(leaves, record.spec)
-
-    def _copy_record(self, record: _Record, name: str, ids: dict[int, int]) -> ModuleCall:
-        """Copy a record of another block into the trace; return the call of this block."""
         trace, now, before, after = self.trace, self._amounts(), record.before, record.after
         later, further = now.end - before.end, now.calls - before.calls
         for key, (birth, last) in record.lives.items():
-            new = ids[key] if key in ids else ids.setdefault(key, next(self._fresh))
-            trace.lives[new] = trace.lives[new][0] if key in record.arguments else birth + later, last + later
+            copied = ids[key] if key in ids else ids.setdefault(key, next(self._fresh))
+            trace.lives[copied] = trace.lives[copied][0] if key in record.arguments else birth + later, last + later
         parent = self._open[-1] if self._open else None
         outside = parent.number if parent is not None else None
         for call in record.calls:
@@ -303,7 +291,7 @@ class RepeatTracer(StageTracer):
                     parameter_bytes=call.parameter_bytes + now.parameter_bytes - before.parameter_bytes,
                 )
             )
-        first = trace.calls[now.calls]
+        first = trace.calls[now.calls]  # the call of this block
         for use in record.uses:
             full, around = _renamed(use.name, record.block, name), use.call
             trace.uses.append(Use(full, use.time + later, None if around is None else around + further, use.writes))
@@ -313,7 +301,14 @@ class RepeatTracer(StageTracer):
         trace.end = after.end + later
         trace.parameter_bytes += after.parameter_bytes - before.parameter_bytes
         self._repeated_flops += after.flops - before.flops
-        return first
+        leaves: list[Any] = []
+        for output in record.outputs:
+            if isinstance(output, _Made):
+                leaves.append(new[output.id])
+                self._made_by[id(new[output.id])] = first
+            else:
+                leaves.append(arguments[output] if isinstance(output, int) else output[0])
+        return tree_unflatten(leaves, record.spec)
 
 
 def _renamed(name: str, block: str, other: str) -> str:
@@ -327,7 +322,7 @@ def _described(leaf: Tensor, running: _Running) -> _Made | None:
         whole = leaf._base if leaf._is_view() else leaf
         if not isinstance(leaf, FakeTensor) or not isinstance(whole, FakeTensor) or not leaf.is_floating_point():
             return None
-        mine = {id(leaf), id(whole)} <= running.made and whole.storage_offset() == 0
+        mine = {id(leaf), id(whole)} <= running.created and whole.storage_offset() == 0
         alike = leaf.dtype == whole.dtype and leaf.requires_grad == whole.requires_grad
         if not mine or not alike or (leaf.requires_grad and leaf.is_leaf):
             return None

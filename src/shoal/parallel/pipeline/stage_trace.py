@@ -214,7 +214,7 @@ class StageTracer(FunctionTrace):
     def seen(self, call: FunctionCall) -> None:
         """Record which parameters are used, and which values depend on an earlier stage."""
         written = written_by(call)
-        if not call.made and not written and call.func not in _PLACES:
+        if not call.results and not written and call.func not in _PLACES:
             return
         self.trace.end += 1
         for tensor in call.given:
@@ -236,7 +236,7 @@ class StageTracer(FunctionTrace):
                     if id(value) in around.argument_ids:
                         around.writes_into = f"a tensor of shape {list(value.shape)} among its arguments"
                 self._taint(value)
-            for tensor in call.made:
+            for tensor in call.results:
                 self._taint(tensor)
         for tensor in written:
             if id(tensor) in self._made_by:

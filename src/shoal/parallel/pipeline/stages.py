@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.user_frames import raised_in_derivative
@@ -169,7 +169,17 @@ class StageShapes:
     def output(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> tuple[Any, int]:
         """Return (a stub for the output, number of random draws of a GrainScope that the call would have made)."""
         leaves, spec = tree_flatten((args, kwargs))
-        key = self._key(name, leaves, spec)
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        seen: dict[int, int] = {}
+        described: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                described.append((Blank.of(leaf), seen.setdefault(id(leaf), place)))
+            else:
+                described.append(leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf))
+        modes = self._modules[name].training, torch.is_grad_enabled(), autocast
+        key = name, modes, str(spec), tuple(described)
         known = self._known.get(key)
         if known is None:
             module = self._modules[name]
@@ -192,18 +202,6 @@ class StageShapes:
                 self.is_running = False
             known = self._known[key] = Outline.of(output, given), counter.count
         return known[0].filled(leaves, dense), known[1]
-
-    def _key(self, name: str, leaves: list[Any], spec: TreeSpec) -> Any:
-        kind = self._device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        seen: dict[int, int] = {}
-        described: list[Any] = []
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                described.append((Blank.of(leaf), seen.setdefault(id(leaf), place)))
-            else:
-                described.append(leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf))
-        return name, self._modules[name].training, torch.is_grad_enabled(), autocast, str(spec), tuple(described)
 
 
 class Stages:

@@ -55,7 +55,7 @@ class BlockWrapper(BlockRole):
                 f"an argument of shape {list(tensor.shape)} is not as long as the sequence of {span.length}",
                 "use context = 1: only attention within one sequence is divided",
             )
-        elif dim is None and path not in self.plan.kept and not is_without_data(tensor):
+        elif dim is None and path not in self.plan.whole and not is_without_data(tensor):
             raise refusal(
                 self.name,
                 f"it is given a tensor of shape {list(tensor.shape)} that it was not in the first batch",

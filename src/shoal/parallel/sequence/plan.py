@@ -22,13 +22,13 @@ from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
 class BlockPlan(BlockEnds):
     """Division of one block.
 
-    `cuts`: the arguments cut along a dim; `kept`: the arguments that stay whole. `dropouts`: by number of dims, the
+    `cuts`: the arguments cut along a dim; `whole`: the arguments that stay whole. `dropouts`: by number of dims, the
     sequence's dim of a dropout's input. `outputs`: the sequence's dim of each inner module's output. None: there is
     none; -1: it cannot be determined.
     """
 
     cuts: Mapping[Path, int]
-    kept: frozenset[Path]
+    whole: frozenset[Path]
     dropouts: Mapping[int, int | None]
     outputs: Mapping[str, int | None]
 
@@ -119,7 +119,7 @@ def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping
         hidden=block.hidden,
         result=block.results[0],
         cuts=cuts,
-        kept=frozenset(shapes) - cuts.keys() - {block.hidden},
+        whole=frozenset(shapes) - cuts.keys() - {block.hidden},
         dropouts=dropouts,
         outputs=outputs,
     )

@@ -56,7 +56,7 @@ class TensorTraffic:
                 entry = LayerPair(self._bytes(call.input, samples), 0, call.needs_gradient)
                 size = call.output[call.feature_dim]
                 largest = self._bytes(call.output, samples) // size * max(sizes(size, self.degree))
-                gathered = [] if name in self.plan.kept else [largest * self.degree]
+                gathered = [] if name in self.plan.sliced else [largest * self.degree]
                 yield from tensor_parallel([entry], gathered, 1)
         for targets, smoothed in self.plan.losses:
             yield from sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)

@@ -202,7 +202,7 @@ class _Watcher(FunctionTrace):
                     self.trace.blocks[self._came_out[id(tensor)]].used_elsewhere = True
             return
         sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in call.given))
-        for tensor in call.made:
+        for tensor in call.results:
             self.mark(tensor, sources)
         if not self._first:
             return

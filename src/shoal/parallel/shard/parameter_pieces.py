@@ -110,7 +110,13 @@ class ParameterPieces:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         before = [group["params"] for group in groups]
         for group in groups:
-            group["params"] = self._own(group["params"])
+            whole = group["params"]
+            known = self._lists.get(id(whole))
+            if known is None or known[0] is not whole or known[1] != len(whole):
+                by_whole, rank = self.parts, self._mesh.rank
+                stand = [by_whole[p] if p in by_whole else p if self._owners(p) == rank else None for p in whole]
+                known = self._lists[id(whole)] = whole, len(whole), [p for p in stand if p is not None]
+            group["params"] = known[2]  # always the same list, which a fused step expects
         parts = [(one, one.part) for one in self._divided if one.part is not None]
         for one, part in parts:
             if one.state:
@@ -124,15 +130,6 @@ class ParameterPieces:
                 part.grad = None
                 one.state = state.pop(part, {})
                 one.settle()
-
-    def _own(self, whole: list[Any]) -> list[Any]:
-        """Return a group's parameters that this rank updates: always the same list, which a fused step expects."""
-        known = self._lists.get(id(whole))
-        if known is None or known[0] is not whole or known[1] != len(whole):
-            parts, rank = self.parts, self._mesh.rank
-            stand = [parts[p] if p in parts else p if self._owners(p) == rank else None for p in whole]
-            known = self._lists[id(whole)] = whole, len(whole), [p for p in stand if p is not None]
-        return known[2]
 
     # ------------------------------------------------------------------------------------------------------- state
 

@@ -25,7 +25,7 @@ from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import TensorTrace
 from shoal.plans.accounting.partition import cuts
 
-KEPT = "cut along its outputs, of which a cross entropy takes slices"
+SLICED = "cut along its outputs, of which a cross entropy takes slices"
 _ROWS = 16
 
 
@@ -34,8 +34,8 @@ def sizes(size: int, degree: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(cuts(size, degree)))
 
 
-def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree: int) -> TensorPlan:
-    """Return the plan with `kept` heads, those that only cross entropies consume, and with notes on others."""
+def with_sliced(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree: int) -> TensorPlan:
+    """Return the plan with `sliced` heads, those that only cross entropies consume, and with notes on others."""
     heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
     if not heads:
         return plan
@@ -60,8 +60,8 @@ def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree:
             targets_of_losses += [
                 (targets, e.smoothing > 0) for targets, e in zip(uses.targets, uses.entropies, strict=True)
             ]
-        notes[name] = KEPT if name in lasting else f"cut along its outputs, gathered ({why})" if why else notes[name]
-    return replace(plan, kept=tuple(lasting), notes=notes, losses=tuple(targets_of_losses))
+        notes[name] = SLICED if name in lasting else f"cut along its outputs, gathered ({why})" if why else notes[name]
+    return replace(plan, sliced=tuple(lasting), notes=notes, losses=tuple(targets_of_losses))
 
 
 def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:

@@ -200,7 +200,7 @@ def _attributes(owner: nn.Module, cut: SectionCut, heads: set[int]) -> Iterator[
 
     The last groups are all attributes named as heads, and those with the config's attributes that a forward may read.
     """
-    sections = {size for found in cut.sections.values() if len(found) > 1 for size in found}
+    sections = {size for sizes in cut.sections.values() if len(sizes) > 1 for size in sizes}
     counts: list[tuple[str, str, int]] = []
     named: list[tuple[str, str, int]] = []
     configured: list[tuple[str, str, int]] = []

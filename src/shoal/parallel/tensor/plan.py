@@ -35,14 +35,14 @@ _FEW_TOKENS = 64
 class TensorPlan:
     """Cuts by module: `gathered` along outputs, `rows` (embeddings) along the vocabulary; `notes` for people.
 
-    `kept`: modules of `gathered` with only cross entropies as consumers, which take slices. `losses`: number of targets
-    and use of label smoothing of each. `shapes`: the calls of the modules that communicate.
+    `sliced`: modules of `gathered` with only cross entropies as consumers, which take slices. `losses`: number of
+    targets and use of label smoothing of each. `shapes`: the calls of the modules that communicate.
     """
 
     pairs: tuple[ProvenPair, ...] = ()
     gathered: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    sliced: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     losses: tuple[tuple[int, bool], ...] = ()
     shapes: Mapping[str, tuple[LayerShapes, ...]] = field(default_factory=dict)

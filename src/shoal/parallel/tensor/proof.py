@@ -170,8 +170,8 @@ class Bench:
         assert isinstance(weight, Tensor)
         if cut is not None:
             runs = cut.runs(self._prefix + name, place)
-            weight = _taken(weight, output_dim(layer), runs)
-            bias = None if bias is None else _taken(bias, 0, runs)  # type: ignore[arg-type]
+            weight = _cut(weight, output_dim(layer), runs)
+            bias = None if bias is None else _cut(bias, 0, runs)  # type: ignore[arg-type]
         return product(layer, self._before(name, leaf), weight, bias)  # type: ignore[arg-type]
 
     def _before(self, name: str, input: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Bench:
         run.inputs.append(input.detach())
         if cut is not None:
             bounds = cut.bounds(num_features(layer)[0], place)
-            weight = _taken(weight, 1 - output_dim(layer), (bounds,))
+            weight = _cut(weight, 1 - output_dim(layer), (bounds,))
         output = self._before(self._row, product(layer, input, weight, None))
         if cut is None:
             run.results.append(output.detach())
@@ -205,7 +205,7 @@ class Bench:
                 raise NotProvenError("the slice is computed with other calls than the whole")
             bounds = (cut.bounds(num_inputs, place),)
             for a, b in zip(run.inputs, whole.inputs, strict=True):
-                _same(a, _taken(b, b.ndim - 1, bounds), 0.0, f"the input of {self._row}")
+                _same(a, _cut(b, b.ndim - 1, bounds), 0.0, f"the input of {self._row}")
             for a, b in zip(run.outputs, whole.outputs, strict=True):
                 _same(a.detach(), b.detach(), 0.0, "what it returns", OutputDiffersError)
         partial = []
@@ -241,7 +241,7 @@ class Bench:
             places = tuple(cut.runs(self._prefix + name, place) for place in range(cut.degree))
         else:
             places = tuple((cut.bounds(size, place),) for place in range(cut.degree))
-        if all(is_same(own, _taken(whole, dim, at), 0.0) for own, at in zip(slices, places, strict=True)):
+        if all(is_same(own, _cut(whole, dim, at), 0.0) for own, at in zip(slices, places, strict=True)):
             return Slice(dim - whole.ndim, size, places)
         return None
 
@@ -282,7 +282,7 @@ def _watch(seen: list[list[Tensor]], module: nn.Module, args: Any, output: Any) 
     seen.append([leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
 
 
-def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
+def _cut(tensor: Tensor, dim: int, runs: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 

@@ -23,7 +23,7 @@ from shoal.errors import ShoalError, from_json
 from shoal.parallel.axis_collectives import TensorAxis, enter, leave
 from shoal.parallel.model.tensor_slice import Runs, TensorSlice
 from shoal.parallel.model.trial import ModelTrial
-from shoal.parallel.tensor.heads import sizes, with_kept
+from shoal.parallel.tensor.heads import sizes, with_sliced
 from shoal.parallel.tensor.layers import (
     Column,
     DividedLayer,
@@ -83,7 +83,7 @@ def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
         try:
             trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
             plan = decide(subject.model, trace, subject.values, axis.degree)
-            document = {"plan": with_kept(plan, subject, trace, axis.degree).to_json()}
+            document = {"plan": with_sliced(plan, subject, trace, axis.degree).to_json()}
         except Exception as caught:
             error = as_shoal_error(caught)
             document = {"error": to_json(error, 0, "")}
@@ -158,7 +158,7 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         module = model.get_submodule(name)
         own_sizes, outputs = sizes(num_outputs(module), axis.degree), foreign(module)
         if outputs is None:
-            give_role(module, (SlicedOutputLayer if name in plan.kept else GatheredLayer)(axis, own_sizes))
+            give_role(module, (SlicedOutputLayer if name in plan.sliced else GatheredLayer)(axis, own_sizes))
         else:
             give_role(module, Foreign(axis, own_sizes, type(module).forward, outputs.feature_dim))
             module.keep_outputs(own_sizes[axis.place])  # type: ignore[operator]

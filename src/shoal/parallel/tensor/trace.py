@@ -177,7 +177,7 @@ class _Tracer(FunctionTrace):
         else:
             name = str(raw).strip("_")
         origin = max((self._origins.get(id(tensor), _OF_MODEL) for tensor in call.given), default=_OF_SHAPES)
-        if not call.made:
+        if not call.results:
             if name in _READS and call.given:  # values that follow from shapes do not count
                 for tensor in call.given:
                     self.leak(tensor, f"{name}()")
@@ -186,7 +186,7 @@ class _Tracer(FunctionTrace):
                 elif self._stack and origin == _OF_MODEL:
                     self.trace.decided_by_values = self._stack[-1][0] or "the model"
             return
-        self._origins |= {id(tensor): origin for tensor in call.made}
+        self._origins |= {id(tensor): origin for tensor in call.results}
         where, module = self._stack[-1] if self._stack else (None, None)
         for tensor in call.given:
             owners = self._owners.get(id(tensor))
@@ -204,8 +204,8 @@ class _Tracer(FunctionTrace):
             has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in call.given)
             sources = frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
         if name in _VIEWS or name in _SPLITS or name == "getitem":
-            self._record_sections(name, call.given[0], call.made)
-        for tensor in call.made:
+            self._record_sections(name, call.given[0], call.results)
+        for tensor in call.results:
             if not (isinstance(tensor, nn.Parameter) and id(tensor) in self._sources):
                 self.mark(tensor, sources)
 

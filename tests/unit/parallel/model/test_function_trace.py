@@ -22,7 +22,7 @@ class Names(FunctionTrace):
 
     def seen(self, call: FunctionCall) -> None:
         self.calls.append(call)
-        self.ids += [id(tensor) for tensor in call.made]
+        self.ids += [id(tensor) for tensor in call.results]
 
 
 def test_calls_are_seen_with_their_tensors() -> None:
@@ -32,7 +32,7 @@ def test_calls_are_seen_with_their_tensors() -> None:
         F.scaled_dot_product_attention(torch.ones(1, 1, 2, 2), x.expand(1, 1, 2, 2), torch.ones(1, 1, 2, 2), None, 0.5)
     add, attention = trace.calls[0], trace.calls[-1]
     assert (add.name, [id(t) for t in add.given]) == ("add", [id(x), id(y)])
-    assert add.made[0] is found
+    assert add.results[0] is found
     assert attention.argument(4, "dropout_p", 0.0) == 0.5
     assert attention.argument(5, "is_causal", False) is False
 

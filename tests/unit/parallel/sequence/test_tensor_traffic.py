@@ -16,7 +16,7 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions, SequenceBlock, SequencePlan
-from shoal.parallel.tensor.heads import with_kept
+from shoal.parallel.tensor.heads import with_sliced
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply
 from shoal.plans.accounting.collectives import Volume, Volumes
@@ -55,14 +55,14 @@ def planned() -> tuple[nn.Module, TensorPlan]:
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     subject = ModelTrial(model, loss, batch(), lambda name: values[name].detach())
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
-    return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
+    return model, with_sliced(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
 
 def sent(planned: tuple[nn.Module, TensorPlan], function: Any, sequence: bool = False) -> Traffic:
     """Forward and backward twice, as two microbatches, on rank 5 of 63."""
     template, plan = planned
     assert len(plan.pairs) == 2 * BLOCKS
-    assert plan.kept == ("head",)
+    assert plan.sliced == ("head",)
     with world(Layout(data=21, tensor=DEGREE), rank=5) as mesh:
         model = made()
         model.load_state_dict(template.state_dict())

@@ -177,7 +177,43 @@ class _Adapted:
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         """Return a copy with all layers in it."""
         with DotNotTrackScope():
-            return _copied(self, memo)
+            # Create empty shells first: layers, their calls in a graph and the symbols between them refer to each
+            # other.
+            inside = list(self._flatten_layers())  # the layers in it, and the operations of their graphs
+            for each in inside:  # the list grows meanwhile
+                functions = [value for value in vars(each).values() if isinstance(value, Function)]
+                graphs = [each, *functions] if isinstance(each, Function) else functions
+                for other in (*functions, *(operation for graph in graphs for operation in graph.operations)):
+                    if all(other is not known for known in inside):
+                        inside.append(other)
+            family = {id(each): each for each in inside}
+            memo |= {key: object.__new__(type(each)) for key, each in family.items()}
+            kinds = ("_trainable_variables", "_non_trainable_variables")
+            variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
+            memo |= {key: copy.copy(variable) for key, variable in variables.items()}
+            for each in family.values():
+                # Calls from or to objects that are not copied belong to the original's history, not to the copy's.
+                nodes = (*each._inbound_nodes, *each._outbound_nodes)
+                for node in nodes:
+                    callers = [symbol._keras_history.operation for symbol in node.input_tensors]
+                    is_inside = all(caller is None or id(caller) in family for caller in callers)
+                    if not (id(node.operation) in family and is_inside):
+                        memo[id(node)] = node
+            for key, each in family.items():
+                # Keras has wrapped these methods of the original; a copy is built already.
+                attributes = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
+                memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
+            for key, variable in variables.items():
+                if hasattr(variable, "_shoal_home"):
+                    home, name = variable._shoal_home
+                    memo[key].__dict__["_shoal_home"] = memo.get(id(home), home), name
+                else:
+                    memo[key].__dict__["_value"] = copy.deepcopy(variable._value, memo)
+            for key in family:
+                tracker: Any = getattr(memo[key], "_tracker", None)
+                for name, (_, store) in tracker.config.items() if tracker is not None else ():
+                    tracker.stored_ids[name] = {id(value) for value in store}
+            return memo[id(self)]
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         """Replace a parameter by a tensor of its name, as in any module; Keras's variable stays the attribute."""
@@ -329,45 +365,3 @@ class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
     def next(self, ordered: bool = True) -> Tensor:
         """Draw two words."""
         return torch.randint(_INT31, (2,))
-
-
-# ------------------------------------------------------------------------------------------------------------- copies
-
-
-def _copied(layer: Any, memo: dict[int, Any]) -> Any:
-    # Create empty shells first: layers, their calls in a graph and the symbols between them refer to each other.
-    inside = list(layer._flatten_layers())  # the layers in it, and the operations of their graphs
-    for each in inside:  # the list grows meanwhile
-        functions = [value for value in vars(each).values() if isinstance(value, Function)]
-        graphs = [each, *functions] if isinstance(each, Function) else functions
-        for other in (*functions, *(operation for graph in graphs for operation in graph.operations)):
-            if all(other is not known for known in inside):
-                inside.append(other)
-    family = {id(each): each for each in inside}
-    memo |= {key: object.__new__(type(each)) for key, each in family.items()}
-    kinds = ("_trainable_variables", "_non_trainable_variables")
-    variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
-    memo |= {key: copy.copy(variable) for key, variable in variables.items()}
-    for each in family.values():
-        # Calls from or to objects that are not copied belong to the original's history, not to the copy's.
-        nodes = (*each._inbound_nodes, *each._outbound_nodes)
-        for node in nodes:
-            callers = [symbol._keras_history.operation for symbol in node.input_tensors]
-            is_inside = all(caller is None or id(caller) in family for caller in callers)
-            if not (id(node.operation) in family and is_inside):
-                memo[id(node)] = node
-    for key, each in family.items():
-        # Keras has wrapped these methods of the original; a copy is built already.
-        attributes = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
-        memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in attributes.items()})
-    for key, variable in variables.items():
-        if hasattr(variable, "_shoal_home"):
-            home, name = variable._shoal_home
-            memo[key].__dict__["_shoal_home"] = memo.get(id(home), home), name
-        else:
-            memo[key].__dict__["_value"] = copy.deepcopy(variable._value, memo)
-    for key in family:
-        tracker: Any = getattr(memo[key], "_tracker", None)
-        for name, (_, store) in tracker.config.items() if tracker is not None else ():
-            tracker.stored_ids[name] = {id(value) for value in store}
-    return memo[id(layer)]
