@@ -65,7 +65,22 @@ class HostWatch:
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
-            self._take_up(_sockets())
+            now = _sockets()
+            for descriptor, (name, own) in list(self._watched.items()):
+                if now.get(descriptor) != name:  # closed
+                    own.close()
+                    del self._watched[descriptor]
+            duplicates = {own.fileno() for _, own in self._watched.values()}
+            for descriptor in now.keys() - self._watched.keys() - duplicates:
+                with contextlib.suppress(OSError):
+                    own = socket.socket(fileno=os.dup(descriptor))
+                    if _peer(own) not in self._hosts:
+                        own.close()
+                        continue
+                    own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in _KEEPALIVE.items():
+                        own.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                    self._watched[descriptor] = now[descriptor], own
             for descriptor, (_, own) in list(self._watched.items()):
                 if not self._is_lost(own):
                     continue
@@ -78,24 +93,6 @@ class HostWatch:
                         )
                     own.shutdown(socket.SHUT_RDWR)  # a process that waits on the connection gets an error at once
                 own.close()
-
-    def _take_up(self, now: dict[int, str]) -> None:
-        """Start watching new connections and stop watching closed ones."""
-        for descriptor, (name, own) in list(self._watched.items()):
-            if now.get(descriptor) != name:
-                own.close()
-                del self._watched[descriptor]
-        duplicates = {own.fileno() for _, own in self._watched.values()}
-        for descriptor in now.keys() - self._watched.keys() - duplicates:
-            with contextlib.suppress(OSError):
-                own = socket.socket(fileno=os.dup(descriptor))
-                if _peer(own) not in self._hosts:
-                    own.close()
-                    continue
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option, value in _KEEPALIVE.items():
-                    own.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-                self._watched[descriptor] = now[descriptor], own
 
     def _is_lost(self, own: socket.socket) -> bool:
         try:

@@ -162,8 +162,7 @@ class _Axes:
 
         Collective: the tensor axis, two broadcasts; with sequences also the proofs.
         """
-        from shoal.parallel.sequence.tensor_sequence import SequencePlan, plan_sequence
-        from shoal.parallel.sequence.tensor_traffic import TensorTraffic
+        from shoal.parallel.sequence.tensor_sequence import SequencePlan, plan_sequence, tensor_traffic
         from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
 
         axis, division = TensorAxis.of(self.mesh), self.division
@@ -181,7 +180,8 @@ class _Axes:
             partial += sequences.partial
         division.add_partial(dict.fromkeys(partial), "tensor")
         known = sequences or SequencePlan({}, ())
-        division.sends = TensorTraffic(plan, known, num_samples(subject.batch) or 1, axis.degree)
+        rows = num_samples(subject.batch) or 1
+        division.sends = functools.partial(tensor_traffic, plan, known, rows, axis.degree)
 
     def pipeline(self) -> Pipeline:
         """Build the pipeline's stages. Collective: all ranks, new groups."""

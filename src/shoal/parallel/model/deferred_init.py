@@ -365,23 +365,20 @@ class InitRecorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         # The constructor sees everything on the CPU; this code must not.
         with torch._C.DisableTorchFunction():
-            return self._dispatch(func, args, kwargs)
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_in((args, kwargs))
-        on_meta = any(t.device == _META for t in tensors)
-        device = kwargs.get("device")
-        on_host = device is None or device.type in {"cpu", "meta"}
-        makes = not tensors and on_host and any(a.name == "device" for a in func._schema.arguments)
-        if func is torch.ops.aten.lift_fresh.default and not on_meta and tensors[0].device == _CPU:
-            func, makes = torch.ops.aten.clone.default, True
-        if not makes and not on_meta and device != _META:
-            return self._run_real(func, args, kwargs)
-        try:
-            return self._handle(func, args, kwargs, on_host)
-        except Exception as error:
-            # The innermost reason counts: this operation may be inside another one.
-            raise self.fail(f"{func}: {_reason(error)}") from error
+            tensors = tensors_in((args, kwargs))
+            on_meta = any(t.device == _META for t in tensors)
+            device = kwargs.get("device")
+            on_host = device is None or device.type in {"cpu", "meta"}
+            makes = not tensors and on_host and any(a.name == "device" for a in func._schema.arguments)
+            if func is torch.ops.aten.lift_fresh.default and not on_meta and tensors[0].device == _CPU:
+                func, makes = torch.ops.aten.clone.default, True
+            if not makes and not on_meta and device != _META:
+                return self._run_real(func, args, kwargs)
+            try:
+                return self._handle(func, args, kwargs, on_host)
+            except Exception as error:
+                # The innermost reason counts: this operation may be inside another one.
+                raise self.fail(f"{func}: {_reason(error)}") from error
 
     def _handle(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
         tensors = tensors_in((args, kwargs))

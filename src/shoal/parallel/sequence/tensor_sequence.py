@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -38,9 +39,12 @@ from shoal.parallel.sequence.positions import (
 )
 from shoal.parallel.sequence.trace import BlockTrace, observe
 from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
+from shoal.parallel.tensor.heads import sizes
 from shoal.parallel.tensor.layers import Column, Entry, Row
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.tensor_parallel import apply
+from shoal.plans.accounting.collectives import SizedCollective
+from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
 
 
 class FeatureStream(Stream):
@@ -353,3 +357,56 @@ def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, .
         if top not in modules:
             modules.append(top)
     return tuple(modules)
+
+
+# -------------------------------------------------------------------------------------------------------------- traffic
+
+
+# Of the traffic: everything is float32.
+_ITEMSIZE = 4
+
+
+def tensor_traffic(
+    plan: TensorPlan, sequences: SequencePlan, rows: int, degree: int, microbatches: Sequence[int]
+) -> list[SizedCollective] | None:
+    """Return the traffic of microbatches of these sample counts; None if blocks contain whole sequences.
+
+    The model is divided by `plan` and was traced with a batch of `rows` samples. All batches have its lengths.
+    """
+    if any(block.wholes for block in sequences.blocks.values()):
+        return None
+    sent: list[SizedCollective] = []
+    names = list(sequences.blocks)
+    for samples in microbatches:
+
+        def num_bytes(shape: tuple[int, ...], samples: int = samples) -> int:
+            """Return a tensor's bytes for `samples`, if its first dim counts samples, else as traced."""
+            scales = shape[0] % rows == 0 if len(shape) != 2 else shape[0] == rows
+            return prod(shape) * _ITEMSIZE * (samples if scales else rows) // rows
+
+        opened = 0
+        for pair in plan.pairs:
+            block = next((b for b in names if pair.candidate.row.startswith(f"{b}.")), None)
+            columns, row = plan.shapes[pair.candidate.columns[0]], plan.shapes[pair.candidate.row]
+            for into, out in zip(columns, row, strict=True):
+                layers = LayerPair(num_bytes(into.input), num_bytes(out.output), into.needs_gradient)
+                where = Positions(into.input[1], degree) if block is not None else None
+                sent += tensor_parallel([layers], [], 1, positions=where)
+                if where is not None and block is not None:
+                    begun = sum(sequences.blocks[name].opens for name in names[: names.index(block) + 1])
+                    if opened < begun:
+                        opened += 1
+                        sent.append(stream(layers.output_bytes, where, 1))
+        for name in plan.rows:
+            for call in plan.shapes[name]:
+                sent += tensor_parallel([LayerPair(0, num_bytes(call.output), False)], [], 1)
+        for name in plan.gathered:
+            for call in plan.shapes[name]:
+                entry = LayerPair(num_bytes(call.input), 0, call.needs_gradient)
+                size = call.output[call.feature_dim]
+                largest = num_bytes(call.output) // size * max(sizes(size, degree))
+                gathered = [] if name in plan.sliced else [largest * degree]
+                sent += tensor_parallel([entry], gathered, 1)
+        for targets, smoothed in plan.losses:
+            sent += sharded_loss(targets * samples // rows, 1, smoothed, _ITEMSIZE)
+    return sent

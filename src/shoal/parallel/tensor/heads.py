@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.function_trace import on_copies
 from shoal.parallel.model.trial import SEED, ModelTrial, is_same
-from shoal.parallel.tensor.cross_entropy import Classes, Rows, gradient, highest, losses, row_sums
 from shoal.parallel.tensor.layers import give_role, kind, num_features, product
-from shoal.parallel.tensor.logits import Entropy, Head, divided
+from shoal.parallel.tensor.logits import Classes, Entropy, Head, Rows, divided, gradient, highest, losses, row_sums
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import TensorTrace
 from shoal.plans.accounting.partition import cuts

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.tensor.cross_entropy import Rows
 from shoal.parallel.tensor.heads import is_proven, sizes
-from shoal.parallel.tensor.logits import Entropy, Head, Logits, divided
+from shoal.parallel.tensor.logits import Entropy, Head, Logits, Rows, divided
 
 SIZES = (3, 4)
 WHOLE = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0))

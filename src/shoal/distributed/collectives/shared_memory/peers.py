@@ -104,7 +104,23 @@ class Peers:
             # Time in which this process itself was stopped does not count.
             waited, before = waited + min(now - before, 2 * _SLICE_SECONDS), now
             if is_behind(values[index], value):
-                self._check_alive(what)
+                for peer in self.others:
+                    descriptor = self._processes.get(peer)
+                    if descriptor is None:
+                        ended = has_ended(self._pids[peer])
+                    else:
+                        poll = select.poll()
+                        poll.register(descriptor, select.POLLIN)
+                        ended = bool(poll.poll(0))
+                    if ended:
+                        self._raise_verdict()  # a rank that ended after it wrote a verdict was not the cause
+                        self._fail(
+                            PeerError(
+                                given=f"rank {peer} (process {self._pids[peer]})",
+                                conflict=f"it ended while rank {self.rank} waited for it in {what()}",
+                                remedy="look at what that rank said; --resume goes on from the newest checkpoint",
+                            )
+                        )
 
     # --------------------------------------------------------------------------------------------------- headers
 
@@ -137,25 +153,6 @@ class Peers:
         )
 
     # ---------------------------------------------------------------------------------------------------- faults
-
-    def _check_alive(self, what: Callable[[], str]) -> None:
-        for other in self.others:
-            descriptor = self._processes.get(other)
-            if descriptor is None:
-                ended = has_ended(self._pids[other])
-            else:
-                poll = select.poll()
-                poll.register(descriptor, select.POLLIN)
-                ended = bool(poll.poll(0))
-            if ended:
-                self._raise_verdict()  # a rank that ended after it wrote a verdict was not the cause
-                self._fail(
-                    PeerError(
-                        given=f"rank {other} (process {self._pids[other]})",
-                        conflict=f"it ended while rank {self.rank} waited for it in {what()}",
-                        remedy="look at what that rank said; --resume goes on from the newest checkpoint",
-                    )
-                )
 
     def _fail(self, error: ShoalError) -> NoReturn:
         """Write the verdict, wake all ranks, and raise the error."""
