@@ -274,13 +274,9 @@ class Strategy(ABC):
         """Free what forwards without a backward, for example in an evaluation, have gathered."""
         return
 
-    def gradient_buffers(self) -> list[Tensor]:
-        """Return the gradient memory outside the parameters' own `.grad`; none by default."""
-        return []
-
-    def borrowed(self) -> list[Tensor]:
-        """Return memory that contains gradients but counts elsewhere; none by default."""
-        return []
+    def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradient memory outside the parameters' own `.grad`, and memory that counts elsewhere."""
+        return [], []
 
     @abstractmethod
     def close(self) -> None:

@@ -128,11 +128,8 @@ class DataParallel(AccumulatingStrategy):
         cut = len(extras) - world_size * len(row)
         return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
 
-    def gradient_buffers(self) -> list[Tensor]:
-        return self._buckets.buffers()
-
-    def borrowed(self) -> list[Tensor]:
-        return self._buckets.borrowed()
+    def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._buckets.buffers(), self._buckets.borrowed()
 
     def close(self) -> None:
         self._buckets.close()
@@ -234,11 +231,8 @@ class ExactDataParallel(Strategy):
                 parameter.grad = in_dtype(view, parameter) if is_used else None
         return StepSums(sums.numpy(), flags)
 
-    def gradient_buffers(self) -> list[Tensor]:
-        return self._tree.buffers()
-
-    def borrowed(self) -> list[Tensor]:
-        return self._tree.borrowed()
+    def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._tree.buffers(), self._tree.borrowed()
 
     def close(self) -> None:
         self._tree.close()

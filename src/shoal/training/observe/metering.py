@@ -76,7 +76,7 @@ class StepMeter(Observer):
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
         if self._left:
-            self._memory.summed(self._strategy.gradient_buffers(), self._strategy.borrowed())
+            self._memory.summed(*self._strategy.gradient_memory())
 
     def updated(self, skipped: str | None) -> None:
         if self._left:

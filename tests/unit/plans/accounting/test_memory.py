@@ -38,7 +38,7 @@ from shoal.training.observe.metering import array, optimizer_shape
 
 
 def held_gradients(strategy: DataParallel | ExactDataParallel, model: list[nn.Parameter]) -> int:
-    return storage_bytes([*strategy.gradient_buffers(), *(p.grad for p in model)])
+    return storage_bytes([*strategy.gradient_memory()[0], *(p.grad for p in model)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

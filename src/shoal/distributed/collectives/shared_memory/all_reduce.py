@@ -48,29 +48,101 @@ _Work = Callable[[int], None]  # receives the number of the call
 
 @dataclass
 class _SharedCall:
-    """One collective of this rank: `deliver` writes the data, `work` does this rank's part."""
+    """One collective of this rank: `deliver` writes the data, `work` does this rank's part. It is its own handle."""
 
     header: bytes
     deliver: _Work
     work: _Work
     settles: bool  # whether it ends only when all ranks have done their parts
     number: int = 0
+    queue: _CallQueue | None = None
 
     @property
     def staged(self) -> bool:
         """Whether the data go through the staging areas."""
         return bool(_HEADER.unpack(self.header)[4] == _STAGED)
 
-
-class _Pending:
-    """Handle of a posted call."""
-
-    def __init__(self, owner: SharedMemory, call: _SharedCall) -> None:
-        self._owner, self._call = owner, call
-
     def wait(self) -> None:
         """Finish this call and all calls before it."""
-        self._owner._complete(self._call)
+        assert self.queue is not None, "the call was posted"
+        self.queue.complete(self)
+
+
+class _CallQueue:
+    """Calls of this rank in their order: each is posted, then worked on once the other ranks have posted it too."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._posted = self._finished = 0  # numbers of this rank's last posted and last finished call
+        self._queue: deque[_SharedCall] = deque()  # posted and unfinished
+        self._backlog: deque[_SharedCall] = deque()  # not yet posted
+
+    def call(self, call: _SharedCall, asynchronous: bool) -> Handle:
+        """Post a call, and finish it unless it is asynchronous."""
+        call.queue = self
+        self._backlog.append(call)
+        self._post()
+        if asynchronous:
+            self._work_on_ready()
+        else:
+            self.complete(call)
+        return call
+
+    def _post(self) -> None:
+        """Post calls while there is room: call n reuses the place of call n - NUM_HEADERS once all have ended it."""
+        while self._backlog:
+            number = self._posted + 1
+            reused = number - NUM_HEADERS
+            if reused > 0 and (self._finished < reused or not self._peers.reached(FINISHED, reused)):
+                return
+            call = self._backlog.popleft()
+            call.number = number
+            call.deliver(number)
+            self._peers.write_header(number, call.header)
+            self._posted = number
+            self._queue.append(call)
+            self._peers.publish(POSTED, number)
+
+    def complete(self, call: _SharedCall) -> None:
+        """Finish a call and all calls before it."""
+        while not call.number:  # it waits for room
+            if self._queue:
+                self._work_on_next()
+            else:
+                oldest = self._posted + 1 - NUM_HEADERS
+                self._peers.wait(FINISHED, oldest, lambda: _describe(call.header))
+            self._post()
+        while self._finished < call.number:
+            self._work_on_next()
+        self._work_on_ready()  # before this rank waits for the others
+        self._post()
+        if call.settles:
+            self._peers.wait(FINISHED, call.number, lambda: _describe(call.header))
+
+    def _work_on_ready(self) -> None:
+        """Do this rank's part of all calls that the others have posted too, without a wait, while data are cached.
+
+        Staged calls are excluded, since each of their pieces waits for the others.
+        """
+        while self._queue and not self._queue[0].staged and self._peers.reached(POSTED, self._finished + 1):
+            self._work_on_next()
+
+    def _work_on_next(self) -> None:
+        """Do this rank's part of the oldest unfinished call."""
+        peers = self._peers
+        call = self._queue[0]
+        number = call.number
+        peers.wait(POSTED, number, lambda: f"{_describe(call.header)}, call {number} of this group")
+        peers.check_headers(number, call.header, _describe)
+        call.work(number)
+        self._queue.popleft()
+        self._finished = number
+        peers.publish(FINISHED, number)
+
+    def settle(self) -> None:
+        """Finish all calls."""
+        while self._queue or self._backlog:
+            self.complete((self._backlog or self._queue)[-1])
 
 
 class SharedMemory(Collective):
@@ -108,9 +180,7 @@ class SharedMemory(Collective):
         self._regions: dict[int, tuple[int, SharedRegion]] = {}
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
-        self._posted = self._finished = 0  # numbers of this rank's last posted and last finished call
-        self._queue: deque[_SharedCall] = deque()  # posted and unfinished
-        self._backlog: deque[_SharedCall] = deque()  # not yet posted
+        self._calls = _CallQueue(self._peers)
         self._work = Workplace(self._control, self._peers, self.rank, self.world_size)
 
     # ------------------------------------------------------------------------------------------------- interface
@@ -149,14 +219,14 @@ class SharedMemory(Collective):
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
         known = self._known.get(key)
         if known is not None and tensor.is_contiguous():
-            return self._call(_SharedCall(*known, True), asynchronous)
+            return self._calls.call(_SharedCall(*known, True), asynchronous)
         check("all_reduce", [tensor], op)
         place = self._place(tensor)
         if place is None and _is_small(tensor):
             call = self._mailed("all_reduce", tensor, [tensor], op)
         elif place is not None:
             where, region, offset = place
-            header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
+            header, like = _header("all_reduce", tensor, op, where, offset), tensor.detach()
             if len(self._known) >= MAX_CACHED:
                 self._known.clear()
             everywhere = not self._one_sum
@@ -167,9 +237,9 @@ class SharedMemory(Collective):
             )
             call = _SharedCall(*self._known[key], True)
         else:
-            header = self._header("all_reduce", tensor, op, _STAGED, 0)
+            header = _header("all_reduce", tensor, op, _STAGED, 0)
             call = _SharedCall(header, _nothing, lambda _: self._work.reduce_staged(tensor, op), False)
-        return self._call(call, asynchronous)
+        return self._calls.call(call, asynchronous)
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
@@ -186,10 +256,10 @@ class SharedMemory(Collective):
         """Reduce-scatter parts that need not be adjacent in memory."""
         out, own, numel = output.view(-1), [part.view(-1) for part in parts], output.numel()
         small = numel * self.world_size * output.itemsize <= ONE_SHOT_BYTES
-        header = self._header("reduce_scatter", output, op, _MAILBOX if small else _STAGED, 0, times=len(own))
+        header = _header("reduce_scatter", output, op, _MAILBOX if small else _STAGED, 0, times=len(own))
         if not small:
             call = _SharedCall(header, _nothing, lambda _: self._work.scatter_staged(out, own, op), False)
-            return self._call(call, asynchronous)
+            return self._calls.call(call, asynchronous)
 
         def boxes(number: int) -> list[list[Tensor]]:
             mailboxes = self._work.mailboxes(number, numel * len(own), output.dtype)
@@ -202,7 +272,7 @@ class SharedMemory(Collective):
         def work(number: int) -> None:
             self._work.reduce([box[self.rank] for box in boxes(number)], out, op)
 
-        return self._call(_SharedCall(header, deliver, work, False), asynchronous)
+        return self._calls.call(_SharedCall(header, deliver, work, False), asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """Gather: ranks read each other's allocated memory directly, and use staging areas for other tensors."""
@@ -213,17 +283,17 @@ class SharedMemory(Collective):
         if place is None:
             return self.gather_parts(parts, tensor, asynchronous=asynchronous)
         where, region, offset = place
-        header = self._header("all_gather", tensor, "sum", where, offset)
+        header = _header("all_gather", tensor, "sum", where, offset)
         slots = [region.tensor(r, offset, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
-        return self._call(_SharedCall(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
+        return self._calls.call(_SharedCall(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
 
     def gather_parts(self, parts: Sequence[Tensor], tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """Gather into tensors that need not be adjacent; this rank's part may be its own input."""
         if _is_small(tensor):
-            return self._call(self._mailed("all_gather", tensor, parts), asynchronous)
-        header = self._header("all_gather", tensor, "sum", _STAGED, 0)
+            return self._calls.call(self._mailed("all_gather", tensor, parts), asynchronous)
+        header = _header("all_gather", tensor, "sum", _STAGED, 0)
         flat = [part.view(-1) for part in parts]
-        return self._call(
+        return self._calls.call(
             _SharedCall(header, _nothing, lambda _: self._work.gather_staged(flat, tensor), False), asynchronous
         )
 
@@ -235,91 +305,28 @@ class SharedMemory(Collective):
             call = self._mailed("broadcast", tensor, [tensor], root=root)
         elif place is not None:
             where, region, offset = place
-            header = self._header("broadcast", tensor, "sum", where, offset, root)
+            header = _header("broadcast", tensor, "sum", where, offset, root)
             source = region.tensor(root, offset, tensor.numel(), tensor.dtype)
             work = _nothing if root == self.rank else lambda _: _gather([source], [tensor])
             call = _SharedCall(header, _nothing, work, True)
         else:
-            header = self._header("broadcast", tensor, "sum", _STAGED, 0, root)
+            header = _header("broadcast", tensor, "sum", _STAGED, 0, root)
             call = _SharedCall(header, _nothing, lambda _: self._work.broadcast_staged(tensor, root), False)
-        return self._call(call, asynchronous)
+        return self._calls.call(call, asynchronous)
 
     def barrier(self) -> None:
         """Wait until every rank has called this, with one exchange of words."""
-        self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
+        self._calls.call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:
         """Wait for all calls, before the ranks communicate in another way. Collective: as the calls."""
-        while self._queue or self._backlog:
-            self._complete((self._backlog or self._queue)[-1])
+        self._calls.settle()
 
     def close(self) -> None:
         self._peers.close()
         self._regions.clear()
         self._known.clear()
         self._work.forget()
-
-    # ------------------------------------------------------------------------------------------- order of calls
-
-    def _call(self, call: _SharedCall, asynchronous: bool) -> Handle:
-        self._backlog.append(call)
-        self._post()
-        handle = _Pending(self, call)
-        if asynchronous:
-            self._work_on_ready()
-        else:
-            handle.wait()
-        return handle
-
-    def _post(self) -> None:
-        """Post calls while there is room: call n reuses the place of call n - NUM_HEADERS once all have ended it."""
-        while self._backlog:
-            number = self._posted + 1
-            reused = number - NUM_HEADERS
-            if reused > 0 and (self._finished < reused or not self._peers.reached(FINISHED, reused)):
-                return
-            call = self._backlog.popleft()
-            call.number = number
-            call.deliver(number)
-            self._peers.write_header(number, call.header)
-            self._posted = number
-            self._queue.append(call)
-            self._peers.publish(POSTED, number)
-
-    def _complete(self, call: _SharedCall) -> None:
-        while not call.number:  # it waits for room
-            if self._queue:
-                self._work_on_next()
-            else:
-                oldest = self._posted + 1 - NUM_HEADERS
-                self._peers.wait(FINISHED, oldest, lambda: _describe(call.header))
-            self._post()
-        while self._finished < call.number:
-            self._work_on_next()
-        self._work_on_ready()  # before this rank waits for the others
-        self._post()
-        if call.settles:
-            self._peers.wait(FINISHED, call.number, lambda: _describe(call.header))
-
-    def _work_on_ready(self) -> None:
-        """Do this rank's part of all calls that the others have posted too, without a wait, while data are cached.
-
-        Staged calls are excluded, since each of their pieces waits for the others.
-        """
-        while self._queue and not self._queue[0].staged and self._peers.reached(POSTED, self._finished + 1):
-            self._work_on_next()
-
-    def _work_on_next(self) -> None:
-        """Do this rank's part of the oldest unfinished call."""
-        peers = self._peers
-        call = self._queue[0]
-        number = call.number
-        peers.wait(POSTED, number, lambda: f"{_describe(call.header)}, call {number} of this group")
-        peers.check_headers(number, call.header, _describe)
-        call.work(number)
-        self._queue.popleft()
-        self._finished = number
-        peers.publish(FINISHED, number)
 
     # ---------------------------------------------------------------------------------------------- what is called
 
@@ -342,18 +349,18 @@ class SharedMemory(Collective):
             else:
                 self._work.reduce(boxes, outputs[0].view(-1), op)
 
-        return _SharedCall(self._header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
-
-    @staticmethod
-    def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:
-        """Encode a call on `times` tensors like `tensor`. `more`: the data's byte offset, and a broadcast's root."""
-        return _HEADER.pack(*call_numbers(kind, tensor, op, times), where, *more, *[0] * (3 - len(more)))
+        return _SharedCall(_header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
 
     def _place(self, tensor: Tensor) -> tuple[int, SharedRegion, int] | None:
         """Return the number, region and byte offset of an allocated tensor; None for other tensors."""
         allocation = self._regions.get(tensor.untyped_storage().data_ptr())
         offset = allocation[1].offset_in(self.rank, tensor) if allocation else None
         return (*allocation, offset) if allocation is not None and offset is not None else None
+
+
+def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:
+    """Encode a call on `times` tensors like `tensor`. `more`: the data's byte offset, and a broadcast's root."""
+    return _HEADER.pack(*call_numbers(kind, tensor, op, times), where, *more, *[0] * (3 - len(more)))
 
 
 def _is_small(tensor: Tensor) -> bool:
