@@ -152,7 +152,8 @@ ROWS = (
         "Q",
         "SIGTERM, SIGUSR1, to one process or to all",
         "a checkpoint of the step in hand, exit code 75",
-        _in(PREEMPTED, "test_asked_to_stop", "test_the_whole_group_is_asked_to_stop"),
+        _in(PREEMPTED, "test_asked_to_stop", "test_the_whole_group_is_asked_to_stop")
+        + _in("faults/test_handed_on", "test_by_the_launcher_and_later_by_a_scheduler"),
     ),
     Row(
         16,

@@ -42,6 +42,20 @@ def test_deliveries_within_a_second_are_one_request() -> None:
         assert not signals.twice
 
 
+def test_what_a_launcher_hands_on_is_no_second_request_however_late() -> None:
+    now = 0.0
+    signals = Signals(impatient=False, clock=lambda: now)
+    assert signals.takes(signal.SIGTERM)
+    now += 60.0
+    assert not signals.takes(signal.SIGTERM, from_launcher=True)
+    assert not signals.twice
+    now += 60.0
+    assert signals.takes(signal.SIGTERM, from_launcher=True), "the launcher's second one"
+    assert not signals.takes(signal.SIGTERM), "which has come directly too"
+    assert signals.received == [signal.SIGTERM, signal.SIGTERM]
+    assert signals.twice
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_nohup_or_a_background_job_ignores_stays_ignored(number: int) -> None:
     before = signal.signal(number, signal.SIG_IGN)

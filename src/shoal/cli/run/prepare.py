@@ -92,9 +92,10 @@ def _run(options: RunOptions) -> int:
         left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
         source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
         refuse(other_world(request.what.plan, World(world_size, source)))
+        signals = Signals(impatient=not has_launcher(os.environ))
         for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
             os.environ.setdefault(name, text)
-        return _train(request, environment, Signals(impatient=not has_launcher(os.environ)), unprepared=True)
+        return _train(request, environment, signals, unprepared=True)
     return _started_here(request)
 
 

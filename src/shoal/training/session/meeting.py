@@ -15,6 +15,7 @@ from typing import Any
 from shoal.distributed.agreement import Agreement, from_rows
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ExitCode, JobError, PeerError
+from shoal.launch.environments.detect import has_launcher
 from shoal.launch.signals import Signals
 
 _DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
@@ -25,16 +26,21 @@ _DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.
 
 
 class Asked:
-    """Signals that have arrived. The second signal of a kind has its default effect."""
+    """Signals that have arrived. The second signal of a kind has its default effect, unless a launcher sends them.
+
+    A launcher kills a rank that has to end at once. What it hands on may have arrived from a scheduler before.
+    """
 
     def __init__(self) -> None:
-        self._signals = Signals(impatient=False)
+        self._signals, self._launched = Signals(impatient=False), has_launcher(os.environ)
         self.received = self._signals.received
         self.elsewhere = False  # whether any rank was requested to stop before all left the loop
         self._ended = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._signals.takes(number):
+            return
+        if self._signals.twice and self._launched:
             return
         if self._signals.twice:
             self._ended = True
@@ -43,9 +49,9 @@ class Asked:
             return
         name = signal.Signals(number).name
         # Write to the descriptor: a signal may interrupt a print.
-        said = f"shoal: {name}: stops before the next step, with a checkpoint; again to stop at once\n"
+        again = "" if self._launched else "; again to stop at once"
         with contextlib.suppress(OSError):
-            os.write(2, said.encode())
+            os.write(2, f"shoal: {name}: stops before the next step, with a checkpoint{again}\n".encode())
 
     @contextlib.contextmanager
     def noted(self, wanted: bool) -> Iterator[None]:

@@ -17,7 +17,7 @@ from tests.unit.launch.environments.recorded import (
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, LAUNCHER_PID, RESTARTS, Environment
-from shoal.launch.environments.detect import detected, joined, restarts
+from shoal.launch.environments.detect import detected, has_launcher, joined, restarts
 from shoal.launch.environments.pmi import _proxy
 from shoal.launch.environments.slurm import _first_host
 
@@ -36,6 +36,14 @@ def test_torchrun() -> None:
     )
     assert joined(TORCHRUN) == expected
     assert joined({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}) == replace(expected, restarts=2)
+
+
+def test_who_ends_a_rank_that_has_to_end_at_once() -> None:
+    for variables in (TORCHRUN, SLURM_TASK, OPEN_MPI, MPICH, TRAIN_JOB, {**LEFT_OVER, LAUNCHER_PID: "7"}):
+        assert has_launcher(variables)
+    assert not has_launcher({})
+    assert not has_launcher(LEFT_OVER), "a person may have set them in a terminal"
+    assert not has_launcher(SLURM_SCRIPT)
 
 
 def test_tasks_of_an_srun_step_are_one_world() -> None:
