@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# How a step combines the values that its microbatches leave in a buffer: docs/exactness.md.
+# How a step combines the values that its microbatches leave in a buffer: docs/model-rules.md.
 BUFFER_RULES = ("mean", "sum", "total", "min", "max", "last", "same")
 
 

@@ -167,7 +167,7 @@ class RunRecord:
     server: dict[str, Any] | None = None  # with servers: statistics of pushes, docs/parameter-server.md
     # The scheme, and the step of the guard's fallback: docs/compression.md.
     compression: dict[str, Any] | None = None
-    computation: dict[str, Any] | None = None  # how grains were computed, and why: docs/exactness.md
+    computation: dict[str, Any] | None = None  # how grains were computed, and why: docs/model-rules.md
     prediction: dict[str, Any] | None = None  # predicted and measured values: docs/plan.md
 
     def to_json(self) -> str:
