@@ -35,8 +35,7 @@ from shoal.hardware.fastest_all_reduce import all_reduce_here
 from shoal.jobs.job_file import load, parse_target
 from shoal.planner.answer.answer import question
 from shoal.planner.calibrate.comparison import PARTS
-from shoal.planner.measure.clock import sample
-from shoal.planner.measure.probes import probes
+from shoal.planner.measure.probes import probes, sample
 from shoal.planner.predict.step_time import Predictor
 from shoal.plans.plan import Plan, plan_text
 

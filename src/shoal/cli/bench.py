@@ -20,7 +20,7 @@ from shoal.hardware.values import DIVIDED, PROCESS_GROUP, Cluster, Device
 from shoal.launch.environment import REQUEST_FILE, Environment
 from shoal.launch.environments.detect import joined
 from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, divided_of, link_of, table
-from shoal.planner.measure.processes import found_by
+from shoal.planner.measure.processes import results_of
 from shoal.runs.directory import write_file
 
 _SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, for all numbers of ranks together
@@ -90,8 +90,7 @@ def _refuse_unread(options: BenchOptions) -> None:
 
 def _rank(what: str, task: dict[str, Any], environment: Environment) -> int:
     from shoal.distributed.worker_process import as_rank
-    from shoal.planner.measure.collectives_worker import Sampling, measure_collectives
-    from shoal.planner.measure.worker import MeasureTask, measure
+    from shoal.planner.measure.worker import MeasureTask, Sampling, measure, measure_collectives
 
     task = {**task, "folder": Path(task["folder"])}
     if what == "collectives":
@@ -179,7 +178,7 @@ def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
         threads, many = max(1, cores() // (ranks if on_gpus else count)), "process" if count == 1 else "processes"
         print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
         task = {"seconds": seconds, "quick": quick, "computes": count == 1 or not on_gpus}
-        measured.append(Measured.of(found_by("machine", task, count, threads, f"a measurement with {count} {many}")))
+        measured.append(Measured.of(results_of("machine", task, count, threads, f"a measurement with {count} {many}")))
     return measured
 
 
@@ -226,7 +225,7 @@ def divided(found: Cluster, quick: bool) -> Cluster:
     print(f"measuring models divided over {ranks} processes ...", flush=True)
     for axis in DIVIDED:
         task = {"seconds": 0.0, "quick": quick, "axis": axis}
-        rows = found_by("machine", task, ranks, threads, f"a measurement of the {axis} axis with {ranks} processes")
+        rows = results_of("machine", task, ranks, threads, f"a measurement of the {axis} axis with {ranks} processes")
         links = found.within, found.algorithms.get(PROCESS_GROUP, found.within)
         known[axis] = divided_of(Measured.of(rows), axis, device.dispatch_seconds, *links)
     sources = {**device.sources, "divided": device.sources["dispatch_seconds"]}

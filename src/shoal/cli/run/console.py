@@ -14,7 +14,7 @@ from shoal.cli.notebook_progress import record_line
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob
-from shoal.planner.calibrate.comparison import told
+from shoal.planner.calibrate.comparison import as_line
 from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
@@ -263,7 +263,7 @@ def conclude(
             "taken for single samples: a stream of batches is to give them one by one"
         )
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
-        reporter.note(f"  {told(result.prediction)}")
+        reporter.note(f"  {as_line(result.prediction)}")
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
     goes_on = request.where.resizable and not told_to_stop and wished(RunDirectory(request.where.out)) is not None

@@ -86,7 +86,7 @@ def beside(
     }
 
 
-def told(compared: Mapping[str, Any]) -> str:
+def as_line(compared: Mapping[str, Any]) -> str:
     """Format a comparison in one line."""
     step = compared["step_seconds"]
     parts = ", ".join(
@@ -107,13 +107,13 @@ def is_elsewhere(compared: Mapping[str, Any]) -> bool:
 
 def against(measured: float, predicted: float) -> str:
     """Describe the difference between measured and predicted seconds, such as "4% longer" or "21 times as long"."""
-    told = f"the {predicted * 1e3:.1f} predicted"
+    prediction = f"the {predicted * 1e3:.1f} predicted"
     ratio = measured / predicted if predicted else float("inf")
     if ratio >= _TIMES:
-        return f"{ratio:.3g} times as long as {told}"
+        return f"{ratio:.3g} times as long as {prediction}"
     if ratio <= 1 / _TIMES:
-        return f"{ratio:.1%} of {told}"
-    return f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'} than {told}"
+        return f"{ratio:.1%} of {prediction}"
+    return f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'} than {prediction}"
 
 
 def _median(values: Iterable[float]) -> float | None:

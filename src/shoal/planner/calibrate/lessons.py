@@ -101,7 +101,8 @@ def learn(every: Sequence[Observation]) -> Lesson:
     ratios: dict[str, list[float]] = {name: [] for name in CORRECTED}
     for name in CORRECTED:
         if name not in ("compute", "exchanges"):
-            ratios[name] = [_ratio(one, one.measured[name], one.of(name)) for one in every if _is_told(one, name)]
+            large = (one for one in every if name in one.measured and one.of(name) >= one.least_seconds)
+            ratios[name] = [_ratio(one, one.measured[name], one.of(name)) for one in large]
     timed = [one for one in every if "compute" in one.measured]
     alone = [one for one in timed if one.of("exchanges") < one.least_seconds]
     others = [one for one in timed if one.of("exchanges") >= one.least_seconds]
@@ -122,11 +123,6 @@ def learn(every: Sequence[Observation]) -> Lesson:
         {name: len(found) for name, found in ratios.items() if found},
         together,
     )
-
-
-def _is_told(one: Observation, name: str) -> bool:
-    """Check whether a part was measured and its prediction is large enough for a ratio."""
-    return name in one.measured and one.of(name) >= one.least_seconds
 
 
 def _ratio(one: Observation, measured: float, predicted: float) -> float:
@@ -151,10 +147,9 @@ def observations(cluster: str) -> dict[str, Observation]:
     """Read the recorded runs of a cluster by directory; empty if there is no valid file."""
     try:
         document = tomllib.loads(calibration_file(cluster).read_text(encoding="utf-8"))
-        kept = {str(run.pop("directory")): Observation(**run) for run in document["runs"]}
+        return {str(run.pop("directory")): Observation(**run) for run in document["runs"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no file, an invalid one, or another version
-    return kept
 
 
 def read(cluster: str) -> Correction:
@@ -168,8 +163,8 @@ def write(cluster: str, runs: Mapping[str, Observation]) -> Path:
     path = calibration_file(cluster)
     path.parent.mkdir(parents=True, exist_ok=True)
     every = {**observations(cluster), **runs}
-    kept = [{"directory": directory, **asdict(run)} for directory, run in every.items()]
-    write_file(path, tomli_w.dumps({"schema": _SCHEMA, "cluster": cluster, "runs": kept}))
+    entries = [{"directory": directory, **asdict(run)} for directory, run in every.items()]
+    write_file(path, tomli_w.dumps({"schema": _SCHEMA, "cluster": cluster, "runs": entries}))
     return path
 
 

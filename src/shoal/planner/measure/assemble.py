@@ -99,7 +99,10 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         "flops": flops,
         # For a GPU, the planner itself computes the waste of tiles and waves in small products.
         "matmul": {
-            dtype: _curve(rates if is_cpu else _large(rates), flops[dtype]) for dtype, rates in products.items()
+            dtype: _curve(
+                {w: rate for w, rate in rates.items() if is_cpu or w >= min(max(rates), _LARGE_FLOPS)}, flops[dtype]
+            )
+            for dtype, rates in products.items()
         },
         "convolution": {
             kind: _curve(rates, flops[dtype])
@@ -114,7 +117,11 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         if alone
         else None,
         "attention" if not is_cpu else "attention_lengths": _attention(measured, flops, by_length=is_cpu),
-        "operators": _operators(measured, memory, bare) if is_cpu else {},
+        # Speed on cached data, as fractions of the memory bandwidth.
+        "operators": {
+            name: round(next(iter(measured.rates(f"operator.{name}", bare).values())) / memory, 4)
+            for name in (measured.names("operator.") if is_cpu else ())
+        },
         # A CPU starts and computes an operator on the same core, so its launches do not overlap with computing.
         "launch_seconds": dispatch if is_cpu else measured.one("launch"),
         "dispatch_seconds": dispatch,
@@ -134,11 +141,6 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
 
 def _rates(measured: Measured, prefix: str, overhead: float) -> dict[str, dict[float, float]]:
     return {dtype: measured.rates(f"{prefix}{dtype}", overhead) for dtype in measured.names(prefix)}
-
-
-def _large(rates: Mapping[float, float]) -> dict[float, float]:
-    largest = max(rates)
-    return {work: rate for work, rate in rates.items() if work >= min(largest, _LARGE_FLOPS)}
 
 
 def _curve(rates: Mapping[float, float], peak: float) -> Curve:
@@ -187,15 +189,6 @@ def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: boo
         for phase, share in shares.items():
             if share:
                 found[phase] = _curve(share, 1.0) if by_length else round(next(iter(share.values())), 4)
-    return found
-
-
-def _operators(measured: Measured, memory: float, bare: float) -> dict[str, float]:
-    """Return the speed of operators on cached data, as fractions of the memory bandwidth."""
-    found = {}
-    for name in measured.names("operator."):
-        (rate,) = measured.rates(f"operator.{name}", bare).values()
-        found[name] = round(rate / memory, 4)
     return found
 
 

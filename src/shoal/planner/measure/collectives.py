@@ -23,7 +23,7 @@ from typing import Any
 from shoal.errors import CommandError
 from shoal.hardware.detect import cores, processor
 from shoal.hardware.fastest_all_reduce import comparison_file
-from shoal.planner.measure.processes import found_by
+from shoal.planner.measure.processes import results_of
 from shoal.report.html import Series, Spot, chart
 from shoal.runs.directory import write_file
 
@@ -65,13 +65,13 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> i
     compared = measured(ranks, sizes)
     print(table(compared))
     document = json.dumps(calibration(compared), indent=1) + "\n"
-    kept = comparison_file(ranks)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    for path in filter(None, (kept, out)):
+    own_file = comparison_file(ranks)
+    own_file.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (own_file, out)):
         write_file(path, document)
     if out is not None:
         write_file(out.with_suffix(".svg"), picture(compared))
-    print(f"written: {kept}" + (f", {out} and {out.with_suffix('.svg')}" if out else ""))
+    print(f"written: {own_file}" + (f", {out} and {out.with_suffix('.svg')}" if out else ""))
     return 0
 
 
@@ -96,27 +96,20 @@ def measured(ranks: int, sizes: Sequence[int]) -> Compared:
     libraries = list(_mpi_commands(ranks))
     print(f"measuring {ranks} processes on {cores()} cores, against {len(libraries)} MPI ...", flush=True)
     for _ in range(_ROUNDS):
-        for row in _own_round(ranks, sizes):
-            seconds.setdefault(row["name"], {}).setdefault(row["size"], []).extend(row["seconds"])
+        task = {"sample_seconds": _SAMPLE_SECONDS, "sizes": list(sizes), "samples": _SAMPLES}
+        benchmark = f"a comparison of collectives on {ranks} processes"
+        documents = results_of("collectives", task, ranks, max(1, cores() // ranks), benchmark)
+        for rows in zip(*(document["rows"] for document in documents), strict=True):
+            slowest = [max(sample) for sample in zip(*(row["seconds"] for row in rows), strict=True)]
+            seconds.setdefault(rows[0]["name"], {}).setdefault(rows[0]["size"], []).extend(slowest)
         for command, variables in list(libraries):
-            found = _mpi_round(command, variables, sizes)
-            if found is None:
+            document = _mpi_round(command, variables, sizes)
+            if document is None:
                 libraries.remove((command, variables))
                 continue
-            for row in found["rows"]:
-                seconds.setdefault(found["library"], {}).setdefault(row["size"], []).extend(row["seconds"])
+            for row in document["rows"]:
+                seconds.setdefault(document["library"], {}).setdefault(row["size"], []).extend(row["seconds"])
     return Compared(ranks, seconds)
-
-
-def _own_round(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Return one round's rows, each sample from the slowest rank."""
-    task = {"sample_seconds": _SAMPLE_SECONDS, "sizes": list(sizes), "samples": _SAMPLES}
-    named = f"a comparison of collectives on {ranks} processes"
-    documents = found_by("collectives", task, ranks, max(1, cores() // ranks), named)
-    rows: list[dict[str, Any]] = documents[0]["rows"]
-    for number, row in enumerate(rows):
-        row["seconds"] = [max(many) for many in zip(*(d["rows"][number]["seconds"] for d in documents), strict=True)]
-    return rows
 
 
 def _mpi_commands(ranks: int) -> Iterable[tuple[list[str], dict[str, str]]]:
@@ -145,11 +138,11 @@ def _mpi_round(command: Sequence[str], variables: Mapping[str, str], sizes: Sequ
                 capture_output=True,
                 timeout=_MPI_LIMIT_SECONDS,
             )
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             print(f"note: {command[0]} did not run: {str(error)[:200]}")
             return None
-        return found
+        return document
 
 
 def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:

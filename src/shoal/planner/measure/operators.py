@@ -29,19 +29,13 @@ def operators() -> Iterator[Probe]:
     makes = [*_elementwise(), *_rows(), *_images(torch.randn), *_moves(), _update]
     last = list(_images(lambda *shape: channels_last(torch.randn(*shape))))
     for make, kind in (*((make, "") for make in makes), *((make, CHANNELS_LAST) for make in last)):
-        name, work = _described(make())
+        call, trace = make(), OperatorTrace(1)
+        with torch.no_grad(), OperatorRecorder(trace):
+            call()
+        kernels = [(event.name, cost) for event in trace.events for cost in costs(event)]
+        name = "update" if any("_fused_" in name for name, _ in kernels) else kernels[0][0]
+        work = sum(cost.read_bytes + cost.written_bytes for _, cost in kernels)
         yield Probe(f"operator.{name}{kind}", work, make, graph=False, operand_bytes=work)
-
-
-def _described(call: Call) -> tuple[str, float]:
-    """Return the name of the first operator with a cost, and the bytes of all operators."""
-    trace = OperatorTrace(1)
-    with torch.no_grad(), OperatorRecorder(trace):
-        call()
-    found = [(event.name, cost) for event in trace.events for cost in costs(event)]
-    names = [name for name, _ in found]
-    first = "update" if any("_fused_" in name for name in names) else names[0]
-    return first, sum(cost.read_bytes + cost.written_bytes for _, cost in found)
 
 
 def _matrix() -> Tensor:

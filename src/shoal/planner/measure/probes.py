@@ -1,7 +1,9 @@
-"""Benchmarks of a device for its roofline curves, and benchmarks of exchanges by the whole tensor's bytes."""
+"""Benchmarks of a device for its roofline curves, of exchanges by the whole tensor's bytes, and their timer."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,6 +82,13 @@ _PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 _SHARED_SIZES = _SIZES[:-1]
 
+# Shortest sample, so that reading the clock does not matter.
+_SAMPLE_SECONDS = 1e-4
+_GRAPH_CALLS = 20
+_FEWEST_SAMPLES, _MOST_SAMPLES = 3, 400
+# Number of slices after which sampling stops even with fewer than `_FEWEST_SAMPLES`.
+_PATIENCE = 2
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -111,7 +120,14 @@ def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
     every = 2 if quick else 1
     yield from _overheads(device)
     for dtype in _dtypes(device):
-        yield from list(_matmuls(device, dtype))[::every]
+        for side in _SIDES[::every]:
+
+            def make(side: int = side, dtype: str = dtype) -> Call:
+                a, b = (_tensor(side, side, device=device, dtype=dtype) for _ in range(2))
+                return _as(dtype, device, lambda: torch.mm(a, b))
+
+            num_bytes = 3.0 * side * side * _tensor(1, device=device, dtype=dtype).itemsize
+            yield Probe(f"matmul.{dtype}", 2.0 * side**3, make, operand_bytes=num_bytes)
     if device.type == "cpu":
         yield from _windows(device)
     for dtype in _dtypes(device) if device.type == "cuda" else []:
@@ -143,11 +159,11 @@ def _overheads(device: torch.device) -> Iterator[Probe]:
     def chain() -> Call:
         layers = nn.Sequential(*(nn.Linear(_CHAIN_WIDTH, _CHAIN_WIDTH) for _ in range(_CHAIN))).to(device)
         x = _tensor(1, _CHAIN_WIDTH, device=device).requires_grad_()
-        gradient, held = torch.ones_like(x), [x, *layers.parameters()]
+        gradient, leaves = torch.ones_like(x), [x, *layers.parameters()]
 
         def call() -> None:
             layers(x).backward(gradient)
-            for tensor in held:
+            for tensor in leaves:
                 tensor.grad = None
 
         return call
@@ -157,18 +173,6 @@ def _overheads(device: torch.device) -> Iterator[Probe]:
     yield Probe("dispatch", float(LAYER_OPERATORS * _CHAIN), chain, graph=False)
     if device.type == "cuda":
         yield Probe("launch", 1.0, bare)
-
-
-def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
-    def probe(side: int) -> Probe:
-        def make() -> Call:
-            a, b = (_tensor(side, side, device=device, dtype=dtype) for _ in range(2))
-            return _as(dtype, device, lambda: torch.mm(a, b))
-
-        num_bytes = 3.0 * side * side * _tensor(1, device=device, dtype=dtype).itemsize
-        return Probe(f"matmul.{dtype}", 2.0 * side**3, make, operand_bytes=num_bytes)
-
-    return (probe(side) for side in _SIDES)
 
 
 def _convolution(
@@ -271,8 +275,8 @@ def _attentions(device: torch.device) -> Iterator[Probe]:
         yield Probe(f"attention.{dtype}.forward", work, forward, size=length)
         yield Probe(f"attention.{dtype}.both", 3.5 * work, both, size=length, graph=False)
 
-    found = [probe for length in _POSITIONS[device.type] for probe in probes(length)]
-    yield from sorted(found, key=lambda probe: probe.name)
+    every = [probe for length in _POSITIONS[device.type] for probe in probes(length)]
+    yield from sorted(every, key=lambda probe: probe.name)
 
 
 def _as(dtype: str, device: torch.device, call: Call) -> Call:
@@ -389,3 +393,69 @@ def _send(mesh: Mesh, num_bytes: int) -> Call:
             dist.send(tensor, 0)
 
     return call
+
+
+# --------------------------------------------------------------------------------------------------------------- timer
+
+
+def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[list[float], float]:
+    """Return samples of one call's seconds, taken for about `slice_seconds` after a warm-up, and its least seconds.
+
+    The second value decides what to try next: on a CPU it may be processor time divided by threads. With one CPU thread
+    the samples are processor time too, which other programs do not affect.
+    """
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    call: Call
+    calls = 1  # the probe's calls in one timed call
+    if device.type == "cpu" and probe.operand_bytes:  # equal calls in turn, each with its own operands and result
+        equal = [probe.make() for _ in range(max(1, int(probe.turn_bytes / probe.operand_bytes)))]
+        results: list[Any] = [one() for one in equal]
+        places = itertools.cycle(range(len(equal)))
+
+        def next_one() -> None:
+            place = next(places)
+            results[place] = equal[place]()
+
+        call = next_one
+    else:
+        call = probe.make()
+        if device.type == "cuda" and probe.graph:  # many calls in one graph, which excludes the host
+            call()
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(_GRAPH_CALLS):
+                    call()
+            call, calls = graph.replay, _GRAPH_CALLS
+    _timed(call, 1, device)  # caches, allocator, a library's choice of algorithm
+    began = time.process_time()
+    once = _timed(call, 1, device)
+    own = once if device.type == "cuda" else min(once, (time.process_time() - began) / torch.get_num_threads())
+    repeats = max(1, min(10_000, int(_SAMPLE_SECONDS / max(once, 1e-9))))
+    samples: list[float] = []
+    begun = time.perf_counter()
+    while len(samples) < _MOST_SAMPLES:
+        samples.append(_timed(call, repeats, device, clock) / repeats / calls)
+        slices = (time.perf_counter() - begun) / slice_seconds
+        if slices > (1 if len(samples) >= _FEWEST_SAMPLES else _PATIENCE):
+            break
+    return samples, min(own, *samples)
+
+
+def sample_together(probe: Probe, device: torch.device, count: int) -> list[float]:
+    """Return the seconds of each of `count` calls that all ranks make together.
+
+    Collective: the ranks of the probe.
+    """
+    call = probe.make()
+    call()
+    return [_timed(call, 1, device) for _ in range(count)]
+
+
+def _timed(call: Call, repeats: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    begun = clock()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - begun

@@ -12,7 +12,7 @@ from shoal.errors import LaunchError
 from shoal.launch.supervise.ranks import LocalRun, launch
 
 
-def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
+def results_of(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
     """Run `shoal bench WHAT` on `ranks` ranks and return each rank's results, in order.
 
     `task`: JSON values for the ranks, which also get a folder and their threads. `named`: the benchmark, for errors.

@@ -51,40 +51,35 @@ def steps(mesh: Mesh, quick: bool, axis: str = "data") -> Iterator[dict[str, Any
     """
     for layers in (FEW, MANY) if axis == "data" else (_PAIR * mesh.world_size, MANY - 1):
         job = _job(layers) if axis == "data" else replace(_job(layers), model=functools.partial(_blocks, layers))
-        seconds = _measured(job, mesh, _QUICK_STEPS if quick else _STEPS, axis)
+        # One microbatch per rank, or one per stage on the pipeline axis.
+        ranks = mesh.world_size
+        shares = ranks if axis in ("data", "shard", "pipeline") else 1
+        document: dict[str, Any] = {
+            "layout": {axis: ranks},
+            "batch": {"grains_per_microbatch": job.num_grains // shares},
+        }
+        if axis == "shard":
+            document["shard"] = {"level": "parameters"}
+        if axis != "pipeline" and shares_memory(ranks):
+            document["collectives"] = {"all_reduce": SHARED_MEMORY}
+        meter, count = StepMeter(), _WARM_UP + (_QUICK_STEPS if quick else _STEPS)
+        plan = complete(Plan().with_sections(**document), job.num_grains, job.grain_size)
+        engine = build(job, plan, mesh, Options(observer=meter))
+        around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
+        try:
+            with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
+                meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, [])
+                records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
+                with contextlib.closing(records):
+                    outcome = engine.trainer(None, count, around, records).train()
+        finally:
+            meter.close()
+            engine.close()
+        seconds = outcome.step_seconds[_WARM_UP:]
         yield {"name": "step", "size": tensors(layers), "work": float(operators(layers)), "seconds": seconds}
 
 
-def _document(job: Job, axis: str, ranks: int) -> dict[str, Any]:
-    """Return a plan document with one microbatch per rank, or one per stage on the pipeline axis."""
-    shares = ranks if axis in ("data", "shard", "pipeline") else 1
-    document: dict[str, Any] = {"layout": {axis: ranks}, "batch": {"grains_per_microbatch": job.num_grains // shares}}
-    if axis == "shard":
-        document["shard"] = {"level": "parameters"}
-    if axis != "pipeline" and shares_memory(ranks):
-        document["collectives"] = {"all_reduce": SHARED_MEMORY}
-    return document
-
-
-def _measured(job: Job, mesh: Mesh, count: int, axis: str) -> list[float]:
-    document = _document(job, axis, mesh.world_size)
-    meter = StepMeter()
-    plan = complete(Plan().with_sections(**document), job.num_grains, job.grain_size)
-    engine = build(job, plan, mesh, Options(observer=meter))
-    around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
-    try:
-        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
-            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, [])
-            records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
-            with contextlib.closing(records):
-                outcome = engine.trainer(None, _WARM_UP + count, around, records).train()
-    finally:
-        meter.close()
-        engine.close()
-    return outcome.step_seconds[_WARM_UP:]
-
-
-def _unheard(*told: object) -> None:
+def _unheard(*reports: object) -> None:
     """Ignore reports from this training."""
 
 

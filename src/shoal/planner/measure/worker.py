@@ -7,18 +7,32 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from shoal.distributed.collectives.base import Team
+from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
+from shoal.hardware.fastest_all_reduce import ALGORITHMS
 from shoal.launch.environment import Environment
-from shoal.planner.measure.clock import sample, sample_together
-from shoal.planner.measure.probes import Probe, algorithms, alone, copies, exchanges, probes, process_group
+from shoal.planner.measure.probes import (
+    Probe,
+    algorithms,
+    alone,
+    copies,
+    exchanges,
+    probes,
+    process_group,
+    sample,
+    sample_together,
+)
 from shoal.planner.measure.steps import steps
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
@@ -79,24 +93,18 @@ def measure(task: MeasureTask, environment: Environment) -> None:
     torch.set_num_threads(task.threads)  # overrides OMP_NUM_THREADS
     torch.manual_seed(environment.rank)
     with open_mesh(environment, Layout(**{task.axis or "data": environment.world_size})) as mesh:
-        found = _divided(task, mesh) if task.axis else _measured(task, mesh)
-    write_file(task.folder / f"rank-{environment.rank}.json", json.dumps(found))
-
-
-def _measured(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
-    rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
-    facts = _facts(mesh)  # includes the memory of a process that has trained almost nothing
-    if task.computes:
-        rows += _computing(task, mesh)
-    if mesh.world_size > 1:
-        rows += _exchanging(task, mesh)
-    if mesh.world_size == 1:
-        rows += _storing(task)
-    return {"facts": facts, "rows": rows}
-
-
-def _divided(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
-    return {"rows": list(steps(mesh, task.quick, task.axis)), "facts": _facts(mesh)}
+        if task.axis:
+            rows = list(steps(mesh, task.quick, task.axis))
+        else:
+            rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
+        facts = _facts(mesh)  # includes the memory of a process that has trained almost nothing
+        if task.computes and not task.axis:
+            rows += _computing(task, mesh)
+        if mesh.world_size > 1 and not task.axis:
+            rows += _exchanging(task, mesh)
+        if mesh.world_size == 1 and not task.axis:
+            rows += _storing(task)
+    write_file(task.folder / f"rank-{environment.rank}.json", json.dumps({"facts": facts, "rows": rows}))
 
 
 def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
@@ -170,11 +178,63 @@ def _facts(mesh: Mesh) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(mesh.device)
     torch.cuda.synchronize(mesh.device)
     free, total = torch.cuda.mem_get_info(mesh.device)
-    held = total - free - torch.cuda.memory_reserved(mesh.device)
+    resident = total - free - torch.cuda.memory_reserved(mesh.device)
     return facts | {
         "kind": "gpu",
         "model": properties.name,
         "memory_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,
-        "resident_bytes": held,
+        "resident_bytes": resident,
     }
+
+
+# --------------------------------------------------------------------------------------------------------- collectives
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sizes in bytes, samples for each, seconds of one sample, and the folder for the result."""
+
+    folder: Path
+    sizes: Sequence[int]
+    samples: int
+    sample_seconds: float
+    threads: int
+
+
+def measure_collectives(sampling: Sampling, environment: Environment) -> None:
+    """Write `rank-N.json` with rows of name, size and seconds of a call by sample."""
+    prepare_process(exact=False, num_threads=sampling.threads)
+    with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+        opened = {name: open_collective(name, Team(), mesh.device) for name in ALGORITHMS}
+        rows: list[dict[str, object]] = []
+        for size in sampling.sizes:
+            numel = max(1, size // 4)
+            tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
+            calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
+            # Tensors that the algorithm did not allocate go through its staging areas.
+            calls["shared_memory, copied"] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
+            counts: dict[str, int] = {}  # calls in a sample, the same on all ranks
+            for name, call in calls.items():
+                call()
+                began = time.perf_counter()
+                call()
+                once = float(mesh.all_gather([time.perf_counter() - began]).mean())
+                counts[name] = max(1, min(200, int(sampling.sample_seconds / once)))
+            seconds: dict[str, list[float]] = {name: [] for name in calls}
+            # Algorithms alternate within each sample, so that disturbances affect all of them.
+            for _ in range(sampling.samples):
+                for name, call in calls.items():
+                    dist.barrier()
+                    call()
+                    began = time.perf_counter()
+                    for _ in range(counts[name]):
+                        call()
+                    seconds[name].append((time.perf_counter() - began) / counts[name])
+            rows += [{"name": name, "size": size, "seconds": samples} for name, samples in seconds.items()]
+            del calls, call
+            for name in list(tensors):
+                opened[name].release(tensors.pop(name))
+        for collective in opened.values():
+            collective.close()
+    write_file(sampling.folder / f"rank-{environment.rank}.json", json.dumps({"rows": rows}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.planner.calibrate.comparison import PARTS, MeasuredStep, against, beside, section, told
+from shoal.planner.calibrate.comparison import PARTS, MeasuredStep, against, as_line, beside, section
 from shoal.planner.predict.workload import TERMS, Prediction
 from shoal.runs.records import SPANS
 
@@ -30,21 +30,21 @@ def test_the_first_steps_are_left_out() -> None:
     assert found["parts"]["compute"] == {"predicted": 2.5, "measured": 3.0}
     assert found["step_seconds"] == {"predicted": 2.5, "measured": 3.0}
     assert found["peak_bytes"] == {"predicted": 10, "measured": 20}
-    assert "20% longer than the 2500.0 predicted" in told(found)
+    assert "20% longer than the 2500.0 predicted" in as_line(found)
 
 
 def test_without_spans_the_step_alone_is_compared() -> None:
     found = beside(predicted(compute=1.0), [MeasuredStep(2.0, {})], None, "cpu")
     assert found["step_seconds"]["measured"] == 2.0
     assert found["parts"]["compute"]["measured"] is None
-    assert told(found).endswith("2 times as long as the 1000.0 predicted")
+    assert as_line(found).endswith("2 times as long as the 1000.0 predicted")
 
 
 def test_a_run_elsewhere_says_so() -> None:
     steps = [step(forward=1.0)]
     planned = {**predicted(compute=1.0), "cluster": "8xH100", "device_kind": "gpu"}
-    assert "8xH100, which is not what it ran on" in told(beside(planned, steps, None, "cpu"))
-    assert "not what" not in told(beside(planned, steps, None, "gpu"))
+    assert "8xH100, which is not what it ran on" in as_line(beside(planned, steps, None, "cpu"))
+    assert "not what" not in as_line(beside(planned, steps, None, "gpu"))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.distributed.mesh import Mesh
-from shoal.planner.measure.clock import sample
-from shoal.planner.measure.probes import Call, Probe, exchanges, probes
+from shoal.planner.measure.probes import Call, Probe, exchanges, probes, sample
 from shoal.planner.measure.worker import Budget
 from shoal.plans.layout import Layout
 
