@@ -520,31 +520,28 @@ class CpuDisguise(TorchFunctionMode):
         if not tracked:
             return func(*args, **kwargs)
         try:
-            return self._answer(func, args, kwargs)
+            if func in _ANSWERS:
+                return _ANSWERS[func]
+            if getattr(func, "__name__", "") in _REFUSED_METHODS:
+                raise self._recorder.fail(f"Tensor.{func.__name__}: memory that is not there yet")
+            if func in _ON_VALUES:
+                with torch._C.DisableTorchFunction():
+                    args, kwargs = self._recorder.on_values(args, kwargs)
+            elif func in {Tensor.to, Tensor.type_as, Tensor.cpu}:
+                return self._move(func, args, kwargs)
+            elif func == Tensor.type and len(args) == 1 and not kwargs:
+                with undisturbed():
+                    return torch.empty(0, dtype=args[0].dtype).type()
+            elif func is Tensor.__deepcopy__ and not isinstance(args[0], nn.Parameter):
+                with torch._C.DisableTorchFunction():
+                    mark = "shoal.parallel.model.deferred_init", storage_key(args[0])
+                # torch copies a storage once for all its tensors, but not on the meta device.
+                if args[1].setdefault(mark, args[0]) is not args[0]:
+                    raise self._recorder.fail("copy.deepcopy: of two tensors that share memory")
+            return func(*args, **kwargs)
         except Exception as error:
             # Even if the constructor catches the error: normally it might have taken another path.
             raise self._recorder.fail(_reason(error)) from error
-
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _ANSWERS:
-            return _ANSWERS[func]
-        if getattr(func, "__name__", "") in _REFUSED_METHODS:
-            raise self._recorder.fail(f"Tensor.{func.__name__}: memory that is not there yet")
-        if func in _ON_VALUES:
-            with torch._C.DisableTorchFunction():
-                args, kwargs = self._recorder.on_values(args, kwargs)
-        elif func in {Tensor.to, Tensor.type_as, Tensor.cpu}:
-            return self._move(func, args, kwargs)
-        elif func == Tensor.type and len(args) == 1 and not kwargs:
-            with undisturbed():
-                return torch.empty(0, dtype=args[0].dtype).type()
-        elif func is Tensor.__deepcopy__ and not isinstance(args[0], nn.Parameter):
-            with torch._C.DisableTorchFunction():
-                mark = "shoal.parallel.model.deferred_init", storage_key(args[0])
-            # torch copies a storage once for all its tensors, but not on the meta device.
-            if args[1].setdefault(mark, args[0]) is not args[0]:
-                raise self._recorder.fail("copy.deepcopy: of two tensors that share memory")
-        return func(*args, **kwargs)
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Move a tensor without a copy if, on the CPU, the move would make none."""

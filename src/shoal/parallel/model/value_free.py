@@ -169,7 +169,18 @@ class IntegerEvaluation(TorchDispatchMode):
         if rule is not None:
             return rule(*args, **kwargs)
         if func is torch.ops.aten.embedding.default and self._has_values(args[1]):
-            _refuse_rows(*args[:2])
+            weight, indices = args[:2]  # a run would discover a missing row only in its first step
+            with unset_fake_temporarily():
+                low, high = (int(end) for end in indices.aminmax()) if indices.numel() else (0, 0)
+            rows = weight.shape[0]
+            if low < 0 or high >= rows:
+                raise JobError(
+                    given=f"an embedding of {rows:,} rows",
+                    conflict=f"the model looks up row {low if low < 0 else high:,} of it: positions and tokens are "
+                    f"counted from 0 to {rows - 1:,}",
+                    remedy=f"use samples of at most {rows:,} tokens where its rows are positions (--seq), tokens below "
+                    f"{rows:,} where they are words; or a model with a larger table",
+                )
         if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
             return func(*args, **kwargs)  # the most frequent case, without a walk through arguments
         if self.paused or not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
@@ -211,21 +222,6 @@ class _Unseen(TorchFunctionMode):
 
 def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _refuse_rows(weight: Tensor, indices: Tensor) -> None:
-    """Raise JobError if a table lacks the rows, which a run would discover only in its first step."""
-    with unset_fake_temporarily():
-        low, high = (int(end) for end in indices.aminmax()) if indices.numel() else (0, 0)
-    rows = weight.shape[0]
-    if low < 0 or high >= rows:
-        raise JobError(
-            given=f"an embedding of {rows:,} rows",
-            conflict=f"the model looks up row {low if low < 0 else high:,} of it: positions and tokens are counted "
-            f"from 0 to {rows - 1:,}",
-            remedy=f"use samples of at most {rows:,} tokens where its rows are positions (--seq), tokens below "
-            f"{rows:,} where they are words; or a model with a larger table",
-        )
 
 
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

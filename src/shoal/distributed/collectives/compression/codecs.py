@@ -260,7 +260,12 @@ class PowerSGD(Codec):
             total[start:stop] = self._rest[place : place + stop - start]
             place += stop - start
         for shape, left, right in zip(self._matrices, lefts, self._right, strict=True):
-            _product(left, right, _view(total, shape), self.wire.scratch(shape.rows * shape.columns))
+            # left^T right as a sequential sum of products: the same bits with any number of threads
+            out = _view(total, shape)
+            torch.mul(left[0][:, None], right[0], out=out)
+            term = self.wire.scratch(shape.rows * shape.columns).view(out.shape)
+            for own, other in zip(left[1:], right[1:], strict=True):
+                out.add_(torch.mul(own[:, None], other, out=term))
         self._next = [right.clone() for right in self._right]
 
     def commit(self) -> None:
@@ -309,11 +314,3 @@ def folded_sum(values: Tensor) -> Tensor:
             folded[..., :1] += values[..., -1:]
         values = folded
     return values[..., 0]
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor, scratch: Tensor) -> None:
-    """Compute out = left^T right as a sequential sum of products: the same bits with any number of threads."""
-    torch.mul(left[0][:, None], right[0], out=out)
-    term = scratch.view(out.shape)
-    for own, other in zip(left[1:], right[1:], strict=True):
-        out.add_(torch.mul(own[:, None], other, out=term))

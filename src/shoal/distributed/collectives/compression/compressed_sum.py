@@ -239,26 +239,23 @@ class Compression:
         `unused`: (bucket, start, stop) of gradients that no rank had; their withheld values stay.
         Collective: a broadcast in a sampled step.
         """
-        comparison = self._compare(flats) if self._tally is not None else None
+        comparison = None
+        if self._tally is not None:
+            self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all ranks decide the same
+            comparison = self._tally.comparison()
+            if comparison.lost > self.options.guard_lost:
+                self._verdict = comparison
+            for bucket, flat in zip(self._buckets, flats, strict=True):
+                if self._verdict is not None:
+                    flat[: bucket.numel] = bucket.compared[1]
+                    if bucket.attempt is not None:
+                        bucket.attempt.zero_()
+                bucket.compared = []
         self._unused = unused
         for number, start, stop in unused:
             bucket = self._buckets[number]
             if bucket.withheld is not None and bucket.attempt is not None and self.unit:
                 torch.mul(bucket.withheld[start:stop], self._now / self.unit, out=bucket.attempt[start:stop])
-        return comparison
-
-    def _compare(self, flats: Sequence[Tensor]) -> Comparison:
-        assert self._tally is not None, "the step was sampled"
-        self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all ranks decide the same
-        comparison = self._tally.comparison()
-        if comparison.lost > self.options.guard_lost:
-            self._verdict = comparison
-        for bucket, flat in zip(self._buckets, flats, strict=True):
-            if self._verdict is not None:
-                flat[: bucket.numel] = bucket.compared[1]
-                if bucket.attempt is not None:
-                    bucket.attempt.zero_()
-            bucket.compared = []
         return comparison
 
     def commit(self) -> None:

@@ -169,7 +169,12 @@ def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping
     try:
         if not rows[0][4] and all(row[3] == slot_bytes for row in rows):
             if rank:
-                descriptor = _open_of(*rows[0][:3])
+                pid, number, inode = rows[0][:3]
+                descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+                if os.fstat(descriptor).st_ino != inode:
+                    os.close(descriptor)
+                    descriptor = -1
+                    raise FileNotFoundError(2, "another process has that number here")
             mapped.append(mapping(descriptor, slot_bytes * world_size))
     except OSError as error:
         problem = error.errno or -1
@@ -191,15 +196,6 @@ def _opened(exchange: Exchange, place: tuple[int, int], slot_bytes: int, mapping
             remedy='use all_reduce = "native", or let the ranks see each other in /proc and have that memory',
         )
     return mapped[0]
-
-
-def _open_of(pid: int, number: int, inode: int) -> int:
-    """Open a file of another process by its descriptor. Raises: OSError if it is not the file with that inode."""
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(descriptor).st_ino != inode:
-        os.close(descriptor)
-        raise FileNotFoundError(2, "another process has that number here")
-    return descriptor
 
 
 def place_of_process() -> list[int]:

@@ -51,9 +51,51 @@ def adapt(model: Any) -> Any:
             remedy="begin the model with keras.Input(shape), or call it once on zeros in the function that builds it",
         )
     calls = _Calls()
-    children = {id(layer): _children(layer) for layer in layers}
+    # The modules directly in each layer, under names independent of what else the process has made.
+    children_of: dict[int, dict[str, nn.Module]] = {}
     for layer in layers:
-        _hold(layer, children[id(layer)])
+        own = [child for child in layer._layers if not isinstance(child, keras.layers.InputLayer)]
+        known = {id(child) for child in own}
+        # The attribute's name, if there is one. Modules that are no Keras layers belong to a TorchModuleWrapper.
+        named = {
+            name: module
+            for name, module in layer._modules.items()
+            if id(module) in known or (name == "module" and not isinstance(module, keras.Layer))
+        }
+        attributes = {id(module) for module in named.values()}
+        for child in own:
+            if id(child) not in attributes:
+                plain = to_snake_case(type(child).__name__)  # without the number that Keras appends to a generated name
+                name = plain if re.fullmatch(rf"{re.escape(plain)}_\d+", child.name) else child.name
+                named[_free(re.sub(r"\W", "_", name), named)] = child
+        children_of[id(layer)] = named
+    for layer in layers:  # its variables become parameters and buffers, its children submodules
+        children = children_of[id(layer)]
+        # Other modules stay attributes: a Sequential's graph, for example, contains the same layers.
+        layer.__dict__.update({name: m for name, m in layer._modules.items() if m not in children.values()})
+        layer._modules.clear()
+        layer._modules.update(children)
+        # Keras looks here before it lists parameters. It is not registered: its parameters are registered in their own
+        # layers.
+        layer.__dict__["_torch_params"] = nn.ParameterDict()
+        foreign = {
+            id(p) for child in children.values() if not isinstance(child, keras.Layer) for p in child.parameters()
+        }
+        names: dict[str, Any] = {}
+        for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+            if id(variable._value) in foreign or any(variable is other for other in names.values()):
+                continue
+            name = _free(re.sub(r"\W", "_", variable.name), {**layer._modules, **names})
+            names[name] = variable
+            trains = any(variable is weight for weight in layer._trainable_variables)
+            home = layer._parameters if trains else layer._buffers
+            home[name] = variable._value if trains else variable._value.detach()
+            if not isinstance(variable, _Held):  # a variable that two layers share stays with the first
+                cls: Any = type(variable)
+                for key in ("_value", "_dtype", "_shape"):
+                    del variable.__dict__[key]
+                variable.__dict__["_shoal_home"] = home, name
+                variable.__class__ = _held_class(cls)
         for generator in layer._seed_generators:
             generator.__class__, generator._initial_seed = _GrainSeeds, None
     for layer in layers:
@@ -67,55 +109,9 @@ def adapt(model: Any) -> Any:
 # ------------------------------------------------------------------------------------------- submodules and variables
 
 
-def _children(layer: Any) -> dict[str, nn.Module]:
-    """Return the modules directly in a layer, under names independent of what else the process has made."""
-    own = [child for child in layer._layers if not isinstance(child, keras.layers.InputLayer)]
-    known = {id(child) for child in own}
-    # The attribute's name, if there is one. Modules that are no Keras layers belong to a TorchModuleWrapper.
-    named = {
-        name: module
-        for name, module in layer._modules.items()
-        if id(module) in known or (name == "module" and not isinstance(module, keras.Layer))
-    }
-    attributes = {id(module) for module in named.values()}
-    for child in own:
-        if id(child) not in attributes:
-            plain = to_snake_case(type(child).__name__)  # without the number that Keras appends to a generated name
-            name = plain if re.fullmatch(rf"{re.escape(plain)}_\d+", child.name) else child.name
-            named[_free(re.sub(r"\W", "_", name), named)] = child
-    return named
-
-
 def _free(name: str, names: dict[str, Any]) -> str:
     """Return the name, with the first free number appended if the name is taken."""
     return next(each for each in chain([name], (f"{name}_{number}" for number in count(1))) if each not in names)
-
-
-def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
-    """Register a layer's variables as its parameters and buffers, and `children` as its submodules."""
-    # Other modules stay attributes: a Sequential's graph, for example, contains the same layers.
-    layer.__dict__.update({name: m for name, m in layer._modules.items() if m not in children.values()})
-    layer._modules.clear()
-    layer._modules.update(children)
-    # Keras looks here before it lists parameters. It is not registered: its parameters are registered in their own
-    # layers.
-    layer.__dict__["_torch_params"] = nn.ParameterDict()
-    foreign = {id(p) for child in children.values() if not isinstance(child, keras.Layer) for p in child.parameters()}
-    names: dict[str, Any] = {}
-    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-        if id(variable._value) in foreign or any(variable is other for other in names.values()):
-            continue
-        name = _free(re.sub(r"\W", "_", variable.name), {**layer._modules, **names})
-        names[name] = variable
-        trains = any(variable is weight for weight in layer._trainable_variables)
-        home = layer._parameters if trains else layer._buffers
-        home[name] = variable._value if trains else variable._value.detach()
-        if not isinstance(variable, _Held):  # a variable that two layers share stays with the first
-            kind: Any = type(variable)
-            for key in ("_value", "_dtype", "_shape"):
-                del variable.__dict__[key]
-            variable.__dict__["_shoal_home"] = home, name
-            variable.__class__ = _held_class(kind)
 
 
 class _Held:
