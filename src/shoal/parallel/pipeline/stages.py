@@ -90,26 +90,30 @@ class Passed:
     result: Any = None
 
 
-@dataclass(frozen=True)
-class _Modules:
-    """Special treatment of modules, by name."""
-
-    followers: Mapping[str, Follower]
-    around: Mapping[str, Around]
-    compiled: Mapping[str, Forward]
-
-
 class _StageRun:
-    """One forward through a stage; every watched module's forward passes through `call`."""
+    """One forward through a stage; every watched module's forward passes through `call`.
 
-    def __init__(self, program: StageProgram, stub: Stub, receive: Receive, modules: _Modules) -> None:
-        self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
+    `followers`, `around` and `compiled`: special treatment of modules, by name.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        stub: Stub,
+        receive: Receive,
+        followers: Mapping[str, Follower],
+        *,
+        around: Mapping[str, Around],
+        compiled: Mapping[str, Forward],
+    ) -> None:
+        self._program, self._stub, self._receive = program, stub, receive
+        self._followers, self._around, self._compiled = followers, around, compiled
         self._place = 0
         self.begun = program.stage == 0
         self.received: list[Tensor] = []
         self._stands_for: dict[int, Tensor] = {}
         self._stubs: list[Any] = []  # an id is unique only while its tensor lives
-        for follower in modules.followers.values():
+        for follower in followers.values():
             follower.begin()
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -125,8 +129,8 @@ class _StageRun:
         step = self._program.steps[self._place]
         self._place += 1
         if step.do in (Do.STUB, Do.DENSE):
-            if name in self._modules.followers:
-                self._modules.followers[name].stubbed(args, kwargs)
+            if name in self._followers:
+                self._followers[name].stubbed(args, kwargs)
             return self._stub(step, forward, args, kwargs)
         if step.do is Do.BEGIN:
             leaves, spec = tree_flatten((args, kwargs))
@@ -144,7 +148,7 @@ class _StageRun:
         return self._computed(name, forward, args, kwargs)
 
     def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        around, forward = self._modules.around.get(name), self._modules.compiled.get(name, forward)
+        around, forward = self._around.get(name), self._compiled.get(name, forward)
         if around is None:
             return forward(*args, **kwargs)
         args, kwargs = around.enter(args, kwargs)
@@ -319,7 +323,7 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """Run one stage's part of `function(model, batch)`; a stage after the first begins with a call of `receive`."""
         program = self._program(function, batch)[stage]
-        run = _StageRun(program, self._stub, receive, _Modules(self._followers, self.around, self._compiled))
+        run = _StageRun(program, self._stub, receive, self._followers, around=self.around, compiled=self._compiled)
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)
@@ -421,8 +425,11 @@ class Stages:
             value_free = ValueFree(self._device)
             with value_free.in_place(self._model, _users(function)) as named:
                 watch = StubWatch(named)
-                modules = _Modules(self._followers, {}, {})
-                run = _StageRun(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], modules)
+
+                def empty(blanks: list[Blank]) -> list[Tensor]:
+                    return [blank.empty() for blank in blanks]
+
+                run = _StageRun(program, watch.stub, empty, self._followers, around={}, compiled={})
                 watch.follow(run)
                 given = value_free.fakes_of(batch)
                 try:
