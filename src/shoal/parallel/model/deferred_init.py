@@ -11,10 +11,9 @@ does something that this module does not understand, the model is constructed no
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,32 +85,24 @@ def deferred(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values
     dtype = torch.get_default_dtype()
     recorder = InitRecorder()
     seed_everything(key)
+    freezes = gc.get_freeze_count() == 0  # the garbage collector sees only new objects, unless somebody has frozen some
+    if freezes:
+        gc.freeze()
     try:
-        with _elders_frozen():
-            with recorder, CpuDisguise(recorder):
-                model = make()
-            places = _finish(model, recorder)
+        with recorder, CpuDisguise(recorder):
+            model = make()
+        places = _finish(model, recorder)
     except Exception as error:
         note = recorder.failure or _reason(error)
     else:
         return model, Values(recorder.tape, places, lambda: _plainly(make, key)[1], None)
+    finally:
+        if freezes:
+            gc.unfreeze()
     torch.set_default_dtype(dtype)
     model, values = _plainly(make, key)
     values.note = note
     return model, values
-
-
-@contextlib.contextmanager
-def _elders_frozen() -> Iterator[None]:
-    """Return a context in which the garbage collector sees only new objects, unless the process had frozen objects."""
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 def _plainly(make: Callable[[], nn.Module], key: int) -> tuple[nn.Module, Values]:

@@ -95,12 +95,15 @@ def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size
     `batch`: a batch of the job, for the length of its sequences; without it only a config may contain the longest.
     """
     blocks = tuple(blocks_of(model))
+    # A stage after the first may begin with a block or a neighbour of one.
+    ancestors = {name.rsplit(".", n)[0] for name in blocks for n in range(1, name.count(".") + 1)}
+    cuts = [name for name, _ in _flat(model, frozenset(ancestors))][1:]
     heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)
     return ModelFacts(
         num_grains=num_grains,
         grain_size=grain_size,
         blocks=blocks,
-        cuts=tuple(cuts_of(model, blocks)),
+        cuts=tuple(cuts),
         places=tuple(members_of(model)),
         num_heads=heads,
         num_kv_heads=math.gcd(*_configured(model, _KV_HEADS)) or heads,
@@ -134,12 +137,6 @@ def members_of(model: nn.Module) -> list[str]:
         if isinstance(module, _HOLDERS) or getattr(module, "holds_steps", False)
         for key, _ in module.named_children()
     ]
-
-
-def cuts_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """Return the modules that a stage after the first may begin with, in order: blocks and their neighbours."""
-    ancestors = {name.rsplit(".", n)[0] for name in blocks for n in range(1, name.count(".") + 1)}
-    return [name for name, _ in _flat(model, frozenset(ancestors))][1:]
 
 
 def _flat(module: nn.Module, opened: frozenset[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

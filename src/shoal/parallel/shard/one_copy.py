@@ -29,7 +29,7 @@ from shoal.distributed.collectives.shared_memory.region import exchanged, open_c
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.shard.parameter_pieces import ParameterPieces, can_divide
+from shoal.parallel.shard.parameter_pieces import BY_ELEMENT, ParameterPieces
 from shoal.parallel.shard.update_division import Parts, UpdateDivision, error_of, owners
 from shoal.plans.accounting.partition import shared_part
 
@@ -153,7 +153,7 @@ class OneCopyUpdate(UpdateDivision):
         self._is_replaced = False  # whether any rank's optimizer has received other state
 
     def divide(self, optimizer: torch.optim.Optimizer) -> Parts:
-        if not self._in_pieces or not can_divide(optimizer):
+        if not self._in_pieces or type(optimizer) not in BY_ELEMENT:
             return {}
         trained = [p for p in self._parameters if isinstance(p, nn.Parameter)]
         memory, owner = self._shared.memory_of, self._owner

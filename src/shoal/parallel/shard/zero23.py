@@ -96,7 +96,15 @@ def shard(
             )
         seen.update(own)
     others = set(every_unit)
-    device_mesh = _device_mesh(mesh)
+    # The axes for fully_shard: data, if it has more than one rank, and shard.
+    axes = [axis for axis in ("data", "shard") if mesh.layout.degree(axis) > 1 or axis == "shard"]
+    groups, kind = [mesh.groups[axis] for axis in axes], mesh.device.type
+    if len(axes) == 1:
+        device_mesh = DeviceMesh.from_group(groups[0], kind, mesh_dim_names=("shard",))
+    else:
+        ranks = torch.tensor(next(r for r in mesh.layout.groups("data", "shard") if mesh.rank in r))
+        shaped = ranks.view([mesh.layout.degree(axis) for axis in axes])
+        device_mesh = DeviceMesh.from_group(groups, kind, mesh=shaped, mesh_dim_names=tuple(axes))
     writing = set() if writing is None else writing
     writing.update(module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks)
     for unit in every_unit:
@@ -308,17 +316,6 @@ def _large(module: nn.Module) -> Iterator[nn.Module]:
             yield from inner
         else:
             yield child
-
-
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
-    """Return the axes for fully_shard: data, if it has more than one rank, and shard."""
-    axes = [axis for axis in ("data", "shard") if mesh.layout.degree(axis) > 1 or axis == "shard"]
-    ranks = torch.tensor(next(r for r in mesh.layout.groups("data", "shard") if mesh.rank in r))
-    shaped = ranks.view([mesh.layout.degree(axis) for axis in axes])
-    groups = [mesh.groups[axis] for axis in axes]
-    if len(axes) == 1:
-        return DeviceMesh.from_group(groups[0], mesh.device.type, mesh_dim_names=("shard",))
-    return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
 
 
 def _refuse_call(model: nn.Module, args: Any) -> None:
