@@ -31,7 +31,7 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Check whether the exception comes from a collective that another rank did not finish."""
+    """Return True if the exception comes from a collective that another rank did not finish."""
     if isinstance(error, ShoalError):
         return isinstance(error, PeerError | CollectiveError)
     return isinstance(error, dist.DistError) or "gloo" in text_of(error).lower()

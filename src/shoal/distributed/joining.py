@@ -79,7 +79,7 @@ class JoinLimit:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time has passed."""
+        """True if the time has passed."""
         return time.monotonic() - self._began >= JOIN_TIMEOUT.total_seconds()
 
     @property

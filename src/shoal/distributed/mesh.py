@@ -61,7 +61,7 @@ class Mesh:
 
     @functools.cached_property
     def counts_loss(self) -> bool:
-        """Whether this rank, among those with the same grains, counts the losses and samples."""
+        """True if this rank, among those with the same grains, counts the losses and samples."""
         place = self.layout.coordinate(self.rank)
         return place.tensor == 0 and place.context == 0 and place.pipeline == self.layout.pipeline - 1
 

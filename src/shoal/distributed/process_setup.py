@@ -63,7 +63,7 @@ def seed_loading() -> None:
 
 
 def has_drawn_since_loading() -> bool:
-    """Check whether code drew from torch's generator after `seed_loading` without seeding it."""
+    """Return True if code drew from torch's generator after `seed_loading` without seeding it."""
     generator, fresh = torch.default_generator, torch.Generator().manual_seed(_LOADING_SEED)
     return generator.initial_seed() == _LOADING_SEED and not torch.equal(generator.get_state(), fresh.get_state())
 
@@ -142,7 +142,7 @@ def compiler_deferred() -> Iterator[None]:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether an optimizer is one of torch.optim's own classes."""
+    """Return True if an optimizer is one of torch.optim's own classes."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -164,6 +164,6 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether an optimizer's `step` has hooks before or after it."""
+    """Return True if an optimizer's `step` has hooks before or after it."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

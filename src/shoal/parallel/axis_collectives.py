@@ -22,7 +22,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def is_without_data(tensor: Tensor) -> bool:
-    """Check whether the tensor is fake. Before torch 2.13, fake tensors support no collective but the all-reduce."""
+    """Return True if the tensor is fake. Before torch 2.13, fake tensors support no collective but the all-reduce."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # loaded only if something else uses fake tensors
     return module is not None and isinstance(tensor, module.FakeTensor)
 

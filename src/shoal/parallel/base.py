@@ -75,7 +75,7 @@ class StepSums:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no microbatch on any rank has a gradient, though the batch has a weight."""
+        """True if no microbatch on any rank has a gradient, though the batch has a weight."""
         return bool(self.weight) and not self.learnt
 
     @property
@@ -244,7 +244,7 @@ class Strategy(ABC):
 
     @property
     def queues(self) -> bool:
-        """Whether `queue` is available: the sums need no value that the host must read first. The same on all ranks."""
+        """True if `queue` is available: the sums need no value that the host must read first. The same on all ranks."""
         return False
 
     def queue(self, flags: Flags, num_sums: int, row: list[float]) -> QueuedSums:

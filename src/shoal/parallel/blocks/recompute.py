@@ -315,7 +315,7 @@ class _RecallResults(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Check whether the call advances the generator, which the recomputation has to do as well."""
+    """Return True if the call advances the generator, which the recomputation has to do as well."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)

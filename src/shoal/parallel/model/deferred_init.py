@@ -196,7 +196,7 @@ class TensorRef:
         return 0 if 0 in self.size else (steps + 1) * self.dtype.itemsize
 
     def same_place(self, tensor: Tensor) -> bool:
-        """Check whether the tensor has this geometry in its storage."""
+        """Return True if the tensor has this geometry in its storage."""
         here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return here == (self.dtype, self.size, self.stride, self.offset)
 
@@ -344,7 +344,7 @@ class InitRecorder(TorchDispatchMode):
         self._scratch = torch.UntypedStorage(0)
 
     def is_tracked(self, value: object) -> bool:
-        """Check whether the value is a tensor of the log."""
+        """Return True if the value is a tensor of the log."""
         return isinstance(value, Tensor) and value.device == _META and storage_key(value) in self.tape.storages
 
     def fail(self, reason: str) -> NotUnderstoodError:

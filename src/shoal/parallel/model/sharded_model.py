@@ -177,11 +177,11 @@ class ShardedModel:
         return {name for name, tensor in named if tensor.is_meta}
 
     def counts(self, name: str) -> bool:
-        """Check whether this rank is the first of those with the same part of `name`; True if nothing is divided."""
+        """Return True if this rank is the first of those with the same part of `name`; True if nothing is divided."""
         return self._is_first(name, range(self.mesh.rank))
 
     def counts_buffer(self, name: str) -> bool:
-        """Check whether this rank is the first with its part of `name` among the ranks that compute the same grains."""
+        """Return True if this rank is the first with its part of `name` among the ranks of the same grains."""
         place = self.mesh.layout.coordinate
         here = place(self.mesh.rank)
         same = [r for r in range(self.mesh.rank) if place(r)[1:3] == (here.data, here.shard)]

@@ -30,7 +30,7 @@ class TensorSlice:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the slice has all elements."""
+        """True if the slice has all elements."""
         return self == TensorSlice.whole(self.shape)
 
     @property
@@ -114,7 +114,7 @@ def _indices(runs: Runs) -> _Places:
 
 
 def _are_runs(places: list[_Places]) -> bool:
-    """Check whether each dim's indices are consecutive, so that they form a view."""
+    """Return True if each dim's indices are consecutive, so that they form a view."""
     return all(int(p[-1]) - int(p[0]) == len(p) - 1 for p in places)
 
 

@@ -108,7 +108,7 @@ def floor_of(values: Iterable[Tensor]) -> float:
 
 
 def is_same(value: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
-    """Check whether two tensors agree but for rounding. Values smaller than `floor` are compared on that scale."""
+    """Return True if two tensors agree but for rounding. Values smaller than `floor` are compared on that scale."""
     if value.shape != wanted.shape:
         return False
     if not value.is_floating_point():

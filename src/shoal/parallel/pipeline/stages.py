@@ -316,7 +316,7 @@ class Stages:
             self._handler = before
 
     def is_before(self) -> bool:
-        """Check whether a forward is in modules before its stage. Their outputs are meaningless."""
+        """Return True if a forward is in modules before its stage. Their outputs are meaningless."""
         run = getattr(self._handler, "__self__", None)
         return self._shapes.is_running or (isinstance(run, _StageRun) and not run.begun)
 

@@ -60,7 +60,7 @@ class FeatureStream(Stream):
         )
 
     def is_part(self, tensor: Any) -> bool:
-        """Check whether a tensor has this rank's positions only."""
+        """Return True if a tensor has this rank's positions only."""
         assert self.span is not None
         return isinstance(tensor, Tensor) and tensor.ndim > SEQUENCE and tensor.shape[SEQUENCE] == self.span.size
 

@@ -72,7 +72,7 @@ class BlockTrial:
         return cls(whole, floor, divided, arguments)
 
     def is_same(self, key: str, value: Tensor, wanted: Tensor) -> bool:
-        """Check whether the result for a name is the wanted one, but for rounding."""
+        """Return True if the result for a name is the wanted one, but for rounding."""
         return is_same(value, wanted, 0.0 if key == OUTPUT else self.floor)
 
 

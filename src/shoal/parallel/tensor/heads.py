@@ -64,7 +64,7 @@ def with_sliced(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degre
 
 
 def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
-    """Check whether a linear module's output reaches a cross entropy, and no other linear module."""
+    """Return True if a linear module's output reaches a cross entropy, and no other linear module."""
     output = trace.outputs.get(name)
     is_linear = kind(model.get_submodule(name)) in ("linear", "transposed")
     return is_linear and output is not None and not output.feeds and any("cross_entropy" in w for w in output.leaks)

@@ -55,7 +55,7 @@ def kind(module: nn.Module) -> str | None:
 
 
 def _is_linear(module: nn.Linear) -> bool:
-    """Check whether a subclass of nn.Linear with its own forward, and nothing else, computes the same as nn.Linear."""
+    """Return True if a subclass of nn.Linear with its own forward, and nothing else, computes the same as nn.Linear."""
     plain = {"in_features", "out_features", "training", "forward"}
     own = {name for name in vars(module) if not name.startswith("_")} - plain
     if own or module._modules or module._buffers or module._parameters.keys() != {"weight", "bias"}:

@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def counts(self) -> Tensor:
-        """Whether each row counts, bool [N]."""
+        """Mask of the rows that count, bool [N]."""
         return self.targets != self.ignored
 
     def row_weights(self, dtype: torch.dtype) -> Tensor:

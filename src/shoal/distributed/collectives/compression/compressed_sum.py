@@ -299,7 +299,7 @@ class Compression:
 
     @property
     def carries(self) -> bool:
-        """Whether ranks have tensors that belong to a checkpoint; the same on all ranks."""
+        """True if ranks have tensors that belong to a checkpoint; the same on all ranks."""
         return self.scheme in FED_BACK
 
     def withheld_of(self) -> Iterator[tuple[int, Tensor]]:

@@ -59,7 +59,7 @@ class _SharedCall:
 
     @property
     def staged(self) -> bool:
-        """Whether the data go through the staging areas."""
+        """True if the data go through the staging areas."""
         return bool(_HEADER.unpack(self.header)[4] == _STAGED)
 
     def wait(self) -> None:

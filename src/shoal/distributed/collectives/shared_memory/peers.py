@@ -54,7 +54,7 @@ class Peers:
         self._words.publish((self._bases[self.rank] + counter) >> 2, value)
 
     def reached(self, counter: int, value: int) -> bool:
-        """Check whether every other rank's counter has reached `value`."""
+        """Return True if every other rank's counter has reached `value`."""
         values = self._words.values
         for other in self.others:
             if is_behind(values[(self._bases[other] + counter) >> 2], value):
@@ -184,7 +184,7 @@ class Peers:
 
 
 def has_ended(pid: int) -> bool:
-    """Check whether a process of this host is gone, or exiting with its sockets already closed."""
+    """Return True if a process of this host is gone, or exiting with its sockets already closed."""
     fields = _fields(pid)
     return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
 

@@ -197,7 +197,7 @@ def _operation(opts: Any) -> Operation | None:
 
 
 def _fit(tensors: Iterable[Tensor]) -> bool:
-    """Check whether shared memory supports the tensors. The ranks agree if they pass the same kinds of tensors."""
+    """Return True if shared memory supports the tensors. The ranks agree if they pass the same kinds of tensors."""
     return all(t.dtype in DTYPES and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
 
 

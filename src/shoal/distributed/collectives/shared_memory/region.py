@@ -48,12 +48,12 @@ class _Timespec(ctypes.Structure):
 
 
 def has_futexes() -> bool:
-    """Check whether this machine has futexes and anonymous shared memory."""
+    """Return True if this machine has futexes and anonymous shared memory."""
     return sys.platform == "linux" and platform.machine() in _NUMBERS and hasattr(os, "memfd_create")
 
 
 def is_behind(value: int, target: int) -> bool:
-    """Check whether a wrapping 32-bit counter has not reached `target`; the two are less than 2**31 apart."""
+    """Return True if a wrapping 32-bit counter has not reached `target`; the two are less than 2**31 apart."""
     return 0 < ((target - value) & WORD_MASK) < 1 << 31
 
 

@@ -159,7 +159,7 @@ class _Adapted:
 
     @property
     def holds_steps(self: Any) -> bool:
-        """Whether the layer calls its inner layers in sequence, as far as a graph allows; a pipeline may cut there."""
+        """True if the layer calls its inner layers in sequence, as far as a graph allows; a pipeline may cut there."""
         return isinstance(self, keras.Sequential | Function)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
