@@ -61,7 +61,7 @@ JOBS: dict[str, dict[str, Any]] = {
 def test_no_read_in_a_steady_step(name: str) -> None:
     """One a step where each is read at once; none where the next one is queued first. The same bits as on a host."""
     at_once, late = both(job=JOBS[name])
-    assert set(at_once.reads) == {"parallel/data/replicated.py _read"}
+    assert set(at_once.reads) == {"parallel/data/replicated.py _sum"}
     assert sum(at_once.reads.values()) == STEPS - STEADY
     assert sum(late.reads.values()) == 0, late.reads
     assert late.result == at_once.result == trained(job(**JOBS[name])).result
