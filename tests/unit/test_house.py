@@ -117,11 +117,9 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
-# A job object on its way from a program to the ranks that it starts, docs/decisions/0031; what the processes of one
-# search tell each other over their pipes, docs/decisions/0059.
+# A job object on its way from a program to the ranks that it starts, docs/decisions/0031.
 PICKLES_FOR_ITS_OWN_PROCESSES = {
     "src/shoal/jobs/job_object.py: imports cloudpickle",
-    "src/shoal/planner/search/part.py: imports pickle",
 }
 
 

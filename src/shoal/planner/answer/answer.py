@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -21,7 +20,6 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import PlanError, ShoalError
 from shoal.hardware import cluster as find_cluster
-from shoal.hardware.detect import allowed_cores
 from shoal.hardware.fastest_all_reduce import fastest_on
 from shoal.jobs.job import Epochs, Job, Samples
 from shoal.numerics.operators import tensors_in
@@ -48,6 +46,7 @@ from shoal.planner.profile.profiles import Batches, is_small, profile_job
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import Choice, NothingFitsError, Rejected, choose, counted, gib
+from shoal.planner.search.search import Wanted
 from shoal.planner.search.space import Illegal, Space, counts
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described, plan_text
@@ -102,22 +101,6 @@ class Question:
         return replace(self, case=replace(self.case, cluster=replace(self.case.cluster, device=device)))
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection within the context: it takes a third of a long search, which creates few cycles."""
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collected:
-            # Move all objects to the oldest generation; otherwise the next collection visits millions of nodes.
-            gc.freeze()
-            gc.unfreeze()
-            gc.enable()
-
-
-@_without_collections()
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
     """Return the planner's input for a job; `base` has the settings that the search does not vary.
 
@@ -330,7 +313,7 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
             break
         for number in devices[:: max(1, len(devices) // 8)] if devices else []:
             larger = replace(case, cluster=replace(cluster, num_hosts=hosts), space=case.space.at(number))
-            found = next(larger.search().in_order(Aim()), None)
+            found = next(iter(larger.search().take(Wanted())), None)
             if found is not None:
                 words = (
                     f"on {counted(number)} it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
@@ -342,38 +325,37 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
     return error
 
 
-@_without_collections()
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     """Search for the best plan and evaluate its outlook. Raises: PlanError if no plan serves the aim."""
     case, precise = question.case, question.precise
     began = clock()
-    with case.search_on(allowed_cores()) as search:
-        try:
-            choice = choose(search, aim, question.num_steps)
-        except NothingFitsError as error:
-            if aim.name == "deadline":
-                raise
-            more_grains = finer(case, aim, None)
-            if more_grains is None:
-                raise with_way_out(error, case) from None
-            raise NothingFitsError(
-                given=error.given,
-                conflict=f"{more_grains.cause}; {error.conflict}",
-                remedy=f"write {more_grains.effect}; or {error.remedy}",
-            ) from None
-        seconds = clock() - began
-        hours = device_hours or case.cluster.mean_hours_between_failures
-        devices = choice.chosen.devices
-        return SearchResult(
-            question=question,
-            choice=choice,
-            curve=curve(search, devices),
-            changes=sensitivity(case, search, choice.chosen, None if precise is None else (precise[0], precise[1]())),
-            goodput=goodput(failures(case, devices, hours)) if hours else None,
-            search_seconds=seconds,
-            job=job,
-            finer=finer(case, aim, choice.chosen),
-        )
+    search = case.search()
+    try:
+        choice = choose(search, aim, question.num_steps)
+    except NothingFitsError as error:
+        if aim.name == "deadline":
+            raise
+        more_grains = finer(case, aim, None)
+        if more_grains is None:
+            raise with_way_out(error, case) from None
+        raise NothingFitsError(
+            given=error.given,
+            conflict=f"{more_grains.cause}; {error.conflict}",
+            remedy=f"write {more_grains.effect}; or {error.remedy}",
+        ) from None
+    seconds = clock() - began
+    hours = device_hours or case.cluster.mean_hours_between_failures
+    devices = choice.chosen.devices
+    return SearchResult(
+        question=question,
+        choice=choice,
+        curve=curve(search, devices),
+        changes=sensitivity(case, search, choice.chosen, None if precise is None else (precise[0], precise[1]())),
+        goodput=goodput(failures(case, devices, hours)) if hours else None,
+        search_seconds=seconds,
+        job=job,
+        finer=finer(case, aim, choice.chosen),
+    )
 
 
 def with_chosen_format(job: Job, base: Plan, cluster_name: str) -> Plan:

@@ -12,6 +12,7 @@ from shoal.planner.answer.outlook import Case
 from shoal.planner.search.aims import Aim, Limit
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib
+from shoal.planner.search.search import Wanted
 from shoal.plans.plan import described
 
 # Smallest gain in step time that justifies advice to use more grains, which changes the run.
@@ -65,7 +66,7 @@ def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
             return None  # smaller microbatches and more replicas are both possible already
         single = replace(single, space=single.space.at(*sorted({best.devices, case.space.counts[-1]})))
     limit = Limit() if best is None else Limit(seconds=best.seconds / _GAIN)
-    found = next(single.search().in_order(aim if best is None else Aim(), limit), None)
+    found = next(iter(single.search().take(Wanted(aim if best is None else Aim(), limit))), None)
     if found is None:
         return None
     # The same plan with its microbatches as grains, if they divide the batch and are predicted no slower.

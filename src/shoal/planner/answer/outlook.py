@@ -8,7 +8,6 @@ checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import exp, expm1, isinf, sqrt
 
@@ -20,10 +19,7 @@ from shoal.planner.search.aims import TIE, Aim, Limit
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib, simplest
 from shoal.planner.search.costs import costs_of
-from shoal.planner.search.divided import in_parts
-from shoal.planner.search.part import Costed
-from shoal.planner.search.passes import Wanted
-from shoal.planner.search.search import Search
+from shoal.planner.search.search import Notes, Search, Wanted
 from shoal.planner.search.space import Space
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan
@@ -35,9 +31,6 @@ _QUEUED_SECONDS, _REPLAYED_SECONDS = 2.1e-3, 1.3e-3
 GRAPH = "execution.cuda_graph = true"
 # Adding devices stops paying if each adds less than this share of the best throughput per device.
 PAYS = 0.5
-# From this number of legal (tensor, pipeline, context) degrees a search in processes is worth their start (0.5 s); and
-# the most processes.
-_LARGE, _MOST_PARTS = 500, 8
 _MOST_TIED = 20  # candidates for a point of the curve, from which the simplest is chosen
 # Defaults if a cluster does not state its storage: bytes per second and host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
@@ -67,17 +60,8 @@ class Case:
 
     def search(self) -> Search:
         """Return the search of this case."""
-        return Search(self.space, costs_of(*self._costed), self.work.grain_size, self.watch)
-
-    @property
-    def _costed(self) -> Costed:
-        return Costed(self.work, self.cluster, self.own_program, self.correction)
-
-    def search_on(self, num_cores: int) -> AbstractContextManager[Search]:
-        """Return the search of this case as a context; a large search runs in up to `num_cores` processes."""
-        search, number = self.search(), min(num_cores, _MOST_PARTS)
-        is_large = number > 1 and len(self.space.cuts) >= _LARGE
-        return in_parts(search, self._costed, number) if is_large else nullcontext(search)
+        costs = costs_of(self.work, self.cluster, self.own_program, self.correction)
+        return Search(self.space, costs, self.work.grain_size, self.watch)
 
 
 @dataclass(frozen=True)
@@ -114,12 +98,13 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
     points, counts = [], sorted(search.space.counts)
     wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
     for devices in sorted(wanted & set(counts)):
-        passes = search.passes()
-        close = passes.take(Wanted(fewest=devices, most=devices, number=1 + _MOST_TIED, ties=True))
+        notes = Notes()
+        close = search.take(Wanted(fewest=devices, most=devices, number=1 + _MOST_TIED, ties=True), notes)
         if close:
             points.append(Point(devices, simplest(close)))
         else:
-            points.append(Point(devices, None, passes.least_missing()))
+            nearest = search.nearest_missing(notes, search.by_devices.get(devices, ()))
+            points.append(Point(devices, None, None if nearest is None else nearest[0]))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
     if not rates:
         return ScalingCurve(tuple(points), None, "nothing fits")
@@ -175,7 +160,7 @@ def sensitivity(
             optional.append(_predicted(case, replace(chosen, plan=plan), what, tells_memory=True))
     changes += [change for change in optional if change.effect != "nothing"]
     wanted = Wanted(Aim(), Limit(seconds=chosen.seconds * (1 - TIE)), chosen.devices, chosen.devices)
-    faster = search.with_more_memory(1 << 30).passes().take(wanted)
+    faster = search.with_more_memory(1 << 30).take(wanted)
     seconds = faster[0].seconds if faster else chosen.seconds
     changes.append(Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds)))
     within, between = case.cluster.within, case.cluster.between

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from operator import add
 from typing import NamedTuple
 
 from shoal.hardware.values import Curve
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.roofline import K_FILL, WINOGRAD, DeviceModel
 from shoal.planner.predict.share import Share, divided
+from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 
@@ -135,29 +136,11 @@ def _best(curve: Curve) -> float:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-class BlockBytes(NamedTuple):
-    """Bytes of a rank: per block, per block and microbatch in flight, and once."""
+class BlockSize(NamedTuple):
+    """Activation bytes of a block: saved per microbatch, and transient in its backward."""
 
-    block: float
-    microbatch: float
-    once: float
-
-
-def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memory: float) -> float:
-    """Return a lower bound of the bytes of the fullest rank, for any division of the blocks over the ranks.
-
-    A rank with n blocks needs once + n a bytes, with a bytes per block. The fullest rank needs least if all ranks are
-    equally full. If whole blocks do not fit into `memory`, the result is larger than `memory`.
-    """
-    each = [of.block + number * of.microbatch for number in in_flight]
-    if min(each) <= 0:
-        return of.once
-    even = of.once + num_blocks / sum(1 / one for one in each) * (1 - ROUNDED)
-    if even <= memory:
-        left = max(0.0, memory - of.once) * (1 + ROUNDED)
-        if sum(int(left / one) for one in each) < num_blocks:
-            even = memory * (1 + ROUNDED)
-    return even
+    saved: float = 0.0
+    transient: float = 0.0
 
 
 class BlockStates(NamedTuple):
@@ -171,12 +154,8 @@ class BlockStates(NamedTuple):
     once: float
     kept: float
 
-    def with_activations(self, size: BlockSize) -> BlockBytes:
-        """Return the bytes including the activations of microbatches."""
-        return BlockBytes(self.block, self.kept * size.saved, self.once + self.kept * size.transient)
-
     def is_crowded(self, size: BlockSize, pipeline: int, microbatches: int, memory: float) -> bool:
-        """Check whether `least_peak` under 1f1b exceeds `memory`: the ranks together have room for too few blocks.
+        """Check whether `least_peak` exceeds `memory`: the ranks together have room for too few blocks.
 
         The sum goes from the emptiest rank on. The ranks with all microbatches in flight are added at once.
         """
@@ -201,11 +180,31 @@ class BlockStates(NamedTuple):
         return True
 
 
-class BlockSize(NamedTuple):
-    """Activation bytes of a block: saved per microbatch, and transient in its backward."""
+def least_peak(of: BlockStates, size: BlockSize, pipeline: int, microbatches: int, memory: float) -> float:
+    """Return a lower bound of the bytes of the fullest rank under 1f1b, for any division of the blocks over the ranks.
 
-    saved: float = 0.0
-    transient: float = 0.0
+    A rank with n blocks needs once + n a bytes, with a bytes per block. The fullest rank needs least if all ranks are
+    equally full. If whole blocks do not fit into `memory`, the result is larger than `memory`.
+    """
+    each, once = of.kept * size.saved, of.once + of.kept * size.transient
+    if not of.number or of.block + each <= 0:
+        return once if of.number else 0.0
+    most = min(pipeline, microbatches)  # microbatches in flight; the last rank has one, the one before two
+    blocks = [of.block + in_flight * each for in_flight in range(1, most + 1)]
+    first = pipeline - most  # further ranks with all microbatches in flight
+    inverse = first / blocks[-1]
+    for one in blocks:
+        inverse += 1 / one
+    even = once + of.number / inverse * (1 - ROUNDED)
+    if even <= memory:
+        left = max(0.0, memory - once) * (1 + ROUNDED)
+        room = first * int(left / blocks[-1])
+        for one in blocks:
+            room += int(left / one)
+            if room >= of.number:
+                return even
+        return memory * (1 + ROUNDED)
+    return even
 
 
 class Blocks(NamedTuple):
@@ -236,16 +235,6 @@ class Blocks(NamedTuple):
         if (most + 1) * seconds < busiest:
             busiest = (most + 1) * seconds
         return longest if longest > busiest else busiest
-
-
-@cache
-def even_shares(pipeline: int, microbatches: int) -> float:
-    """Return the divisor that turns one microbatch's activations into a lower bound for the fullest pipeline rank.
-
-    Rank r has min(p - r, m) microbatches in flight under 1f1b, and no schedule has fewer. The fullest rank has least if
-    all ranks are equally full. Then rank r has blocks in inverse proportion to its microbatches in flight.
-    """
-    return sum(1 / min(pipeline - rank, microbatches) for rank in range(pipeline)) * (1 + ROUNDED)
 
 
 # ----------------------------------------------------------------------------------------------------------- a pipeline
@@ -284,3 +273,58 @@ def filled(seconds: float, turns: PipelineShape, end: float = 0.0, through: floa
         return max(even, seconds + (microbatches - 1) * end)
     last = max(0.0, (microbatches - ranks + 1) / (microbatches * ranks - ranks + 1))
     return max(even, seconds + (microbatches - 1) * max(end, last * seconds))
+
+
+class Turn(NamedTuple):
+    """Seconds of one microbatch in parts of a pipeline.
+
+    `down`: forwards of all stages before the last rank. `up`: backwards of these stages. `weights`: their gradients of
+    weights. `last`: all passes of the last rank. `every`: all passes of all stages. `slowest`: the slowest forward plus
+    the slowest backward of a stage. `end`: all passes of the last stage. `end_weights`: its gradients of weights.
+    """
+
+    down: float
+    up: float
+    weights: float
+    last: float
+    every: float
+    slowest: float
+    end: float
+    end_weights: float
+
+    @classmethod
+    def of(cls, passes: Sequence[Passes], pipeline: int) -> Turn:
+        """Return the seconds of a pipeline of this many ranks with these passes of its stages."""
+        forwards = [one.forward_seconds for one in passes]
+        backwards = [one.backward_seconds for one in passes]
+        whole = list(map(add, forwards, backwards))
+        return cls(
+            down=sum(forwards[: pipeline - 1]),
+            up=sum(backwards[: pipeline - 1]),
+            weights=sum(one.weight_seconds for one in passes[: pipeline - 1]),
+            last=sum(whole[pipeline - 1 :: pipeline]),
+            every=sum(whole),
+            slowest=max(forwards) + max(backwards),
+            end=whole[-1],
+            end_weights=passes[-1].weight_seconds,
+        )
+
+    def filled(self, of: PipelineShape, message: float = 0.0) -> float:
+        """Return a lower bound of the seconds of a pipeline from these stages. `message`: seconds between two stages.
+
+        The last rank computes its microbatches, and waits before and after. Under `zero_bubble`, gradients of weights
+        may be deferred on every rank, so that nothing waits for them.
+
+        The other bound is one microbatch that passes all stages twice, and the other microbatches on one stage: the
+        last stage begins after a microbatch has passed all other stages, and its last gradient passes them again.
+        Under `gpipe` no backward begins before the last forward, so the slowest stages count instead.
+        """
+        ranks, microbatches = of.pipeline, of.microbatches
+        down, up = self.down + message * (ranks - 1), self.up + message * (ranks - 1)
+        own = microbatches * (self.last + 2 * message * of.stages)
+        if of.schedule == "zero_bubble":
+            late = min(microbatches, ranks) * self.end_weights
+            return down + own + max(0.0, up - self.weights - late)
+        others = self.slowest if of.schedule == "gpipe" else self.end
+        times = ranks * of.stages + microbatches - 1
+        return max(down + own + up, self.every + (microbatches - 1) * others + 2 * message * times)

@@ -6,13 +6,15 @@ from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates, least_peak
+from shoal.planner.predict.lower_bounds import ROUNDED, Blocks, BlockSize, BlockStates
 from shoal.planner.predict.makespan import makespan
 from shoal.planner.predict.memory import Rank, States
-from shoal.planner.predict.pipeline_ranks import Ranks, Staging, evenly_in_flight
+from shoal.planner.predict.pipeline_ranks import Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.share import Share
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
+from shoal.plans.accounting.collectives import REPLICAS
+from shoal.plans.layout import divisors
 from shoal.plans.plan import Plan
 
 
@@ -138,6 +140,26 @@ class Predictor:
             seconds += self.network.seconds("all_gather", num_bytes, self.network.group(parts, 1))
         return seconds
 
+    def least_summed(self, plan: Plan, ranks: Ranks) -> float:
+        """Return a lower bound of the seconds that replicas add on a GPU, for any split into data and shard ranks.
+
+        It assumes that a link moves one large message at least as fast as its parts.
+        """
+        layout, held, network = plan.layout, ranks.busiest.held, self.network
+        replicas, (forward, backward) = layout.data * layout.shard, ranks.busiest.unit_seconds
+        kind = "reduce_scatter" if self.program.scatter_gradients else "all_reduce"
+        num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
+        least = max(0.0, network.seconds(kind, num_bytes, network.axis(layout, REPLICAS)) - backward)
+        if replicas == 1 or least == 0.0:
+            return 0.0
+        # Every microbatch gathers. Gradients are scattered at least once, after the last one.
+        times = 1 if self.program.gathers_apart else ranks.microbatches
+        for shard in divisors(replicas)[1:]:
+            split = layout.trusted_copy({"data": replicas // shard, "shard": shard})
+            gathers, scatters = self.exchanged.shard.totals(plan, split, held)
+            least = min(least, times * max(0.0, gathers - forward) + max(0.0, scatters - backward))
+        return least
+
     def _makespan(self, ranks: Ranks, message: float) -> float:
         key = ranks.model, ranks.shape, message
         if key not in self._simulated:
@@ -170,21 +192,6 @@ class Predictor:
     def _fragmented(self, plan: Plan) -> float:
         """Return the overhead of a GPU's allocator as a fraction of the activations."""
         return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
-
-    def least_peak(self, plan: Plan, memory: float, per_element: float) -> float:
-        """Return a lower bound of the peak for any cut into stages, from the blocks alone.
-
-        `per_element`: bytes per trained element beside the states. The result is only precise enough to compare with
-        `memory`.
-        """
-        states = self.block_states(plan, per_element)
-        if not states.number:
-            return 0.0
-        # The cut of an interleaved pipeline decides how many microbatches a rank keeps, so the bound counts none.
-        looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
-        shape = self.staging.ranks(plan).shape
-        in_flight = (0.0,) * shape.pipeline if looped else evenly_in_flight(*shape)
-        return least_peak(states.with_activations(self.block_size(plan)), states.number, in_flight, memory)
 
     def block_size(self, plan: Plan) -> BlockSize:
         """Return the activation bytes of a block under the plan's microbatch and recomputation."""

@@ -67,27 +67,6 @@ class Limit:
         return seconds <= self.seconds and devices * seconds <= self.device_seconds
 
 
-class Ceiling:
-    """Key above which a pass needs no plans, as far as is known.
-
-    In a divided search, `shared` has one number per part: the first element of the part's ceiling key.
-    """
-
-    def __init__(self, shared: memoryview[float] | None = None, own: int = 0) -> None:
-        self.key: Key = (float("inf"),)
-        self._shared, self._own = shared, own
-
-    def lower(self, key: Key) -> None:
-        """Lower the ceiling to this key."""
-        self.key = min(self.key, key)
-        if self._shared is not None:
-            self._shared[self._own] = self.key[0]
-
-    def allows(self, key: Key) -> bool:
-        """Check whether plans with this key may still be needed."""
-        return key <= self.key and (self._shared is None or key[0] <= min(self._shared))
-
-
 def tied(key: Key, best: Key) -> bool:
     """Check whether two keys are too close to tell apart."""
     return key[:-1] == best[:-1] and key[-1] <= best[-1] * (1 + TIE)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.errors import PlanError
 from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Limit, written_time
 from shoal.planner.search.candidates import Candidate
-from shoal.planner.search.passes import Looked, SearchPasses, Wanted
-from shoal.planner.search.search import Search
+from shoal.planner.search.search import Notes, Search, Wanted
 from shoal.planner.search.space import Degrees, Illegal, simplicity
 
 GIB = 1 << 30
@@ -61,7 +60,7 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
             )
         return Limit(seconds=aim.value / num_steps)
     if aim.name in SHARES:
-        cheapest = search.passes().take(Wanted(Aim("cheapest")))
+        cheapest = search.take(Wanted(Aim("cheapest")))
         if cheapest:
             return Limit(device_seconds=cheapest[0].devices * cheapest[0].seconds / aim.value)
     return Limit()
@@ -77,32 +76,31 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
 
     Raises: NothingFitsError if no plan meets the aim.
     """
-    passes, limit = search.passes(), limit_of(search, aim, num_steps)
-    close = passes.take(Wanted(aim, limit, number=_NEVER, ties=True))
+    notes, limit = Notes(), limit_of(search, aim, num_steps)
+    close = search.take(Wanted(aim, limit, number=_NEVER, ties=True), notes)
     if not close:
-        raise _nothing(search, passes, aim, limit)
+        raise _nothing(search, notes, aim, limit)
     chosen = simplest(close)
-    fewer = _fewer(passes, aim, chosen)
+    fewer = _fewer(search, notes, aim, chosen)
     faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
     devices = chosen.devices
     others = Wanted(aim, fewest=devices, most=devices, but=chosen.place, number=NUM_ALTERNATIVES, each_place=True)
-    alternatives = tuple(passes.take(others))
-    num_predicted, num_bounded = passes.counts()
+    alternatives = tuple(search.take(others, notes))
     return Choice(
         aim=aim,
         chosen=chosen,
         faster=faster,
         alternatives=alternatives,
-        rejected=tuple(_rejected(search, passes, chosen)),
+        rejected=tuple(_rejected(search, notes, chosen)),
         illegal=tuple(search.space.illegal()),
         num_tied=len(close) - 1,
         num_places=len(search.places),
-        num_predicted=num_predicted,
-        num_bounded=num_bounded,
+        num_predicted=notes.num_predicted,
+        num_bounded=notes.num_bounded - notes.num_predicted,
     )
 
 
-def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
+def _fewer(search: Search, notes: Notes, aim: Aim, best: Candidate) -> Candidate | None:
     """Return the simplest plan on the fewest devices that ties with the fastest within `TOLD_APART`, or None.
 
     More devices must save more time than the prediction error.
@@ -111,11 +109,11 @@ def _fewer(passes: SearchPasses, aim: Aim, best: Candidate) -> Candidate | None:
         return None
     within = Limit(seconds=best.seconds * (1 + TOLD_APART))
     # The aim "efficiency" orders by devices, then by seconds.
-    first = passes.take(Wanted(Aim("efficiency"), within, most=best.devices - 1))
+    first = search.take(Wanted(Aim("efficiency"), within, most=best.devices - 1), notes)
     if not first:
         return None
     devices = first[0].devices
-    return simplest(passes.take(Wanted(Aim(), within, devices, devices, number=_NEVER, ties=True)))
+    return simplest(search.take(Wanted(Aim(), within, devices, devices, number=_NEVER, ties=True), notes))
 
 
 # ------------------------------------------------------------------------------------------------------ reasons
@@ -134,30 +132,37 @@ def counted(devices: int) -> str:
     return "1 device" if devices == 1 else f"{devices} devices"
 
 
-def _rejected(search: Search, passes: SearchPasses, chosen: Candidate) -> list[Rejected]:
+def _rejected(search: Search, notes: Notes, chosen: Candidate) -> list[Rejected]:
     """List the other layouts on the chosen number of devices, and the nearest layout on each other number."""
     own = [place for place in search.by_devices.get(chosen.devices, []) if place != chosen.place]
-    nearest = {devices: found.place for devices, found in passes.nearest().items() if devices != chosen.devices}
-    looked = passes.looked_at([*own, *nearest.values()])
-    found = [_reason(place, looked[place], chosen) for place in own]
-    for devices, place in sorted(nearest.items()):
-        one = _reason(place, looked[place], chosen)
-        found.append(replace(one, what=f"{counted(devices)}, nearest: {one.what}"))
+    found = [_reason(search, notes, place, chosen) for place in own]
+    for devices, places in sorted(search.by_devices.items()):
+        if devices != chosen.devices:
+            predicted = [notes.predicted[place] for place in places if place in notes.predicted]
+            nearest = (
+                min(predicted, key=lambda one: (one.rank, one.place.cut)).place
+                if predicted
+                else min(places, key=lambda place: place.cut)
+            )
+            one = _reason(search, notes, nearest, chosen)
+            found.append(replace(one, what=f"{counted(devices)}, nearest: {one.what}"))
     return found
 
 
-def _reason(place: Degrees, looked: Looked, chosen: Candidate) -> Rejected:
-    if looked.best is not None:
-        return Rejected(str(place), place.devices, compared(looked.best, chosen), looked.best.seconds)
-    if looked.missing > 0:
-        return Rejected(str(place), place.devices, f"does not fit by {gib(looked.missing)}")
-    if looked.refused:
-        return Rejected(str(place), place.devices, f"illegal: {looked.refused}")
-    bounded = "is bounded to be no better for this aim"
-    if looked.lacking is None:
+def _reason(search: Search, notes: Notes, place: Degrees, chosen: Candidate) -> Rejected:
+    best = notes.predicted.get(place)
+    if best is not None:
+        return Rejected(str(place), place.devices, compared(best, chosen), best.seconds)
+    missing = search.bounds.missing_at_least(place)
+    if missing > 0:
+        return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
+    if place in notes.refused:
+        return Rejected(str(place), place.devices, f"illegal: {notes.refused[place]}")
+    bounded, examined = "is bounded to be no better for this aim", notes.missing.get(place)
+    if examined is None:
         return Rejected(str(place), place.devices, f"every plan of it {bounded}")
-    words = f"what of it fits {bounded}; the rest lacks {gib(looked.lacking)} or more"
-    return Rejected(str(place), place.devices, words)
+    lacking = gib(search.bounds.crowded_missing(place, examined))
+    return Rejected(str(place), place.devices, f"what of it fits {bounded}; the rest lacks {lacking} or more")
 
 
 def compared(other: Candidate, chosen: Candidate) -> str:
@@ -182,25 +187,25 @@ def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
     return f"{name} takes {growth[name] * 1e3:.3g} ms more"
 
 
-def _nothing(search: Search, passes: SearchPasses, aim: Aim, limit: Limit) -> NothingFitsError:
+def _nothing(search: Search, notes: Notes, aim: Aim, limit: Limit) -> NothingFitsError:
     """Return the error that states by how many bytes or seconds the nearest plan misses the aim."""
     counts = sorted(search.space.counts)
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"
-    fastest = search.passes().take(Wanted()) if limit != Limit() else []
+    fastest = search.take(Wanted()) if limit != Limit() else []
     if fastest:
         needs = fastest[0].seconds / limit.seconds * aim.value
         step = f"{fastest[0].seconds:.3g} s a step on {counted(fastest[0].devices)}"
         conflict = f"the fastest plan takes {written_time(needs)} for the whole job ({step})"
         remedy = f"write --aim deadline={written_time(needs)}, or give a larger cluster"
-    elif (nearest := passes.nearest_missing()) is not None:
+    elif (nearest := search.nearest_missing(notes, search.places)) is not None:
         missing, place = nearest
         margin = search.costs(counts[-1]).memory_margin
         free = f" beside the {margin:.0%} that plans leave free (memory_margin of the cluster)" if margin else ""
         conflict = f"no layout fits: the nearest ({place}) needs {gib(missing)} more on each device{free}"
         remedy = f"give devices with {gib(missing)} more memory, more devices, or a smaller batch or model"
     else:
-        reasons = sorted(set(passes.refused().values()))
+        reasons = sorted(set(notes.refused.values()))
         conflict = "no layout is legal: " + "; ".join(reasons or ("the space is empty",))
         remedy = "give another --max-devices, or a larger cluster"
     return NothingFitsError(given=given, conflict=conflict, remedy=remedy)

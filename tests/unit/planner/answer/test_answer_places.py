@@ -16,7 +16,7 @@ from shoal.parallel.pipeline.stages import Stages
 from shoal.planner.answer.answer import Question, question
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.profile.profiles import Batches
-from shoal.planner.search.aims import Aim
+from shoal.planner.search.search import Wanted
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees
 from shoal.plans import Plan
 from shoal.training.setup.default_grains import outline, with_grains
@@ -160,4 +160,4 @@ def test_what_is_predicted_is_where_the_engine_can_cut(name: str) -> None:
 
 def test_a_pipeline_is_among_what_is_predicted() -> None:
     search = asked(tiny.job()).case.search()
-    assert any(found.plan.layout.pipeline == 2 for found in search.in_order(Aim()))
+    assert any(found.plan.layout.pipeline == 2 for found in search.take(Wanted(number=float("inf"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import mul
 from typing import Any
 
 import pytest
@@ -122,9 +123,17 @@ def test_blocks_are_crowded_where_their_peak_is_above_the_memory(
     number: int, block: float, once: float, saved: float, pipeline: int, microbatches: int
 ) -> None:
     states, size = BlockStates(number, block, once, 1.25), BlockSize(saved, 3.0)
-    in_flight = [min(pipeline - rank, microbatches) for rank in range(pipeline)]
-    peak = least_peak(states.with_activations(size), number, in_flight, 100.0)
+    peak = least_peak(states, size, pipeline, microbatches, 100.0)
     assert states.is_crowded(size, pipeline, microbatches, 100.0) == (peak > 100.0)
+    # No division of the blocks over the ranks needs less on its fullest rank.
+    each = [block + min(pipeline - rank, microbatches) * 1.25 * saved for rank in range(pipeline)]
+    blocks = [0] * pipeline
+    for _ in range(number):
+        rank = min(range(pipeline), key=lambda rank: (blocks[rank] + 1) * each[rank])
+        blocks[rank] += 1
+    fullest = once + 1.25 * 3.0 + max(map(mul, blocks, each))
+    assert peak <= max(fullest, 100.0) * ALMOST
+    assert fullest > 100.0 or peak <= 100.0
 
 
 # -------------------------------------------------------------------------------------------------- a pipeline's bound

@@ -9,8 +9,9 @@ from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
+from shoal.planner.search.bounds import ScheduleFamily
 from shoal.planner.search.choice import choose, gib
-from shoal.planner.search.costs import ScheduleFamily, costs_of
+from shoal.planner.search.costs import costs_of
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, Space, counts
 from shoal.plans.plan import Plan
@@ -39,7 +40,7 @@ def test_a_layout_lacks_what_its_smallest_plan_lacks(search: Search) -> None:
     wanted = {place: least_missing(search, place) for place in search.places}
     assert {missing > 0 for missing in wanted.values()} == {True, False}
     for place, missing in wanted.items():
-        found = search.missing_at_least(place)
+        found = search.bounds.missing_at_least(place)
         if missing > 0:
             assert found == missing
         else:

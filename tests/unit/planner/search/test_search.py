@@ -7,11 +7,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from math import ceil
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 from tests.unit.planner import made
@@ -22,14 +21,14 @@ from tests.usual import parametrize
 from shoal.errors import PlanError
 from shoal.planner.answer.outlook import curve
 from shoal.planner.calibrate.comparison import section
-from shoal.planner.predict.lower_bounds import Blocks, PipelineShape
+from shoal.planner.predict.lower_bounds import Blocks, BlockSize, BlockStates, PipelineShape, filled
 from shoal.planner.predict.workload import Prediction, Program, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
-from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.bounds import ScheduleFamily
+from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import Costs, ScheduleFamily, Whole, costs_of
-from shoal.planner.search.passes import Wanted
-from shoal.planner.search.search import Search
+from shoal.planner.search.costs import Costs, Microbatch, costs_of
+from shoal.planner.search.search import Search, Wanted
 from shoal.planner.search.space import (
     Degrees,
     Level,
@@ -43,7 +42,7 @@ from shoal.planner.search.space import (
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described, plan_text, read_plan
 
-MEMORY = 100.0
+MEMORY, NEVER = 100.0, float("inf")
 _Part = TypeVar("_Part")
 
 
@@ -52,11 +51,18 @@ def noise(*parts: object) -> float:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6]) / 2**48
 
 
+class Roomy(BlockStates):
+    """Blocks that always fit."""
+
+    def is_crowded(self, size: BlockSize, pipeline: int, microbatches: int, memory: float) -> bool:
+        return False
+
+
 class Invented(Costs):
     """Costs without physics that keep what `Costs` promises."""
 
     def __init__(self, seed: int, num_grains: int) -> None:
-        self.memory_bytes, self.alike = MEMORY, id(self)
+        self.memory_bytes, self.memory_margin = MEMORY, 0.0
         self.seed, self.num_grains = seed, num_grains
         self.num_predicted = 0
 
@@ -66,30 +72,23 @@ class Invented(Costs):
     def share(self, plan: Plan) -> int:
         return -(-self.num_grains // (plan.layout.data * plan.layout.shard))
 
-    def turn(self, plan: Plan) -> Any:
-        return plan
+    def staged(self, plan: Plan) -> float:
+        at, size, pipeline = plan.layout, plan.batch.grains_per_microbatch, plan.pipeline
+        again = {"none": 1.0, "selective": 1.1, "full": 1.4}[plan.memory.recompute]
+        one = size * again * (1 + noise(self.seed, at.tensor, at.context, plan.tensor.sequence)) + 0.3
+        shape = PipelineShape(pipeline.schedule, at.pipeline, pipeline.stages_per_rank, self.microbatches(plan))
+        waits = 1.0 + noise(self.seed, pipeline.schedule, pipeline.stages_per_rank) if at.pipeline > 1 else 1.0
+        return filled(one / (at.tensor * at.context), shape) * waits
 
-    def least_of(self, turn: Any, shape: PipelineShape) -> float:
-        at, size = turn.layout, turn.batch.grains_per_microbatch
-        again = {"none": 1.0, "selective": 1.1, "full": 1.4}[turn.memory.recompute]
-        one = size * again * (1 + noise(self.seed, at.tensor, at.context, turn.tensor.sequence)) + 0.3
-        fill = 1.0 + noise(self.seed, shape.schedule, shape.stages) if at.pipeline > 1 else 1.0
-        return shape.microbatches * one * fill / (at.tensor * at.context * at.pipeline)
-
-    def least_seconds(self, plan: Plan) -> float:
-        pipeline = plan.pipeline
-        shape = plan.layout.pipeline, pipeline.stages_per_rank, self.microbatches(plan)
-        return self.least_of(plan, PipelineShape(pipeline.schedule, *shape))
+    def at(self, plan: Plan) -> float:
+        replicas = plan.layout.data * plan.layout.shard
+        return self.staged(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
 
     def nearly(self, plan: Plan) -> float:
         alone = 40.0 if self.seed % 2 else 0.0  # what no division makes faster
         at = plan.layout
         place = Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
-        return (
-            alone
-            + self.beside(place)
-            + self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
-        )
+        return alone + self.beside(place) + self.at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
 
     def least_bytes(self, plan: Plan) -> float:
         at = plan.layout
@@ -98,36 +97,18 @@ class Invented(Costs):
         parts = at.tensor * at.pipeline * at.context
         return depth / parts + 80.0 / (at.shard * parts) + kept * plan.batch.grains_per_microbatch / parts
 
-    def uncut_bytes(self, plan: Plan) -> float:
-        return self.least_bytes(plan) * (0.8 + 0.2 * noise(self.seed, plan.layout, plan.memory))
+    def block_states(self, plans: Sequence[Plan]) -> tuple[BlockStates, ...]:
+        return tuple(Roomy(1, 0.0, 0.0, 1.0) for _ in plans)
 
-    def block_states(self, plans: Sequence[Plan]) -> Any:
-        return plans
-
-    def block_size(self, plan: Plan) -> Any:
-        return SimpleNamespace(saved=0.0, plan=plan)
-
-    def is_crowded(self, states: Any, size: Any, pipeline: int, microbatches: int) -> bool:
-        of = size.plan
-        assert microbatches == -(-self.share(states[0]) // of.batch.grains_per_microbatch)
-        update = {"batch": of.batch, "memory": of.memory, "tensor": of.tensor}
-        return all(self.uncut_bytes(plan.model_copy(update=update)) > MEMORY for plan in states)
-
-    def least_for_all(self, plans: Sequence[Plan]) -> float:
-        return min(map(self.least_at, plans))
-
-    def least_at(self, plan: Plan) -> float:
-        replicas = plan.layout.data * plan.layout.shard
-        return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
+    def block_size(self, plan: Plan) -> BlockSize:
+        return BlockSize()
 
     def beside(self, place: Degrees) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
-    def filled(self, whole: Whole, shape: PipelineShape) -> float:
-        return whole.seconds * shape.microbatches / shape.pipeline
-
-    def blocks(self, plan: Plan) -> Blocks:
-        return Blocks()
+    def microbatch(self, plan: Plan) -> Microbatch:
+        assert self.microbatches(plan) == plan.layout.pipeline == 1
+        return Microbatch(self.staged(plan), Blocks())
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
@@ -187,10 +168,10 @@ def test_the_order_is_that_of_all_plans(seed: int) -> None:
         aim = parse(text)
         limit = limit_of(search, aim, 100)
         wanted = sorted(aim.key(c.devices, c.seconds) for c in every if limit.allows(c.devices, c.seconds))
-        assert [aim.key(c.devices, c.seconds) for c in search.in_order(aim, limit)] == wanted
+        assert [aim.key(c.devices, c.seconds) for c in search.take(Wanted(aim, limit, number=NEVER))] == wanted
     fresh = Search(space, lambda devices: costs, 1)
     invented.num_predicted = 0
-    next(fresh.in_order(Aim()), None)
+    fresh.take(Wanted())
     assert invented.num_predicted < max(2, num_plans // 2)
 
 
@@ -273,8 +254,7 @@ def test_the_answer_does_not_depend_on_the_order_of_candidates(
             own = {one.name: getattr(space, one.name) for one in dataclass_fields(space) if one.init}
             given = Shuffled(**{**own, "counts": tuple(random.sample(space.counts, len(space.counts)))})
             numbers = random.sample(range(10**6), 10**5)
-            for module in ("order", "schedules"):
-                monkeypatch.setattr(f"shoal.planner.search.{module}.count", lambda numbers=numbers: iter(numbers))
+            monkeypatch.setattr("shoal.planner.search.search.count", lambda numbers=numbers: iter(numbers))
         search = Search(given, lambda devices, costs=costs: costs, 1)
         try:
             found = choose(search, aim, 100)
@@ -297,7 +277,7 @@ def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
     for devices, places in search.by_devices.items():
         wanted = sorted((best[place], place) for place in places if place in best)
         asked = Wanted(fewest=devices, most=devices, number=len(places), each_place=True)
-        assert [(c.seconds, c.place) for c in search.passes().take(asked)] == wanted
+        assert [(c.seconds, c.place) for c in search.take(asked)] == wanted
 
 
 def test_what_efficiency_means() -> None:
@@ -377,16 +357,16 @@ def real(request: pytest.FixtureRequest) -> tuple[Space, Workload, Search]:
 
 def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search]) -> None:
     space, _, search = real
-    plans = list(every_plan(space))
+    plans, bounds = list(every_plan(space)), search.bounds
     for plan in random.Random(0).sample(plans, 600):
         at, costs = plan.layout, search.costs(plan.layout.world_size)
         place = next(p for p in search.by_devices[at.world_size] if p.cut == (at.tensor, at.pipeline, at.context))
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
         beside = costs.beside(place)
-        assert search.floor(place) + beside <= predicted.step_seconds * almost
-        assert costs.least_seconds(plan) <= costs.least_at(plan) * almost
-        assert costs.least_at(plan) + beside <= costs.nearly(plan) * almost
+        assert bounds.floor(place) + beside <= predicted.step_seconds * almost
+        assert costs.staged(plan) <= costs.at(plan) * almost
+        assert costs.at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
         assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
         way = MicrobatchSchedule(
@@ -396,47 +376,23 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
             plan.pipeline.schedule,
             plan.pipeline.stages_per_rank,
         )
-        assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
-        of_class = search.classes(
-            [p for p in search.places if p.cut == place.cut and space.share(p) == space.share(place)]
-        )
-        for one in of_class:  # what prunes a whole class holds for each of its places
-            divided = search.missing_bytes(Degrees(one.replicas[-1], one.cut), way)
-            assert divided <= search.missing_bytes(place, way) + 1
-        assert costs.uncut_bytes(plan) <= costs.least_bytes(plan) + 1
-        uncut = search.missing_uncut(place, ScheduleFamily(*way[:3]))
-        assert uncut <= max(0.0, search.missing_bytes(place, way)) + 1
-        assert search.missing_bytes(place, way) <= predicted.peak_bytes - costs.memory_bytes + 1
-        group = ScheduleFamily(*way[:3])
-        bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
-        if group in bounds:
-            least, whole = bounds[group]
-            assert search.crowding(place)(whole) == (uncut > 0)
-            filled = {w: bound for bound, w in search.bounded(search.classes([place])[0], whole)}[way]
-            assert search.floor(place) <= least * almost
-            assert least + beside <= predicted.step_seconds * almost
-            assert filled + beside <= predicted.step_seconds * almost
-        else:
+        assert bounds.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
+        alike = [p for p in search.places if p.cut == place.cut and space.share(p) == space.share(place)]
+        for node in search.classes(alike):  # what prunes a whole class holds for each of its places
+            assert node.seconds <= predicted.step_seconds * almost
+            assert bounds.missing_bytes(node.layouts.divided, way) <= bounds.missing_bytes(place, way) + 1
+        assert bounds.missing_bytes(place, way) <= predicted.peak_bytes - costs.memory_bytes + 1
+        (node,) = search.classes([place])
+        families = {family: seconds for seconds, family in bounds.families(node.layouts)}
+        family = ScheduleFamily(*way[:3])
+        if bounds.is_crowded(place, family):
+            assert bounds.missing_bytes(place, way) > -1
             assert not predicted.fits
-
-
-def test_schedules_are_bounded_by_what_another_share_has_asked_for(real: tuple[Space, Workload, Search]) -> None:
-    space, work, search = real
-    search = Search(space, search.costs, work.grain_size)
-    tried, group = 0, ScheduleFamily(1, "none", False)
-    for one in search.all_classes:
-        whole = next((whole for _, whole in search.groups(one.first) if whole.group == group), None)
-        others = [other.first for other in search.all_classes if other.cut == one.cut and other.share > one.share > 1]
-        if one.cut.pipeline == 1 or whole is None or not others:
-            continue
-        first = {way: bound for bound, way in search.bounded(one, whole)}
-        for way in first:
-            search.least_seconds(others[0], way)
-        for bound, way in search.bounded(one, whole):
-            assert first[way] <= bound * (1 + 1e-9)
-            assert bound == search.least_seconds(one.first, way)
-            tried += 1
-    assert tried > 0
+            assert family not in families
+        else:
+            schedules = {way: seconds for seconds, way in bounds.schedules(node.layouts, family)}
+            assert families[family] + beside <= predicted.step_seconds * almost
+            assert schedules[way] + beside <= predicted.step_seconds * almost
 
 
 def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
@@ -449,14 +405,17 @@ def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
     space = Space(Plan(), facts(8, layers=2, heads=4, positions=64), counts(cluster))
     search = Search(space, costs_of(work, cluster), work.grain_size)
     for place in (p for places in search.by_devices.values() for p in places):
-        for least, whole in search.groups(place):
-            for way in space.ways(place, whole.group):
+        for least, family in search.bounds.families(search.classes([place])[0].layouts):
+            for way in space.ways(place, family):
                 for plan in space.plans(place, way):
                     found = search.costs(place.devices).predict(plan)
-                    assert least + search.beside(place) <= found.step_seconds * (1 + 1e-9), (place, way)
+                    assert least + search.costs(place.devices).beside(place) <= found.step_seconds * (1 + 1e-9), (
+                        place,
+                        way,
+                    )
     every = [search.costs(n).predict(plan) for n in (1, 2) for plan in every_plan(space.at(n))]
     best = min(p.step_seconds for p in every if p.fits)
-    assert next(search.in_order(Aim())).seconds == pytest.approx(best, rel=1e-12)
+    assert search.take(Wanted())[0].seconds == pytest.approx(best, rel=1e-12)
 
 
 def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
@@ -464,7 +423,7 @@ def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
     on_two = space.at(2)
     every = [search.costs(2).predict(plan) for plan in every_plan(on_two)]
     best = min(p.step_seconds for p in every if p.fits)
-    (found,) = search.passes().take(Wanted(fewest=2, most=2))
+    (found,) = search.take(Wanted(fewest=2, most=2))
     assert found.seconds == pytest.approx(best, rel=1e-12)
 
 
@@ -484,30 +443,11 @@ def test_with_more_memory_it_is_the_search_of_such_devices(real: tuple[Space, Wo
     search = Search(space, costs_of(work, cluster), work.grain_size)
     larger = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes + more))
     asked = Wanted(fewest=4, most=4, number=40)
-    before = search.passes().take(asked)
-    found = search.with_more_memory(more).passes().take(asked)
-    assert found == Search(space, costs_of(work, larger), 1).passes().take(asked)
+    before = search.take(asked)
+    found = search.with_more_memory(more).take(asked)
+    assert found == Search(space, costs_of(work, larger), 1).take(asked)
     assert found != before
-    assert before == search.passes().take(asked)
-
-
-def test_the_least_that_lacks_is_that_of_all_places() -> None:
-    asked: list[float] = []
-
-    def later(least: float, below: float) -> float:
-        asked.append(below)
-        return least if least < below else float("inf")
-
-    def seen() -> Seen:
-        found = Seen()
-        for replicas, least in enumerate((5.0, 3.0, 4.0), 1):
-            found.lacks_later(Degrees(replicas, ModelDegrees()), partial(later, least))
-        found.lacks(Degrees(4, ModelDegrees()), 6.0)
-        return found
-
-    assert seen().least_missing_bytes == min(seen().all_missing_bytes.values()) == 3.0
-    assert asked[:3] == [6.0, 5.0, 3.0]
-    assert Seen().least_missing_bytes is None
+    assert before == search.take(asked)
 
 
 def test_a_deadline_that_cannot_be_met_says_what_can(real: tuple[Space, Workload, Search]) -> None:
@@ -617,5 +557,5 @@ def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str
     whole = {layout.data for layout, found in every if found.fits and layout.shard == 1}
     assert whole == {5, 6}
     wanted = sorted(aim.key(layout.world_size, found.step_seconds) for layout, found in every if found.fits)
-    found = Search(space, costs, work.grain_size).in_order(aim)
+    found = Search(space, costs, work.grain_size).take(Wanted(aim, number=NEVER))
     assert [aim.key(c.devices, c.seconds) for c in found] == wanted
