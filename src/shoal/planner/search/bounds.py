@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from shoal.planner.predict.lower_bounds import BlockSize, BlockStates, PipelineShape, filled, least_peak
 from shoal.planner.predict.workload import Prediction
-from shoal.planner.search.costs import Costs, Microbatch
+from shoal.planner.search.costs import Costs, MicrobatchSeconds
 from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
 
 
 class ScheduleFamily(NamedTuple):
-    """Microbatch schedules that differ only in the order of passes and the stages per rank."""
+    """MicrobatchSeconds schedules that differ only in the order of passes and the stages per rank."""
 
     grains: int
     recompute: Recompute
@@ -55,7 +55,7 @@ class Bounds:
 
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         self.space, self.costs, self.grain_size = space, costs, grain_size
-        self._microbatches: dict[tuple[Costs, int, int, ScheduleFamily], Microbatch] = {}
+        self._microbatches: dict[tuple[Costs, int, int, ScheduleFamily], MicrobatchSeconds] = {}
         self._sizes: dict[tuple[Costs, int, int, ScheduleFamily], BlockSize] = {}
         self._families: dict[tuple[Costs, int, Degrees], list[tuple[float, ScheduleFamily]]] = {}
         self._states: dict[Degrees, tuple[BlockStates, ...]] = {}
@@ -103,7 +103,7 @@ class Bounds:
             found.append((seconds, MicrobatchSchedule(*family, schedule, stages)))
         return sorted(found)
 
-    def _microbatch(self, costs: Costs, cut: ModelDegrees, family: ScheduleFamily) -> Microbatch:
+    def _microbatch(self, costs: Costs, cut: ModelDegrees, family: ScheduleFamily) -> MicrobatchSeconds:
         """Return the costs of a family's microbatch on a rank with all stages."""
         key = costs, cut.tensor, cut.context, family
         if key not in self._microbatches:

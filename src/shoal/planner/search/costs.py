@@ -18,7 +18,7 @@ from shoal.planner.search.space import Degrees, ModelDegrees
 from shoal.plans.plan import Plan
 
 
-class Microbatch(NamedTuple):
+class MicrobatchSeconds(NamedTuple):
     """Seconds of one microbatch on a rank with all stages, and of each of its blocks."""
 
     seconds: float
@@ -87,12 +87,12 @@ class Costs:
         agreed = self._predictor.exchanged.agreed(place.devices, is_divided, apart=is_divided)
         return (agreed + launches + device.step_seconds) * self._least
 
-    def microbatch(self, plan: Plan) -> Microbatch:
+    def microbatch(self, plan: Plan) -> MicrobatchSeconds:
         """Return lower bounds of the seconds of a microbatch, given a plan with one microbatch and no pipeline."""
         blocks, of = self._predictor.blocks(plan), self._least
         seconds = self._staging.ranks(plan).busiest.seconds * of
         longest, last, through = blocks.longest * of, blocks.last * of, blocks.through * of
-        return Microbatch(seconds, Blocks(blocks.number, blocks.seconds * of, longest, last, through))
+        return MicrobatchSeconds(seconds, Blocks(blocks.number, blocks.seconds * of, longest, last, through))
 
     def block_size(self, plan: Plan) -> BlockSize:
         """Return the activation bytes of a block, for all plans of a family and any length of the pipeline."""

@@ -27,7 +27,7 @@ from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.bounds import ScheduleFamily
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import Costs, Microbatch, costs_of
+from shoal.planner.search.costs import Costs, MicrobatchSeconds, costs_of
 from shoal.planner.search.search import Search, Wanted
 from shoal.planner.search.space import (
     Degrees,
@@ -106,9 +106,9 @@ class Invented(Costs):
     def beside(self, place: Degrees) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
-    def microbatch(self, plan: Plan) -> Microbatch:
+    def microbatch(self, plan: Plan) -> MicrobatchSeconds:
         assert self.microbatches(plan) == plan.layout.pipeline == 1
-        return Microbatch(self.staged(plan), Blocks())
+        return MicrobatchSeconds(self.staged(plan), Blocks())
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
