@@ -9,9 +9,8 @@ import hashlib
 import os
 import site
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from shoal.jobs.job_module import JobModule
 
@@ -80,19 +79,6 @@ def _installed() -> tuple[str, ...]:
 def _is_of_job(path: Path | str, package: Path | None) -> bool:
     """Check whether a file is in the job's topmost package, or is not installed."""
     return not is_installed(path) or (package is not None and Path(path).is_relative_to(package))
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two results of `code`: one text per file, with its changed definitions."""
-    found = []
-    for file in sorted({*before, *now}):
-        old, new = before.get(file), now.get(file)
-        if old is None or new is None:
-            found.append(f"{file} ({'new' if old is None else 'gone'})")
-        elif old != new:
-            names = ", ".join(sorted(name for name in {*old, *new} if old.get(name) != new.get(name)))
-            found.append(f"{file}: {names}")
-    return found
 
 
 def _digests(tree: ast.Module, function: str | None) -> dict[str, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import CertificateError
-from shoal.jobs.job_sources import changed
+from shoal.jobs.differences import ABSENT, changed, differences
 
 SCHEMA = 2  # since 2, certificates name the code of the job's modules
 # Sections of a plan that do not affect the computation.
@@ -57,13 +57,14 @@ class Certificate:
             )
         facts, code = {**job}, self.document["job"].get("code", {})
         differing = [f"other code in {file}" for file in changed(code, facts.pop("code", {}))]
-        mine = {"job": facts, "plan": _relevant(plan), "versions": dict(versions)}
-        theirs = {**self.document, "plan": _relevant(self.document["plan"])}
+        mine = json.loads(json.dumps({"job": facts, "plan": _relevant(plan), "versions": dict(versions)}))
+        theirs = {"job": self.document["job"], "versions": self.document["versions"]}
+        theirs["plan"] = _relevant(self.document["plan"])
         differing += [
-            f"{part}.{key} = {held!r}, this run has {value!r}"
-            for part, values in json.loads(json.dumps(mine)).items()
-            for key, value, held in _pairs(values, theirs[part])
-            if held != value
+            f"{one.name} = {one.theirs!r}, this run has {one.mine!r}"
+            for one in differences(mine, theirs)
+            # Older versions write fewer values, and newer ones more.
+            if one.mine is not ABSENT and not (one.mine is None and one.theirs is ABSENT)
         ]
         if differing:
             raise CertificateError(
@@ -71,16 +72,6 @@ class Certificate:
                 conflict="it speaks of another run: " + "; ".join(differing[:4]),
                 remedy="verify this job with this plan and these versions",
             )
-
-
-def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, mine, theirs) for every value. Keys in nested sections have dots."""
-    for key, value in mine.items():
-        held = theirs.get(key)
-        if isinstance(value, Mapping) and isinstance(held, Mapping):
-            yield from ((f"{key}.{name}", a, b) for name, a, b in _pairs(value, held))
-        else:
-            yield key, value, held
 
 
 def _relevant(plan: Mapping[str, Any]) -> dict[str, Any]:

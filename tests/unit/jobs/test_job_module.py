@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import JobFileError
+from shoal.jobs.differences import changed
 from shoal.jobs.job_file import load, parse_target
 from shoal.jobs.job_module import JobModule, split_target
-from shoal.jobs.job_sources import changed, code
+from shoal.jobs.job_sources import code
 
 JOB = """
 import shoal

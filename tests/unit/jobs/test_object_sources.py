@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from shoal.jobs.differences import changed
 from shoal.jobs.job import Epochs, Job, warmup_cosine
-from shoal.jobs.job_sources import JOB_FILE, changed
+from shoal.jobs.job_sources import JOB_FILE
 from shoal.jobs.object_sources import code_of
 from shoal.training.callbacks.ema import EMA
 

@@ -17,9 +17,10 @@ import torch
 
 from shoal.checkpoint.run_state import RunState
 from shoal.errors import JobMismatchError
+from shoal.jobs.differences import ABSENT, changed, differences
 from shoal.jobs.job import Epochs, Length, Progress, Samples, Steps
 from shoal.jobs.job_file import JobRequest, file_sha256, load
-from shoal.jobs.job_sources import FREE, LENGTHS, changed
+from shoal.jobs.job_sources import FREE, LENGTHS
 from shoal.jobs.same_job import differing_fields
 from shoal.numerics.isolation import generators_kept
 from shoal.runs.options import Course, declared
@@ -47,7 +48,7 @@ _DEPTH = 4
 _PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Path(__file__).parents[2]})
 
 
-def differences(
+def accepted_changes(
     saved: dict[str, Any], now: dict[str, Any], fields_changed: list[str] | None, accepted: bool
 ) -> list[str]:
     """Return sentences about differences from the trained job, without entries that its version did not write.
@@ -68,7 +69,11 @@ def differences(
             sets = ((own, saved[name].get(own) or [], read) for own, read in now[name].items())
             given += [f"other samples in {own}" for own, old, new in sets if old[: len(new)] != new[: len(old)]]
         elif name == "settings":
-            texts = _settings(saved[name], now[name])
+            texts = [
+                f"{one.name} = {'gone' if one.mine is ABSENT else one.mine}, "
+                f"was {'not there' if one.theirs is ABSENT else one.theirs}"
+                for one in differences(now[name], saved[name])
+            ]
             if fields_changed == []:
                 free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
             else:
@@ -87,14 +92,6 @@ def differences(
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
         "another --out",
     )
-
-
-def _settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [
-        f"{name} = {now.get(name, 'gone')}, was {saved.get(name, 'not there')}"
-        for name in {**saved, **now}
-        if name not in saved or name not in now or saved[name] != now[name]
-    ]
 
 
 def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:

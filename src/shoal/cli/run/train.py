@@ -18,7 +18,7 @@ import torch
 
 from shoal.checkpoint.remote_place import RemotePlace
 from shoal.checkpoint.run_state import RunState
-from shoal.cli.run.changes import Lengths, differences, fields_changed, same_settings
+from shoal.cli.run.changes import Lengths, accepted_changes, fields_changed, same_settings
 from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
 from shoal.cli.run.description import (
     certified,
@@ -288,7 +288,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     saved = read_json(directory.job) if request.course.resume else None
     description = describe(loaded, engine, request, call.why_grains, saved)
     changes = decided_by_rank_0(
-        mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.course.accept_changes)
+        mesh, list[str], lambda: accepted_changes(saved or {}, description, call.unlike, request.course.accept_changes)
     )
     description["certificate"] = certificate = together(mesh, lambda: certified(request, loaded, engine.plan))
     description["initial_weights"] = began = initial_weights_of(engine, saved)

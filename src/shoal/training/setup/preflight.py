@@ -24,6 +24,7 @@ from shoal.data.stream import StreamLoader
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError, JobError, LaunchError
+from shoal.jobs.differences import ABSENT, differences
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
 from shoal.launch.supervise.host_process import MOST_APART_SECONDS
@@ -155,7 +156,11 @@ def refuse_differences(
     first: dict[str, None] = {}
     for rank, other in enumerate(told):
         for name in (name for name in mine if other[name] != told[0][name]):
-            theirs, here = _apart(other[name], told[0][name]), _apart(told[0][name], other[name])
+            theirs, here = other[name], told[0][name]
+            if isinstance(theirs, dict) and isinstance(here, dict):
+                parts = differences(theirs, here)
+                theirs = {one.name: one.mine for one in parts if one.mine is not ABSENT}
+                here = {one.name: one.theirs for one in parts if one.theirs is not ABSENT}
             found.setdefault((other["host"], f"{name} = {str(theirs)[:200]}"), []).append(rank)
             first[f"{name} = {str(here)[:200]}"] = None
     for rank, seconds in (clocks or {}).items():
@@ -236,10 +241,3 @@ def _some(source: MapSource) -> str | None:
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None
-
-
-def _apart(value: Any, beside: Any) -> Any:
-    """Return the entries of a mapping that differ from `beside`; return other values unchanged."""
-    if not isinstance(value, dict) or not isinstance(beside, dict):
-        return value
-    return {key: _apart(one, beside.get(key)) for key, one in value.items() if beside.get(key) != one}
