@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shoal.cli.options import BenchOptions
 from shoal.errors import CommandError
@@ -17,7 +16,7 @@ from shoal.hardware import dump
 from shoal.hardware.cluster_names import of_cores
 from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
 from shoal.hardware.values import DIVIDED, PROCESS_GROUP, Cluster, Device
-from shoal.launch.environment import REQUEST_FILE, Environment
+from shoal.launch.environment import REQUEST_FILE
 from shoal.launch.environments.detect import joined
 from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, divided_of, link_of, table
 from shoal.planner.measure.processes import results_of
@@ -37,8 +36,22 @@ def bench(options: BenchOptions) -> int:
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if handed_over is not None and environment is not None:
-        return _rank(options.what, json.loads(Path(handed_over).read_text(encoding="utf-8")), environment)
-    _refuse_unread(options)
+        task = json.loads(Path(handed_over).read_text(encoding="utf-8"))
+        from shoal.distributed.worker_process import as_rank
+        from shoal.planner.measure.worker import MeasureTask, Sampling, measure, measure_collectives
+
+        task = {**task, "folder": Path(task["folder"])}
+        if options.what == "collectives":
+            return as_rank(environment, lambda: measure_collectives(Sampling(**task), environment))
+        return as_rank(environment, lambda: measure(MeasureTask(**task), environment))
+    name, why = _UNREAD[options.what]
+    if getattr(options, name):
+        other = next(what for what in _UNREAD if what != options.what)
+        raise CommandError(
+            given=f"--{name} with shoal bench {options.what}",
+            conflict=why,
+            remedy=f"leave --{name} out, or write shoal bench {other}",
+        )
     found_gpus = gpus()
     ranks = _ranks(options.ranks, len(found_gpus))
     out = Path(options.out) if options.out else None
@@ -57,7 +70,21 @@ def bench(options: BenchOptions) -> int:
     measured = _measurements(ranks, options.quick, bool(found_gpus))
     found = undisturbed(divided(assembled(measured, found_gpus), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
-    text = dump(found, beside={"machine": _machine(measured[0].facts), "measurements": tables})
+    facts = measured[0].facts
+    text = dump(
+        found,
+        beside={
+            "machine": {
+                "processor": processor(),
+                "cores": cores(),
+                "gpus": gpus(),
+                "memory_bytes": memory_bytes(),
+                "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+                **{key: facts[key] for key in ("shoal", "torch", "python")},
+            },
+            "measurements": tables,
+        },
+    )
     kept = measured_file()
     kept.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (kept, out)):
@@ -74,28 +101,6 @@ _UNREAD = {
     "machine": ("sizes", "the sizes that a machine is measured with are those that shoal plan reads"),
     "collectives": ("quick", "collectives take as long as their sizes do: --sizes 64K,1M is quick"),
 }
-
-
-def _refuse_unread(options: BenchOptions) -> None:
-    """Reject an option of the other measurement. Raises: CommandError."""
-    name, why = _UNREAD[options.what]
-    if getattr(options, name):
-        other = next(what for what in _UNREAD if what != options.what)
-        raise CommandError(
-            given=f"--{name} with shoal bench {options.what}",
-            conflict=why,
-            remedy=f"leave --{name} out, or write shoal bench {other}",
-        )
-
-
-def _rank(what: str, task: dict[str, Any], environment: Environment) -> int:
-    from shoal.distributed.worker_process import as_rank
-    from shoal.planner.measure.worker import MeasureTask, Sampling, measure, measure_collectives
-
-    task = {**task, "folder": Path(task["folder"])}
-    if what == "collectives":
-        return as_rank(environment, lambda: measure_collectives(Sampling(**task), environment))
-    return as_rank(environment, lambda: measure(MeasureTask(**task), environment))
 
 
 def _ranks(text: str | None, num_gpus: int) -> int:
@@ -239,17 +244,6 @@ def _with(source: str, measured: Measured) -> str:
 def _threads(measured: Measured) -> str:
     number = measured.facts["threads"]
     return f"{number} thread{'s' * (number > 1)}"
-
-
-def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "processor": processor(),
-        "cores": cores(),
-        "gpus": gpus(),
-        "memory_bytes": memory_bytes(),
-        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
-        **{key: facts[key] for key in ("shoal", "torch", "python")},
-    }
 
 
 def summary(found: Cluster) -> str:

@@ -27,20 +27,16 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
     """Evaluate as a rank, or start ranks on this host that do. Raises: ShoalError."""
     request = handed_over(EvaluateRequest)
     with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as found:
-        return _evaluated(found, options)
-
-
-def _evaluated(request: EvaluateRequest, options: EvaluateOptions) -> ExitCode:
-    environment = joined(os.environ)
-    devices = environment.world_size if environment else options.devices or devices_here()
-    if environment is None and devices > 1:
-        ended = in_ranks(request, "evaluate", devices)
-        if ended.error is not None:
-            print(ended.error.render(), file=sys.stderr)
-        return ExitCode(ended.code)
-    at = environment or Environment()
-    with inside_run(os.environ):
-        return as_rank(at, lambda: _evaluate(request, options.devices or devices, at))
+        environment = joined(os.environ)
+        devices = environment.world_size if environment else options.devices or devices_here()
+        if environment is None and devices > 1:
+            ended = in_ranks(found, "evaluate", devices)
+            if ended.error is not None:
+                print(ended.error.render(), file=sys.stderr)
+            return ExitCode(ended.code)
+        at = environment or Environment()
+        with inside_run(os.environ):
+            return as_rank(at, lambda: _evaluate(found, options.devices or devices, at))
 
 
 def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:

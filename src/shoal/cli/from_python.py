@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.finished_run import Run
 from shoal.cli.hints import meant
@@ -164,7 +164,39 @@ def _run(given: dict[str, Any]) -> Run:
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
         with at_address(options) as options:
-            out = _run_at(options, Path(folder), signals)
+            request = requested(options)
+            if is_worker(os.environ):
+                if request.origin("max_restarts") is Origin.OPTION:
+                    told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
+                    warn_of([f"max_restarts={options.max_restarts}: {told}"])
+                ended = trained_in_worker(options, request, signals)
+            elif options.on != "local":
+                ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
+            else:
+                with claimed(request) as (request, lock):
+                    tell_notes(request)
+                    ended = _trained(request, lock, Path(folder), signals)
+            files = RunDirectory(request.where.out, request.where.address)
+            if ended.error is not None:
+                if ended.error.traceback_text and files.errors.is_dir():
+                    ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
+                raise ended.error
+            # Without signals here, only the ranks received them.
+            if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+                step = (read_json(files.saved) or {}).get("step")
+                goes_on = f"its checkpoint is of step {step}: resume=True, out={files.shown!r} goes on"
+                message = f"the run was stopped; {goes_on if step else 'no checkpoint'}"
+                if signal.SIGINT in ended.signals:
+                    raise KeyboardInterrupt(message)
+                print(message, file=sys.stderr)
+                raise SystemExit(ended.code)
+            if ended.code != ExitCode.DONE:  # an engine's code; the engine has printed the reason
+                raise LaunchError(
+                    given=f"shoal.run(..., out={files.shown!r})",
+                    conflict=f"it ended with exit code {ended.code}",
+                    remedy="its output, and errors in the run directory, say why",
+                )
+            out = request.where.address or request.where.out
     return Run(out, job)
 
 
@@ -175,24 +207,6 @@ def _plain(option: Option, value: Any) -> Any:
             return tuple(f"{old}={new}" for old, new in value.items())
         return (value,) if isinstance(value, str) else tuple(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-def _run_at(options: RunOptions, folder: Path, signals: Signals) -> PathText:
-    """Train as the options say, and return the run directory. Raises: as `shoal.run`."""
-    request = requested(options)
-    if is_worker(os.environ):
-        if request.origin("max_restarts") is Origin.OPTION:
-            told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
-            warn_of([f"max_restarts={options.max_restarts}: {told}"])
-        ended = trained_in_worker(options, request, signals)
-    elif options.on != "local":
-        ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
-    else:
-        with claimed(request) as (request, lock):
-            tell_notes(request)
-            ended = _trained(request, lock, folder, signals)
-    _raise(ended, request)
-    return request.where.address or request.where.out
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
@@ -295,29 +309,3 @@ def _parameters(job: Any) -> list[str]:
         return list(inspect.signature(job).parameters) if callable(job) else []
     except (TypeError, ValueError):  # a callable implemented in C
         return []
-
-
-def _raise(ended: RunEnd, request: RunRequest) -> None:
-    """Raise the error of a run, or KeyboardInterrupt or SystemExit if this process or the ranks were stopped."""
-    files = RunDirectory(request.where.out, request.where.address)
-    if ended.error is not None:
-        if ended.error.traceback_text and files.errors.is_dir():
-            ended.error.add_note(f"traceback of the rank: {files.shown}/{files.errors.name}")
-        raise ended.error
-    if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # without signals here, only the ranks received them
-        _stop(ended, files)
-    if ended.code != ExitCode.DONE:  # an engine's code; the engine has printed the reason
-        raise LaunchError(
-            given=f"shoal.run(..., out={files.shown!r})",
-            conflict=f"it ended with exit code {ended.code}",
-            remedy="its output, and errors in the run directory, say why",
-        )
-
-
-def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:
-    step = (read_json(files.saved) or {}).get("step")
-    kept = f"its checkpoint is of step {step}: resume=True, out={files.shown!r} goes on" if step else "no checkpoint"
-    if signal.SIGINT in ended.signals:
-        raise KeyboardInterrupt(f"the run was stopped; {kept}")
-    print(f"the run was stopped; {kept}", file=sys.stderr)
-    raise SystemExit(ended.code)

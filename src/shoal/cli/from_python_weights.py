@@ -62,13 +62,10 @@ def export(
             conflict="dtype takes 'bfloat16', 'float16' or 'float32'",
             remedy="write dtype='bfloat16', or leave it out for that of the training",
         )
-    texts = {name: os.fspath(value) if value is not None else None for name, value in _paths(output, tokenizer).items()}
+    paths = {"output": output, "tokenizer": tokenizer}
+    texts = {name: os.fspath(path) if path is not None else None for name, path in paths.items()}
     given = {"step": str(step), "ema": ema, "max_shard_size": str(max_shard_size), "dtype": dtype}
     return exported(options_from(ExportOptions, {"run": _path(run), **given, **texts}))[0]
-
-
-def _paths(output: PathText | None, tokenizer: PathText | None) -> dict[str, PathText | None]:
-    return {"output": output, "tokenizer": tokenizer}
 
 
 def evaluate(

@@ -309,7 +309,16 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
     """
     words: list[str] = []
     if "job" in option_names(type(options)) and not isinstance(options.job, str):
-        options = replace(options, **_job_by_name(options.job))
+        job = options.job
+        if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
+            raise CommandError(
+                given="a job that is an object of this program",
+                conflict="the ranks are started by an engine, on other hosts too, which do not have it",
+                remedy="write the job function into a file of its own, and give its path: "
+                'shoal.run("file.py:job", ...)',
+            )
+        target = f"{job.target}:{job.function}" if job.function else job.target
+        options = replace(options, job=target, set=job.settings)
     for one in declared(type(options)):
         value = getattr(options, one.name)
         if one.name in without or value == one.default:
@@ -330,20 +339,6 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
                 )
             words += [f"{part}"] if not one.flag.startswith("-") else [one.flag, f"{part}"]
     return words
-
-
-def _job_by_name(job: JobRequest) -> dict[str, Any]:
-    """Return the options `job` and `set` from which another process finds a job function in a file.
-
-    Raises: CommandError if the job is not in a file of its own.
-    """
-    if job.by_value or (job.handed is not None and job.module != JobModule.of_file(job.path)):
-        raise CommandError(
-            given="a job that is an object of this program",
-            conflict="the ranks are started by an engine, on other hosts too, which do not have it",
-            remedy='write the job function into a file of its own, and give its path: shoal.run("file.py:job", ...)',
-        )
-    return {"job": f"{job.target}:{job.function}" if job.function else job.target, "set": job.settings}
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TextIO
@@ -60,11 +60,23 @@ class SearchProgress:
 def plan(options: PlanOptions) -> ExitCode:
     """Answer the question in the options. Raises: ShoalError if there is no answer."""
     if options.learn is not None:
-        _refuse_beside_learn(options, options.learn)
+        given = [f.name for f in fields(options) if f.name != "learn" and getattr(options, f.name) != f.default]
+        if given:
+            names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
+            raise CommandError(
+                given=f"shoal plan --learn {' '.join(options.learn)} with {names}",
+                conflict="to learn reads run directories, each of which knows its cluster, and plans nothing",
+                remedy="write two commands: shoal plan --learn RUNDIR, and then shoal plan JOBFILE with the others",
+            )
         learn_from(options.learn)
         return ExitCode.DONE
     for text in (options.output, options.html):
-        _refuse_folder(text)
+        if text and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+            raise CommandError(
+                given=f"-o or --html {text}",
+                conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
+                remedy="give the name of a file in a folder that exists",
+            )
     found = answered(options)
     show(found, console_of_width())
     if options.output:
@@ -141,18 +153,6 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
     return loaded.job, f"{request.target}:{loaded.function}", options.precision
 
 
-def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
-    """Reject options of a search together with `--learn`. Raises: CommandError."""
-    given = [f.name for f in fields(options) if f.name != "learn" and getattr(options, f.name) != f.default]
-    if given:
-        names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
-        raise CommandError(
-            given=f"shoal plan --learn {' '.join(learn)} with {names}",
-            conflict="to learn reads run directories, each of which knows its cluster, and plans nothing",
-            remedy="write two commands: shoal plan --learn RUNDIR, and then shoal plan JOBFILE with the others",
-        )
-
-
 def _above_zero(flag: str, text: str | float | None, unit: str, example: str) -> float | None:
     if text is None:
         return None
@@ -167,12 +167,3 @@ def _above_zero(flag: str, text: str | float | None, unit: str, example: str) ->
             remedy=f"write {flag} {example}, say",
         )
     return value
-
-
-def _refuse_folder(text: str | None) -> None:
-    if text and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
-        raise CommandError(
-            given=f"-o or --html {text}",
-            conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
-            remedy="give the name of a file in a folder that exists",
-        )

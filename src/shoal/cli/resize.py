@@ -55,7 +55,15 @@ def resize(options: ResizeOptions) -> ExitCode:
         return ExitCode.DONE
     wish(directory, options.devices)
     try:
-        _wait(directory, options, given)
+        while wished(directory) == options.devices:
+            if not is_held(directory.path):
+                granted(directory)
+                raise CommandError(
+                    given=given,
+                    conflict="the run ended before the step was over after which it would have been heeded",
+                    remedy="nothing, where it has completed; else go on with shoal run ... --resume",
+                )
+            time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:
         granted(directory)
         return ExitCode.INTERRUPTED
@@ -68,19 +76,6 @@ def resize(options: ResizeOptions) -> ExitCode:
         )
     print(f"{options.run} goes on with {_processes(options.devices)}")
     return ExitCode.DONE
-
-
-def _wait(directory: RunDirectory, options: ResizeOptions, given: str) -> None:
-    """Wait until the request is granted. Raises: CommandError if the run has ended."""
-    while wished(directory) == options.devices:
-        if not is_held(directory.path):
-            granted(directory)
-            raise CommandError(
-                given=given,
-                conflict="the run ended before the step was over after which it would have been heeded",
-                remedy="nothing, where it has completed; else go on with shoal run ... --resume",
-            )
-        time.sleep(_LOOK_SECONDS)
 
 
 def _processes(number: int) -> str:

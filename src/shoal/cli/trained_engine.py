@@ -27,7 +27,6 @@ from shoal.jobs.job_object import HandedJob
 from shoal.launch.environment import REQUEST_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
-from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, read_plan
 from shoal.plans.resolve import Judged, relaid
@@ -162,20 +161,16 @@ def trained_engine(
             def take_up() -> None:
                 held = engine.sharded_model.tensors()
                 refuse_other_model(saved, held, engine.sharded_model.absent())
-                _fill(saved, held, request.ema)
+                averaged = averages(saved) if request.ema else {}
+                try:
+                    fill(saved, "model", held)
+                    evaluated = saved.document["tensors"].get(EVALUATED, {})
+                    fill(saved, EVALUATED, {name: target for name, target in held.items() if name in evaluated})
+                    fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
+                except ManifestError as error:
+                    raise damaged(saved.folder, error) from error
 
             together(mesh, take_up)
             yield mesh, found, engine, saved
         finally:
             engine.close()
-
-
-def _fill(saved: SavedCheckpoint, held: TensorSlices, ema: bool) -> None:
-    averaged = averages(saved) if ema else {}
-    try:
-        fill(saved, "model", held)
-        evaluated = saved.document["tensors"].get(EVALUATED, {})
-        fill(saved, EVALUATED, {name: target for name, target in held.items() if name in evaluated})
-        fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
-    except ManifestError as error:
-        raise damaged(saved.folder, error) from error

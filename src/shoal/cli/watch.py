@@ -26,37 +26,34 @@ _PATIENCE = 2500.0
 def watch(options: WatchOptions) -> ExitCode:
     """Show a run until it ends. Raises: RunDirectoryError if there is no run; CommandError for the metrics' file."""
     with run_reader(options.run) as reader:
-        return _watch(options, _Watched(reader))
-
-
-def _watch(options: WatchOptions, watched: _Watched) -> ExitCode:
-    metrics = Path(options.openmetrics) if options.openmetrics else None
-    watched.look()
-    _write(metrics, watched)
-    if options.once:
-        _print(watched)
-        return ExitCode.DONE
-    with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
-        show()
-        taken = 0.0
-        while watched.status == "running":
-            time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(taken))
-            began = time.process_time()
-            try:
-                watched.look()
-            except (RunDirectoryError, OSError) as error:
-                if watched.files.address is not None and error.__cause__ is not None:  # connection failed
-                    print(f"note: {error}; looking again", file=sys.stderr)
-                    continue
-                watched.gone = True
-                break
-            _write(metrics, watched)
+        watched = _Watched(reader)
+        metrics = Path(options.openmetrics) if options.openmetrics else None
+        watched.look()
+        _write(metrics, watched)
+        if options.once:
+            _print(watched)
+            return ExitCode.DONE
+        with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
             show()
-            taken = time.process_time() - began - watched.accounting
-        show()
-    if watched.gone:
-        print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
-    return ExitCode.DONE
+            taken = 0.0
+            while watched.status == "running":
+                time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(taken))
+                began = time.process_time()
+                try:
+                    watched.look()
+                except (RunDirectoryError, OSError) as error:
+                    if watched.files.address is not None and error.__cause__ is not None:  # connection failed
+                        print(f"note: {error}; looking again", file=sys.stderr)
+                        continue
+                    watched.gone = True
+                    break
+                _write(metrics, watched)
+                show()
+                taken = time.process_time() - began - watched.accounting
+            show()
+        if watched.gone:
+            print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
+        return ExitCode.DONE
 
 
 def pause(taken: float) -> float:

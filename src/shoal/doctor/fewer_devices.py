@@ -60,17 +60,12 @@ def _crowd(times: RunTimes, devices: int) -> float:
 
 def _scaled(times: RunTimes, busy: float) -> float:
     """Return the fraction of a rank's computing that grows with its samples."""
-    flops, peak = _flops(times), _peak(times)
+    told = times.section("prediction").get("flops_per_sample")
+    per_sample = float(told) if isinstance(told, int | float) else _FLOPS_PER_PARAMETER * times.parameters
+    flops, peak = per_sample * times.samples, _peak(times)
     if not flops or not peak or busy <= 0.0:
         return 0.5
     return min(1.0, flops / times.world_size / (peak * _REACHED) / busy)
-
-
-def _flops(times: RunTimes) -> float:
-    """Return the FLOPs of a step as the planner counted them, else from one use of each parameter per sample."""
-    told = times.section("prediction").get("flops_per_sample")
-    per_sample = float(told) if isinstance(told, int | float) else _FLOPS_PER_PARAMETER * times.parameters
-    return per_sample * times.samples
 
 
 def _peak(times: RunTimes) -> float:

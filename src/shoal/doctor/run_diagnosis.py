@@ -88,7 +88,11 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
 
 def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     """Return the times of a run and its causes of lost time. Raises: RunDirectoryError if there are too few records."""
-    traced = _traced_steps(files.path)
+    traced: set[int] = set()
+    for file in files.path.glob("trace-*.json.gz"):
+        with contextlib.suppress(CommandError):
+            steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
+            traced |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
     untraced = [record for record in files.records if record.step not in traced]
     times = run_times(replace(files, records=tuple(untraced)), account_of(files))
     if times is None:
@@ -117,16 +121,6 @@ def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[Lost
         return RunDiagnosis(times, found, asked.best(found))
     except (PlanError, HardwareError, UserCodeError) as error:
         return RunDiagnosis(times, found, unasked=f"{error.given}: {error.conflict}")
-
-
-def _traced_steps(path: Path) -> set[int]:
-    """Return the steps that a profiler slowed down."""
-    found: set[int] = set()
-    for file in path.glob("trace-*.json.gz"):
-        with contextlib.suppress(CommandError):
-            steps = TraceSteps.parse(file.name.removeprefix("trace-").removesuffix(".json.gz"))
-            found |= set(range(steps.first, min(steps.last, steps.first + _MOST_TRACED) + 1))
-    return found
 
 
 def _named(reader: RunReader) -> str:
@@ -188,7 +182,8 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
             arguments += [f"--{option.replace('_', '-')}", str(value)]
     kept = RunDirectory(files.path).plan
     plan = read_plan(kept) if kept.exists() else Plan()
-    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=_trial_folder(files))
+    folder = files.path.absolute().parent if files.address is None else Path.cwd()  # on the run's disk
+    return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=folder)
 
 
 def _settings(given: Any) -> list[str]:
@@ -212,11 +207,6 @@ def _variables(times: RunTimes) -> dict[str, str | None]:
     if times.threads is None or times.device != "cpu":
         return {}
     return {"OMP_NUM_THREADS": str(times.threads)}
-
-
-def _trial_folder(files: RunFiles) -> Path:
-    """Return the folder for trials: on the run's disk, or the current folder for a run at an address."""
-    return files.path.absolute().parent if files.address is None else Path.cwd()
 
 
 def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:

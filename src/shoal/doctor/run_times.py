@@ -118,10 +118,13 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     spans = {name: of_usual * mean(r.spans.get(name, 0.0) for r in usual) for name in SPANS if name != "checkpoint"}
     last = files.attempts[-1] if files.attempts else None
     ordered = sorted(plain)
-    grains, degrees = int(files.job.get("grains") or 1), _degrees(files.plan)
+    layout = _section(files.plan, "layout")
+    degrees = {axis: int(layout.get(axis) or 1) for axis in ("data", "shard", "tensor", "pipeline", "context")}
+    grains = int(files.job.get("grains") or 1)
     apart = degrees["data"] * degrees["shard"]
     most = -(-grains // apart)
     sums = [volume for volume in account.traffic if volume.collective in _SUMS and degrees["shard"] == 1]
+    samples, batch = files.job.get("train_samples"), files.job.get("global_batch")
     return RunTimes(
         num_steps=len(records),
         step=step,
@@ -146,8 +149,11 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
         microbatches=-(-most // max(1, int(_section(files.plan, "batch").get("grains_per_microbatch") or 1))),
         parameters=int(files.job.get("parameters") or 0),
         samples=mean(record.num_samples for record in records),
-        epoch_steps=_epoch_steps(files),
-        asks_evaluations=_asked(records) and (last is None or last.evaluate_every is None),
+        epoch_steps=samples / batch if isinstance(samples, int) and isinstance(batch, int) and batch else None,
+        asks_evaluations=any(
+            (r.after or {}).get("evaluation") and following.epoch == r.epoch for r, following in pairwise(records)
+        )
+        and (last is None or last.evaluate_every is None),
         messages=sum(volume.messages for volume in sums) if sums else None,
         message_bytes=sum(volume.bytes for volume in sums),
         start_up=account.wall.of("start_up"),
@@ -214,21 +220,6 @@ def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
         return 0.0
     usual = median(others)
     return sum(max(0.0, median(plain[place + after] for place in both) - usual) for after in (0, 1))
-
-
-def _asked(records: Sequence[StepRecord]) -> bool:
-    """Check whether evaluations occurred within an epoch, which only a callback of the job requests."""
-    return any((r.after or {}).get("evaluation") and following.epoch == r.epoch for r, following in pairwise(records))
-
-
-def _epoch_steps(files: RunFiles) -> float | None:
-    samples, batch = files.job.get("train_samples"), files.job.get("global_batch")
-    return samples / batch if isinstance(samples, int) and isinstance(batch, int) and batch else None
-
-
-def _degrees(plan: Mapping[str, Any]) -> dict[str, int]:
-    layout = _section(plan, "layout")
-    return {axis: int(layout.get(axis) or 1) for axis in ("data", "shard", "tensor", "pipeline", "context")}
 
 
 def _section(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:

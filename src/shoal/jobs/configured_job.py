@@ -47,7 +47,13 @@ def configured_job(target: str, sequence: int | None, batch: int | None) -> Job:
     length, rows = _sizes(target, config, build, (sequence, batch), takes_images=wants == _PIXELS)
     data: Any
     if wants == _PIXELS:
-        shape = _image_shape(target, config)
+        size = getattr(config, "image_size", None) or _IMAGE_SIZE
+        channels = getattr(config, "num_channels", 3)
+        if not isinstance(size, int) or not isinstance(channels, int):
+            raise _refusal(
+                target, f"its image_size {size} is no single number", "write a job file with the model's images"
+            )
+        shape = channels, size, size
         data, loss = partial(_Images, shape), _label
     else:
         config.use_cache = False
@@ -99,14 +105,6 @@ def _has_table(build: Any) -> bool:
         modules = build().named_modules()
     names = (name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Embedding))
     return any("position" in name or name == "wpe" for name in names)
-
-
-def _image_shape(target: str, config: Any) -> tuple[int, int, int]:
-    size = getattr(config, "image_size", None) or _IMAGE_SIZE
-    channels = getattr(config, "num_channels", 3)
-    if not isinstance(size, int) or not isinstance(channels, int):
-        raise _refusal(target, f"its image_size {size} is no single number", "write a job file with the model's images")
-    return channels, size, size
 
 
 def _model(target: str, folder: Path) -> tuple[Any, Any]:

@@ -212,7 +212,16 @@ def _execute(module: JobModule) -> Any:
     except ShoalError:
         raise
     except SystemExit as error:
-        raise _ended(module, error) from error
+        place = place_of(error)
+        found = JobFileError(
+            given=str(module.path),
+            conflict=f"it ended the program while it was imported (SystemExit: {error.code}){place}; a file that "
+            "parses its own options at import reads those of `shoal`",
+            remedy="make the options parameters of the job function, and give them with --set NAME=VALUE; call "
+            'parse_args() and exit() below `if __name__ == "__main__":` only',
+        )
+        found.traceback_text = traceback_of(error)
+        raise found from error
     except Exception as error:
         raise _raised(str(module.path), error) from error
 
@@ -354,20 +363,6 @@ def _raised(where: str, error: Exception) -> JobFileError:
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",
         remedy=told if NO_PACKAGE in str(error) else f"{told}; the file must run by itself under `python`",
-    )
-    found.traceback_text = traceback_of(error)
-    return found
-
-
-def _ended(module: JobModule, error: SystemExit) -> JobFileError:
-    """Create the error for a job file that exits while it is imported, for example in an option parser."""
-    place = place_of(error)
-    found = JobFileError(
-        given=str(module.path),
-        conflict=f"it ended the program while it was imported (SystemExit: {error.code}){place}; a file that parses "
-        "its own options at import reads those of `shoal`",
-        remedy="make the options parameters of the job function, and give them with --set NAME=VALUE; call "
-        'parse_args() and exit() below `if __name__ == "__main__":` only',
     )
     found.traceback_text = traceback_of(error)
     return found

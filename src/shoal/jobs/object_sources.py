@@ -67,7 +67,9 @@ class _Found:
         if where == "here":
             self._add(own, _digest(function.__code__, is_job))
             if not is_job:  # the defaults of a job function are settings
-                for part, value in _defaults(function):
+                parameters = inspect.signature(function).parameters.values()
+                defaults = ((p.name, p.default) for p in parameters if p.default is not p.empty)
+                for part, value in defaults:
                     self.visit(value, f"{own}({part})")
         for part, value in _closed(function):
             self.visit(value, f"{own}: {part}" if isinstance(value, _PLAIN) else part)
@@ -157,11 +159,6 @@ def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
         held = getattr(value, "__dict__", {})
         code = (FunctionType, MethodType, functools.partial, type)
         yield from ((f"{name}.{part}", inner) for part, inner in held.items() if isinstance(inner, code))
-
-
-def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:
-    parameters = inspect.signature(function).parameters.values()
-    return ((found.name, found.default) for found in parameters if found.default is not found.empty)
 
 
 def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:

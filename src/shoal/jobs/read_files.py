@@ -56,23 +56,18 @@ def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
     for path in paths:
         inside = next((folder for folder in folders if Path(path).is_relative_to(folder)), None)
         with contextlib.suppress(OSError):
-            found[os.path.relpath(path, inside) if inside is not None else path] = _digest(path)
+            size = os.path.getsize(path)
+            digest = hashlib.sha256(str(size).encode())
+            with open(path, "rb") as file:
+                if size <= _WHOLE_BYTES:
+                    digest.update(file.read())
+                else:
+                    num_blocks = _WHOLE_BYTES // _BLOCK_BYTES
+                    for number in range(num_blocks):
+                        file.seek((size - _BLOCK_BYTES) * number // (num_blocks - 1))
+                        digest.update(file.read(_BLOCK_BYTES))
+            found[os.path.relpath(path, inside) if inside is not None else path] = digest.hexdigest()[:16]
     return found
-
-
-def _digest(path: str) -> str:
-    """Return a shortened SHA-256 of a file's size and content; for files over 1 MiB, of 16 evenly spread blocks."""
-    size = os.path.getsize(path)
-    digest = hashlib.sha256(str(size).encode())
-    with open(path, "rb") as file:
-        if size <= _WHOLE_BYTES:
-            digest.update(file.read())
-        else:
-            num_blocks = _WHOLE_BYTES // _BLOCK_BYTES
-            for number in range(num_blocks):
-                file.seek((size - _BLOCK_BYTES) * number // (num_blocks - 1))
-                digest.update(file.read(_BLOCK_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _is_read_by_job() -> bool:

@@ -46,24 +46,6 @@ def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
             )
         if _DTYPES.search(text) or _SHAPES.search(text):
             return f"mend {line}; {_OF_THE_DATASET}{_given(batch)}"
-    return _of_kind(error, line)
-
-
-def _of_tensors(error: BaseException) -> bool:
-    """Check whether torch raised the error because of its operands."""
-    if isinstance(error, NotImplementedError | RecursionError):
-        return False
-    if isinstance(error, RuntimeError | IndexError):
-        return True
-    if not isinstance(error, ValueError | TypeError):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    from_torch = bool(frames and torch) and Path(frames[-1].filename).is_relative_to(Path(str(torch)).parent)
-    return "tensor" in text_of(error).lower() or (from_torch and isinstance(error, ValueError))
-
-
-def _of_kind(error: BaseException, line: str) -> str:
     if isinstance(error, SystemExit):
         return "let the job's code return, or raise what is wrong"
     if isinstance(error, ImportError) and NO_PACKAGE in text_of(error):
@@ -86,6 +68,20 @@ def _of_kind(error: BaseException, line: str) -> str:
     if isinstance(error, AssertionError):
         return f"mend what {line} asserts, or what it is asserted of"
     return f"mend {line}"
+
+
+def _of_tensors(error: BaseException) -> bool:
+    """Check whether torch raised the error because of its operands."""
+    if isinstance(error, NotImplementedError | RecursionError):
+        return False
+    if isinstance(error, RuntimeError | IndexError):
+        return True
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    from_torch = bool(frames and torch) and Path(frames[-1].filename).is_relative_to(Path(str(torch)).parent)
+    return "tensor" in text_of(error).lower() or (from_torch and isinstance(error, ValueError))
 
 
 def _given(batch: Any) -> str:

@@ -64,15 +64,14 @@ class _Walk:
         if type(one) is dict:
             return list(one) == list(other) and all(self.same(one[key], other[key]) for key in one)
         if type(one) in (torch.Tensor, torch.nn.Parameter):
-            return _tensors(one, other)
+            if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+                return False
+            return torch.equal(raw_bytes(one), raw_bytes(other))
         if isinstance(one, torch.Generator):
             return bool(torch.equal(one.get_state(), other.get_state()))
         if type(one) is np.ndarray and one.dtype != object:
             same = one.dtype == other.dtype and one.shape == other.shape
             return bool(same and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
-        return self._callables(one, other)
-
-    def _callables(self, one: Any, other: Any) -> bool | None:
         if isinstance(one, types.FunctionType):
             return self._functions(one, other)
         if isinstance(one, types.MethodType):
@@ -106,12 +105,6 @@ class _Walk:
         if not self.same(type(one), type(other)):
             return False
         return self.same(_reduced(one), _reduced(other))
-
-
-def _tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
-        return False
-    return torch.equal(raw_bytes(one), raw_bytes(other))
 
 
 def _reduced(value: Any) -> Any:

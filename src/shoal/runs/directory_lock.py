@@ -69,7 +69,10 @@ class Holder:
     def here(cls) -> Holder:
         """Return a holder for this process, starting now."""
         pid, started = os.getpid(), datetime.now(UTC).strftime(_SINCE)
-        return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, _command(), uuid.uuid4().hex)
+        path = Path(sys.argv[0] if sys.argv else "")
+        name = path.parent.name if path.name == "__main__.py" else path.name
+        command = shlex.join([name or platform.python_implementation(), *sys.argv[1:]])
+        return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, command, uuid.uuid4().hex)
 
     @property
     def local(self) -> bool:
@@ -97,12 +100,6 @@ def _started(pid: int) -> int | None:
         after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if after_name[0] in "ZX" else int(after_name[19])
     return None
-
-
-def _command() -> str:
-    path = Path(sys.argv[0] if sys.argv else "")
-    name = path.parent.name if path.name == "__main__.py" else path.name
-    return shlex.join([name or platform.python_implementation(), *sys.argv[1:]])
 
 
 class DirectoryLock:

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -132,7 +132,13 @@ class RunReader:
         now, held, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
         if held and attempts:
             newest = self._records[-1].at if self._records else None
-            attempts += _starting(attempts[-1], _begun(files.path, self._events, newest), now)
+            since, lost = held_since(files.path) or 0.0, 0.0
+            for event in self._events:
+                with contextlib.suppress(ValueError, TypeError):
+                    if event.get("kind") == "lost":
+                        lost = max(lost, datetime.fromisoformat(str(event.get("at"))).timestamp())
+            is_restart = lost > max(since, newest or 0.0)
+            attempts += _starting(attempts[-1], (lost, True) if is_restart else (since, False), now)
         return RunFiles(
             path=files.path,
             read_at=now,
@@ -168,19 +174,6 @@ def run_reader(run: str) -> Iterator[RunReader]:
         return
     with tempfile.TemporaryDirectory(prefix="shoal-run-") as folder:
         yield RunReader(Path(folder), address=run)
-
-
-def _begun(path: Path, events: Sequence[Mapping[str, Any]], newest: float | None) -> tuple[float, bool]:
-    """Return when the newest start of a running run began, and whether a lost rank caused it.
-
-    The start is when the call took the directory or noticed the loss, unless a step finished after the loss.
-    """
-    since, lost = held_since(path) or 0.0, 0.0
-    for event in events:
-        with contextlib.suppress(ValueError, TypeError):
-            if event.get("kind") == "lost":
-                lost = max(lost, datetime.fromisoformat(str(event.get("at"))).timestamp())
-    return (lost, True) if lost > max(since, newest or 0.0) else (since, False)
 
 
 def _starting(last: Attempt, begun: tuple[float, bool], now: float) -> tuple[Attempt, ...]:

@@ -18,7 +18,7 @@ import torch
 from shoal.checkpoint.run_state import RunState
 from shoal.errors import JobMismatchError
 from shoal.jobs.differences import ABSENT, changed, differences
-from shoal.jobs.job import Epochs, Length, Progress, Samples, Steps
+from shoal.jobs.job import Epochs, Progress, Samples, Steps
 from shoal.jobs.job_file import JobRequest, file_sha256, load
 from shoal.jobs.job_sources import FREE, LENGTHS
 from shoal.jobs.same_job import differing_fields
@@ -227,7 +227,7 @@ class Lengths:
         if not self._changed or self.state is None:
             return
         step, engine = self.state.step, self.engine
-        before = replace(engine.order, length=_length(self._before)).num_steps
+        before = replace(engine.order, length=_LENGTHS[self._before["kind"]](self._before["count"])).num_steps
         now = engine.order.num_steps
         yield f"length: {_said(self._before, before)}, {_said(self._now, now)} from here on"
         if engine.job.schedule is None:
@@ -247,10 +247,6 @@ class Lengths:
         """Return the first group's learning rate before `step` (from 0) of `num_steps`."""
         progress = Progress(step, num_steps, self.engine.order.samples_before(step))
         return self.engine.updater.stepper.rate(progress)
-
-
-def _length(described: dict[str, Any]) -> Length:
-    return _LENGTHS[described["kind"]](described["count"])
 
 
 def _said(length: dict[str, Any], steps: int | None = None) -> str:

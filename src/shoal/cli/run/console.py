@@ -12,10 +12,9 @@ import torch
 
 from shoal.cli.notebook_progress import record_line
 from shoal.hardware.detect import cores
-from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob
 from shoal.planner.calibrate.comparison import as_line
-from shoal.plans.plan import Plan, described
+from shoal.plans.plan import described
 from shoal.runs.directory import RunDirectory
 from shoal.runs.options import Origin
 from shoal.runs.records import RunRecord, StepRecord
@@ -185,7 +184,14 @@ def introduce(
     asked = "all GPUs, or one process without" if is_default else "as asked"
     reporter.note(f"  devices     {where}{threads} ({asked})")
     reporter.note(f"  layout      {described(plan)}")
-    for line in _batch(job, plan, why_grains):
+    share = -(-job.num_grains // plan.divides_step)
+    per = plan.batch.grains_per_microbatch
+    each = f"{job.grain_size} sample{'s' if job.grain_size > 1 else ''} each"
+    for line in (
+        f"  grains      {job.num_grains} ({each}; {why_grains})",
+        f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
+        f"({-(-share // per)} microbatch(es))",
+    ):
         reporter.note(line)
     mode = (
         "exact: grain by grain, one thread, fixed tree"
@@ -223,17 +229,6 @@ def introduce(
             f"  length      nothing is left to do: the run was told to end after step {request.course.steps}; "
             f"--steps {engine.order.num_steps} goes on to the job's own end"
         )
-
-
-def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
-    share = -(-job.num_grains // plan.divides_step)
-    per = plan.batch.grains_per_microbatch
-    each = f"{job.grain_size} sample{'s' if job.grain_size > 1 else ''} each"
-    return (
-        f"  grains      {job.num_grains} ({each}; {why_grains})",
-        f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
-        f"({-(-share // per)} microbatch(es))",
-    )
 
 
 def _longer(loaded: LoadedJob) -> str:

@@ -62,7 +62,28 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
         return replace(options, devices=_started(limits, environment))
     engine = options.on.partition(":")[0]
     if engine == "local":
-        return _chosen(options, limits)
+        found_gpus = visible_gpus()
+        there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
+        if there < limits.least:
+            raise LaunchError(
+                given=f"--devices {limits}",
+                conflict=f"this host has {there} {kind}",
+                remedy=f"write --devices {there}, or start it where there are more",
+            )
+        most = min(limits.most, there)
+        if options.resume or options.resume_if_exists:
+            print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
+            return replace(options, devices=most)
+        found = in_child(lambda: _planned(options, replace(limits, most=most)))
+        if "error" in found:
+            raise from_json(found["error"])
+        plan = loaded(Plan, found["plan"]) if found["plan"] is not None else None
+        number = plan.num_processes if plan is not None else most
+        why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
+        print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
+        if plan is None or options.exact:
+            return replace(options, devices=number)
+        return replace(options, devices=None, plan=plan)
     if engine not in ELASTIC:
         raise CommandError(
             given=f"--devices {limits} --on {options.on}",
@@ -82,35 +103,6 @@ def _started(limits: DeviceRange, environment: Environment) -> int:
         conflict="that is no number between the two",
         remedy="start another number, or write other limits",
     )
-
-
-def _chosen(options: RunOptions, limits: DeviceRange) -> RunOptions:
-    """Return the options with the best plan for this host's devices.
-
-    A resumed run or exact mode gets only the number of devices.
-    """
-    found_gpus = visible_gpus()
-    there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
-    if there < limits.least:
-        raise LaunchError(
-            given=f"--devices {limits}",
-            conflict=f"this host has {there} {kind}",
-            remedy=f"write --devices {there}, or start it where there are more",
-        )
-    most = min(limits.most, there)
-    if options.resume or options.resume_if_exists:
-        print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
-        return replace(options, devices=most)
-    found = in_child(lambda: _planned(options, replace(limits, most=most)))
-    if "error" in found:
-        raise from_json(found["error"])
-    plan = loaded(Plan, found["plan"]) if found["plan"] is not None else None
-    number = plan.num_processes if plan is not None else most
-    why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
-    print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
-    if plan is None or options.exact:
-        return replace(options, devices=number)
-    return replace(options, devices=None, plan=plan)
 
 
 def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
-from shoal.runs.options import Course, Origin, course_of, whole_number
+from shoal.runs.options import Origin, course_of, whole_number
 from shoal.runs.request import RunRequest, What, Where, loaded
 from shoal.runs.sound_values import adapter
 
@@ -189,7 +189,19 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if origin is Origin.RUN and plan.layout != given.layout:
         print(f"note: the run's layout, {described(given)}, becomes {described(plan)}", file=sys.stderr)
     if plan.serves:
-        _refuse_with_servers(course)
+        parts = "workers compute parts of different steps at a time, so that"
+        if course.trace is not None:
+            raise CommandError(
+                given=f"--trace {course.trace} with servers (server.mode of the plan)",
+                conflict=f"{parts} a step has no beginning of its own",
+                remedy='leave --trace out, or trace the job with server.mode = "none"',
+            )
+        if course.bad_samples:
+            raise CommandError(
+                given=f"--bad-samples {course.bad_samples} with servers (server.mode of the plan)",
+                conflict=f"{parts} there is no step before which all learn of a bad sample",
+                remedy='leave --bad-samples out, or train with server.mode = "none"',
+            )
     what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))
     where = Where(kept.path, options.address, numbered=None if options.out or options.resume else name)
     return RunRequest(what, where, course, options.started_at, origins)
@@ -197,23 +209,6 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
 # Settings of a plan whose origin is that of the plan.
 _OF_PLANS = ("layout", "execution.channels_last", "collectives.all_reduce", "memory.shared")
-
-
-def _refuse_with_servers(course: Course) -> None:
-    """Reject options that need a step that all ranks begin together. Raises: CommandError."""
-    parts = "workers compute parts of different steps at a time, so that"
-    if course.trace is not None:
-        raise CommandError(
-            given=f"--trace {course.trace} with servers (server.mode of the plan)",
-            conflict=f"{parts} a step has no beginning of its own",
-            remedy='leave --trace out, or trace the job with server.mode = "none"',
-        )
-    if course.bad_samples:
-        raise CommandError(
-            given=f"--bad-samples {course.bad_samples} with servers (server.mode of the plan)",
-            conflict=f"{parts} there is no step before which all learn of a bad sample",
-            remedy='leave --bad-samples out, or train with server.mode = "none"',
-        )
 
 
 def looked_at(request: RunRequest) -> RunRequest:

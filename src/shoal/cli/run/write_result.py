@@ -21,7 +21,6 @@ from shoal.errors import ShoalError, StorageError
 from shoal.hardware.values import kind_of
 from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
-from shoal.plans.plan import Plan
 from shoal.runs.attempts import AttemptLog
 from shoal.runs.directory import RunDirectory
 from shoal.runs.effective_time import EffectiveTime, earlier_starts
@@ -200,15 +199,12 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
         shares = Shares(engine.job.num_grains, grains, computation.effective_grains, engine.buffers.num_values)
         try:
             step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
-            found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)
+            compression = engine.strategy.compression
+            ended = compression.fell_back if compression is not None else None
+            is_compressed = ended is None or ended["step"] >= found["step"]
+            plan = engine.plan if is_compressed else engine.plan.uncompressed
+            found["predicted"] = predicted(plan, step, mesh.rank)
         except Exception as error:  # a failed prediction must not cost a finished run its result
             found["predicted"] = None
             warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
     return blocks(mesh.gather_json(found))
-
-
-def _plan_at(engine: Engine, step: int) -> Plan:
-    """Return the plan in effect at a step: without compression if that had ended."""
-    compression = engine.strategy.compression
-    ended = compression.fell_back if compression is not None else None
-    return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan
