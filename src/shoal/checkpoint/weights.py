@@ -25,7 +25,7 @@ from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.runs.address import is_address
-from shoal.runs.initial_weights import NameRules
+from shoal.runs.option_values import NameRules
 
 Model = TypeVar("Model", bound=nn.Module)
 

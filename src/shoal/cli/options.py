@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
 from shoal.jobs.job_module import JobModule
+from shoal.runs.option_values import TraceSteps, TrackerName
 from shoal.runs.options import Course, checked_value, declared, option, switch
-from shoal.runs.trace_steps import TraceSteps
-from shoal.runs.tracking import TrackerName
 
 if TYPE_CHECKING:
     from shoal.jobs.job_file import JobRequest, Setting

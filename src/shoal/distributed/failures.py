@@ -21,8 +21,7 @@ from shoal.errors import (
     first_line,
     text_of,
 )
-from shoal.jobs.remedies import remedy
-from shoal.jobs.user_frames import place_of, traceback_of
+from shoal.jobs.user_errors import place_of, remedy, traceback_of
 from shoal.numerics.out_of_memory import is_out_of_memory
 
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  (the mount)

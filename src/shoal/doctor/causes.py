@@ -1,4 +1,4 @@
-"""Causes of lost time in a run with their cost, and remedies with their expected gain."""
+"""Causes of a run's lost time, each with remedies and the time that each remedy would regain."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.doctor.fewer_devices import on_devices, planned_ratio
 from shoal.doctor.run_times import RunTimes
+from shoal.errors import HardwareError
+from shoal.hardware.detect import here
+from shoal.report.account import section
 
 # Smallest share of time that is reported: less is not worth a change, and accounts are not that exact.
 WORTH = 0.03
@@ -372,3 +374,72 @@ def _host(times: RunTimes) -> Losses:
     other = times.spans.get("other", 0.0)
     seen = f"{_ms(other)} a step are neither data, model, sums nor update"
     yield _lost(times, "host", "the host beside the model", other, seen)
+
+
+_FLOPS_PER_PARAMETER = 6.0  # a multiply-add forward, two backward
+_REACHED = 0.4  # share of a device's peak that products of a small model reach
+_AGREEMENT = 0.05  # share of the sums' time that remains on one device
+
+
+def on_devices(times: RunTimes, devices: int, computing: float | None = None) -> float | None:
+    """Return the estimated seconds of a step on `devices` devices of the data axis, or None if the layout allows none.
+
+    `computing`: a rank's busy seconds, if they differ from the run's.
+    """
+    layout = times.section("layout")
+    if devices < 1 or any(int(layout.get(axis) or 1) > 1 for axis in ("tensor", "pipeline", "context", "shard")):
+        return None
+    if times.section("server").get("mode", "none") != "none":
+        return None
+    crowd, then = _crowd(times, times.world_size), _crowd(times, devices)
+    more = times.world_size / devices
+    spans = times.spans
+    if computing is None:
+        busy = times.computing
+        rest = sum(spans.get(name, 0.0) for name in ("optimizer", "other"))
+        data = sum(spans.get(name, 0.0) for name in ("data_wait", "host_to_device"))
+    else:  # a rank that is busy for `computing` seconds in total
+        busy = computing * times.computing / max(times.step - spans.get("exposed_communication", 0.0), 1e-9)
+        rest, data = computing - busy, 0.0
+    scaled = _scaled(times, busy / crowd)
+    computed = busy / crowd * (1 - scaled + scaled * more)
+    exposed = times.ranks.get("exposed_communication")
+    sums = exposed.least if exposed is not None else spans.get("exposed_communication", 0.0)
+    left = (devices - 1) / (times.world_size - 1) if devices > 1 else _AGREEMENT
+    return (computed + rest / crowd + data / crowd * more) * then + sums / crowd * left
+
+
+def planned_ratio(times: RunTimes, devices: int) -> float | None:
+    """Return the planned step time on `devices` devices relative to the run's own, from the run's prediction."""
+    predicted = times.section("prediction")
+    now, then = predicted.get("step_seconds"), section(predicted, "curve").get(str(devices))
+    return then / now if now and then else None
+
+
+def _crowd(times: RunTimes, devices: int) -> float:
+    """Return the number of processes per core, at least 1."""
+    if times.device != "cpu" or not times.cores:
+        return 1.0
+    return max(1.0, devices / times.cores)
+
+
+def _scaled(times: RunTimes, busy: float) -> float:
+    """Return the fraction of a rank's computing that grows with its samples."""
+    told = times.section("prediction").get("flops_per_sample")
+    per_sample = float(told) if isinstance(told, int | float) else _FLOPS_PER_PARAMETER * times.parameters
+    flops, peak = per_sample * times.samples, _peak(times)
+    if not flops or not peak or busy <= 0.0:
+        return 0.5
+    return min(1.0, flops / times.world_size / (peak * _REACHED) / busy)
+
+
+def _peak(times: RunTimes) -> float:
+    try:
+        device = here().device
+    except (HardwareError, OSError):
+        return 0.0
+    kinds = {"cpu": "cpu", "gpu": "gpu"}
+    if device.kind != kinds[times.device]:
+        return 0.0
+    dtype = str(times.section("precision").get("compute") or "float32")
+    return device.flops.get(dtype, device.flops.get("float32", 0.0)) * max(1, times.threads or 1)

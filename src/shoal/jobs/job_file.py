@@ -21,8 +21,7 @@ from shoal.jobs.job_module import JobModule, imported_from, located, split_targe
 from shoal.jobs.job_object import HandedJob
 from shoal.jobs.job_sources import code, sources
 from shoal.jobs.read_files import files_read
-from shoal.jobs.remedies import NO_PACKAGE, remedy
-from shoal.jobs.user_frames import place_of, traceback_of
+from shoal.jobs.user_errors import NO_PACKAGE, place_of, remedy, traceback_of
 from shoal.plans.grains import FEW_GRAINS
 
 # A setting: text from the command line, or {"value": JSON} from Python, which keeps the type.

@@ -11,8 +11,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from shoal.errors import CommandError
-from shoal.runs.trace_steps import TraceSteps
-from shoal.runs.tracking import TrackerName
+from shoal.runs.option_values import TraceSteps, TrackerName
 
 
 class Origin(StrEnum):

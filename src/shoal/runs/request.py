@@ -21,7 +21,7 @@ from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
 from shoal.runs.generation import Fence
-from shoal.runs.initial_weights import InitialWeights
+from shoal.runs.option_values import InitialWeights
 from shoal.runs.options import Course, Origin
 from shoal.runs.resize import resized
 from shoal.runs.sound_values import adapter

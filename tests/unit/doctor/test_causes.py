@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.doctor.causes import LostTime, Remedy, causes
-from shoal.doctor.fewer_devices import on_devices
+from shoal.doctor.causes import LostTime, Remedy, causes, on_devices
 from shoal.doctor.run_times import Periodic, RankSpread, RunTimes
 
 SPANS = {

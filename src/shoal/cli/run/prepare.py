@@ -26,7 +26,7 @@ from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.address import is_address, working_copy
 from shoal.runs.directory import RunDirectory, default_directory, read_json
-from shoal.runs.initial_weights import initial_weights
+from shoal.runs.option_values import initial_weights
 from shoal.runs.options import Origin, course_of, whole_number
 from shoal.runs.request import RunRequest, What, Where, loaded
 from shoal.runs.sound_values import adapter

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import JobError, ShoalError, UserCodeError
-from shoal.jobs.user_frames import raised_in_derivative
+from shoal.jobs.user_errors import raised_in_derivative
 from shoal.numerics.grain_randomness import DrawCounter, active_scope
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import ValueFree

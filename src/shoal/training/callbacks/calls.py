@@ -19,7 +19,7 @@ from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError, first_line, text_of
-from shoal.jobs.user_frames import place_of
+from shoal.jobs.user_errors import place_of
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.events import Events
 from shoal.runs.records import StepRecord

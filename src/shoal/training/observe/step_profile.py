@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.mesh import Mesh
 from shoal.runs.chrome_trace import MICROBATCH_ROW, SPAN_ROW, OwnEvent, RankTrace, merged, write
-from shoal.runs.trace_steps import TraceSteps
+from shoal.runs.option_values import TraceSteps
 from shoal.training.observe.telemetry import StepListener
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from shoal.checkpoint.whole_optimizer import ATTRIBUTES, begin, groups, parts, t
 from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred, is_torchs
 from shoal.errors import JobError, ShoalError
-from shoal.jobs.user_frames import place_of, traceback_of
+from shoal.jobs.user_errors import place_of, traceback_of
 from shoal.parallel.model.sharded_model import ShardedModel
 
 # Optimizers that need whole matrices. On a part of a matrix they compute something else.

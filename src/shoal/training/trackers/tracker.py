@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.errors import JobError
+from shoal.runs.option_values import TrackerName
 from shoal.runs.records import StepRecord
-from shoal.runs.tracking import TrackerName
 from shoal.training.callbacks.base import Callback, Ending, RunControl
 
 # Maximum entries that wait for the tracker; more are dropped, so that a hanging tracker costs no memory.

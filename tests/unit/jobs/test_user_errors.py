@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.distributed.failures import user_error
-from shoal.jobs.remedies import described
+from shoal.jobs.user_errors import described
 
 BATCH = (torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64))
 SHAPES = "shapes and dtypes of the batch are those of the dataset after collation"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import CommandError
-from shoal.runs.initial_weights import InitialWeights, NameRules, initial_weights
+from shoal.runs.option_values import InitialWeights, NameRules, initial_weights
 
 
 @pytest.mark.parametrize(

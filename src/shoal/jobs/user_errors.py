@@ -1,15 +1,46 @@
-"""Remedies for exceptions of the job's own code, selected by the exception's type and message."""
+"""Errors of a job's own code: where they were raised, and what to do about them."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import text_of
+
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+_TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the user's code that is in no file
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of the user's code in the traceback, as ` at FILE:LINE in FUNCTION`, or ""."""
+    foreign = (_OWN, *_LIBRARIES, "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
+    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def raised_by_library(error: BaseException) -> bool:
+    """Check whether the innermost line of the traceback is in a library."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARIES)
+
+
+def raised_in_derivative(error: BaseException) -> bool:
+    """Check whether the exception comes from a derivative that the user's code requested from torch."""
+    files = ("torch/autograd/__init__.py", "torch/_functorch/eager_transforms.py")
+    return any(f.filename.endswith(files) for f in traceback.extract_tb(error.__traceback__))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the whole traceback as text, for the run directory."""
+    return "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode()
+
 
 # Patterns in torch's messages about incompatible tensors.
 _DEVICES = re.compile(r"same device|device type|on device|found at least two devices|expected device|is on cpu", re.I)

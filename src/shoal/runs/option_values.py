@@ -1,12 +1,76 @@
-"""Initial weights of a run: their source, allowed differences, and renamed prefixes."""
+"""Values of a run's options that are more than a number or a text: traced steps, trackers, initial weights."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import CommandError
+from shoal.errors import CommandError, nearest
+
+
+@dataclass(frozen=True)
+class TraceSteps:
+    """First and last step, inclusive. Steps are numbered from 1."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> TraceSteps:
+        """Parse `10-12` or `10`. Raises: CommandError."""
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(text))
+        first = int(found[1]) if found else 0
+        last = int(found[2] or found[1]) if found else 0
+        if not 1 <= first <= last:
+            raise CommandError(
+                given=f"--trace {text}",
+                conflict="--trace takes a step, or the first and the last of several; steps are counted from 1",
+                remedy="write --trace 10 or --trace 10-12, say",
+            )
+        return cls(first, last)
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+# Name -> package to import. Each name is also an extra of shoal.
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "trackio": "trackio"}
+
+
+@dataclass(frozen=True)
+class TrackerName:
+    """A tracker's name, and its target: a folder, an address or a project. None means the tracker's default."""
+
+    name: str
+    where: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, given: str) -> TrackerName:
+        """Parse `NAME[:WHERE]`. `given`: the user's input, for messages. Raises: CommandError for an unknown name."""
+        name, colon, where = text.partition(":")
+        if name not in PACKAGES or (colon and not where):
+            raise CommandError(
+                given=given,
+                conflict=f"trackers are {', '.join(PACKAGES)}, each with a place after a colon where it is not its own",
+                remedy=f"write tensorboard or mlflow:sqlite:///runs.db, say{nearest(name, list(PACKAGES))}",
+            )
+        return cls(name, where or None)
+
+    def __str__(self) -> str:
+        return self.name if self.where is None else f"{self.name}:{self.where}"
+
+    def refuse_missing(self, given: str) -> None:
+        """Check that the package is installed, without importing it. Raises: CommandError."""
+        if importlib.util.find_spec(PACKAGES[self.name]) is None:
+            raise CommandError(
+                given=given,
+                conflict=f"the package {PACKAGES[self.name]} is not installed",
+                remedy=f'pip install "shoal[{self.name}]"',
+            )
+
 
 # Terms of torch's load_state_dict and Transformers' from_pretrained.
 DIFFERENCES = ("missing", "unexpected", "mismatched")
