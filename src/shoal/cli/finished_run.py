@@ -40,7 +40,11 @@ class Run:
     def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
         text = os.fspath(out)
         self.out: Path | str = text if is_address(text) else Path(text)
-        self._given = _lasting(os.fspath(job)) if isinstance(job, str | os.PathLike) else job
+        self._given = job
+        if isinstance(job, str | os.PathLike):  # relative paths become absolute, since the current folder may change
+            target = os.fspath(job)
+            path, _ = split_target(target)
+            self._given = os.path.abspath(target) if is_path(path) or os.sep in path else target
         with self._files() as files:
             if not files.job.exists():
                 raise RunDirectoryError(
@@ -124,12 +128,6 @@ class Run:
         result = self.result
         found = [(name, result[name]) for name in _SHOWN if result.get(name) not in (None, {})]
         return [(name, value[:12] if name == "weights_sha256" else _rounded(value)) for name, value in found]
-
-
-def _lasting(target: str) -> str:
-    """Return a target that does not depend on the current folder: relative paths become absolute."""
-    text, _ = split_target(target)
-    return os.path.abspath(target) if is_path(text) or os.sep in text else target
 
 
 def _rounded(value: Any) -> Any:

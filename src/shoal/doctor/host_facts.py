@@ -116,9 +116,20 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         folder: the folder for runs, whose disk is tried.
         root: the folder of /proc and /sys.
     """
-    memory = _meminfo(root / "proc/meminfo")
-    found = gpus()
-    rows, links = _gpu_rows() if found else ((), None)
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(root / "proc/meminfo") or "", re.MULTILINE)
+    memory = {name: int(kibibytes) * 1024 for name, kibibytes in lines}
+    own = re.search(r"^0::(.*)$", file_text(root / "proc/self/cgroup") or "", re.MULTILINE)
+    folders = upwards(root / "sys/fs/cgroup", own[1] if own else "/")
+    memory_limits = [_number(place / "memory.max") for place in folders]
+    processes = [_limit(resource.RLIMIT_NPROC), _number(root / "sys/fs/cgroup/pids.max")]
+    shm = None
+    with contextlib.suppress(OSError):
+        shm = os.statvfs(root / "dev/shm")
+    models = gpus()
+    rows = links = None
+    if models:
+        rows = _nvidia_smi("--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits")
+        links = _nvidia_smi("topo", "-m")
     return HostFacts(
         name=socket.gethostname(),
         system=f"{platform.system()} {platform.release()}",
@@ -129,13 +140,13 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         load=os.getloadavg()[0],
         memory_bytes=memory_bytes(),
         available_bytes=memory.get("MemAvailable", memory_bytes()),
-        memory_limit_bytes=_memory_limit(root),
+        memory_limit_bytes=min((limit for limit in memory_limits if limit is not None), default=None),
         swap_used_bytes=memory.get("SwapTotal", 0) - memory.get("SwapFree", 0),
-        shm_bytes=_shm(root)[0],
-        shm_free_bytes=_shm(root)[1],
+        shm_bytes=shm.f_blocks * shm.f_frsize if shm is not None else None,
+        shm_free_bytes=shm.f_bavail * shm.f_frsize if shm is not None else None,
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        processes=_least(_limit(resource.RLIMIT_NPROC), _number(root / "sys/fs/cgroup/pids.max")),
+        processes=min((limit for limit in processes if limit is not None), default=None),
         variables=dict(os.environ),
         versions=_versions(root),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
@@ -146,16 +157,10 @@ def host_facts(folder: Path, root: Path = Path("/")) -> HostFacts:
         clock=_clock(root),
         disk=_disk(folder, root),
         is_measured=measured_file().is_file(),
-        gpus=tuple(found),
-        gpu_rows=rows,
+        gpus=tuple(models),
+        gpu_rows=parsed_gpu_rows(rows or ""),
         gpu_links=links,
     )
-
-
-def _memory_limit(root: Path) -> int | None:
-    own = re.search(r"^0::(.*)$", file_text(root / "proc/self/cgroup") or "", re.MULTILINE)
-    limits = [_number(folder / "memory.max") for folder in upwards(root / "sys/fs/cgroup", own[1] if own else "/")]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _number(path: Path) -> int | None:
@@ -163,26 +168,9 @@ def _number(path: Path) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _meminfo(path: Path) -> dict[str, int]:
-    lines = re.findall(r"^(\w+):\s+(\d+) kB", file_text(path) or "", re.MULTILINE)
-    return {name: int(kibibytes) * 1024 for name, kibibytes in lines}
-
-
 def _limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _least(*values: int | None) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _shm(root: Path) -> tuple[int | None, int | None]:
-    try:
-        found = os.statvfs(root / "dev/shm")
-    except OSError:
-        return None, None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
 def _versions(root: Path) -> dict[str, str | None]:
@@ -275,19 +263,13 @@ def _file_system(folder: Path, root: Path) -> str:
     return max(above, default=(0, ""))[1]
 
 
-def _gpu_rows() -> tuple[tuple[Mapping[str, str], ...], str | None]:
-    """Return nvidia-smi's rows of the GPUs, and its text on the links between them; empty and None without it."""
-    rows = _asked("--query-gpu=" + ",".join(GPU_FIELDS), "--format=csv,noheader,nounits")
-    return parsed_gpu_rows(rows or ""), _asked("topo", "-m")
-
-
 def parsed_gpu_rows(text: str) -> tuple[Mapping[str, str], ...]:
     """Parse nvidia-smi's rows into mappings of `GPU_FIELDS`."""
     lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return tuple(dict(zip(GPU_FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(GPU_FIELDS))
 
 
-def _asked(*arguments: str) -> str | None:
+def _nvidia_smi(*arguments: str) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -119,14 +118,8 @@ class RunRequest:
     def check_plan(self) -> None:
         """Warn of settings without effect. Raises: PlanError with every conflict inside the plan."""
         refuse(conflicts(self.what.plan))
-        warn_of(self.without_effect())
-
-    def without_effect(self) -> Iterator[str]:
-        """Yield a sentence for each setting of this call's plan that has no effect.
-
-        A plan from the run directory is skipped, since it also has settings that the user did not write.
-        """
-        return iter(()) if self.origin("plan") is Origin.RUN else idle(self.what.plan)
+        if self.origin("plan") is not Origin.RUN:  # such a plan also has settings that the user did not write
+            warn_of(idle(self.what.plan))
 
     def restarted(self, restarts: int) -> RunRequest:
         """Return the request after an engine restarted the ranks: it resumes the run if one has begun."""
@@ -177,39 +170,6 @@ class RunRequest:
         what = replace(following.what, plan=plan, judged=judged)
         return replace(following, what=what, origins={**self.origins, name: Origin.RUN})
 
-    def claim(self) -> DirectoryLock:
-        """Lock the directory for this process: `out`, or a default directory of another number.
-
-        Raises: InUseError if another run uses the directory, and as `check`.
-        """
-        in_use: set[Path] = set()
-        request = self
-        while True:
-            out = request.where.out
-            try:
-                if not (out / NAME).exists():  # if locked, naming the holder is the better error
-                    request._check_again()
-                lock = claim(out, lambda text: print(f"note: {text}", file=sys.stderr))
-                try:
-                    request._check_again()
-                except BaseException:
-                    lock.release()
-                    raise
-                return lock
-            except InUseError:
-                if self.where.numbered is None:
-                    raise
-            in_use.add(out)
-            where = replace(self.where, out=default_directory(self.where.numbered, False, in_use))
-            request = replace(self, where=where)
-
-    def _check_again(self) -> None:
-        """Check as `check`. Raises: InUseError if a run appeared in a default directory."""
-        out = self.where.out
-        if self.where.numbered is not None and RunDirectory(out).holds_run():
-            raise InUseError(given=str(out), conflict="another has trained there since", remedy="take the next")
-        self.check()
-
     def with_devices(self, devices: int, origin: Origin = Origin.CHOSEN) -> RunRequest:
         """Return the request with a number of devices, if neither plan nor option sets it."""
         if self.origin("layout") is not Origin.DEFAULT:
@@ -247,6 +207,37 @@ class RunRequest:
     def _chooses_sums(self) -> bool:
         origin, ranks = self.origin("collectives.all_reduce"), self.what.plan.degrees.divides_grains
         return origin in (Origin.DEFAULT, Origin.CHOSEN) and ranks > 1
+
+
+def claim_directory(request: RunRequest) -> DirectoryLock:
+    """Lock the run directory for this process: the request's, or a default directory of another number.
+
+    Raises: InUseError if another run uses the directory, and as `RunRequest.check`.
+    """
+    numbered, in_use = request.where.numbered, set[Path]()
+
+    def check() -> None:
+        if numbered is not None and RunDirectory(out).holds_run():
+            raise InUseError(given=str(out), conflict="another has trained there since", remedy="take the next")
+        replace(request, where=replace(request.where, out=out)).check()
+
+    out = request.where.out
+    while True:
+        try:
+            if not (out / NAME).exists():  # if locked, naming the holder is the better error
+                check()
+            lock = claim(out, lambda text: print(f"note: {text}", file=sys.stderr))
+            try:
+                check()
+            except BaseException:
+                lock.release()
+                raise
+            return lock
+        except InUseError:
+            if numbered is None:
+                raise
+        in_use.add(out)
+        out = default_directory(numbered, False, in_use)
 
 
 def devices_here() -> int:

@@ -139,11 +139,14 @@ class RunReader:
                         lost = max(lost, datetime.fromisoformat(str(event.get("at"))).timestamp())
             is_restart = lost > max(since, newest or 0.0)
             attempts += _starting(attempts[-1], (lost, True) if is_restart else (since, False), now)
+        plan: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            plan = sound_plan(tomllib.loads(files.plan.read_text(encoding="utf-8")))
         return RunFiles(
             path=files.path,
             read_at=now,
             job=sound_job(read_json(files.job) or {}),
-            plan=_plan(files.plan),
+            plan=plan,
             result=sound_result(read_json(files.result) or {}),
             records=tuple(self._records),
             attempts=attempts,
@@ -191,9 +194,3 @@ def _object(line: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise TypeError(line)
     return document
-
-
-def _plan(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return sound_plan(tomllib.loads(path.read_text(encoding="utf-8")))
-    return {}

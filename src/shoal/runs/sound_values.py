@@ -119,16 +119,11 @@ def _sound(document: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, A
     for name, value in document.items():
         try:
             if name in kinds:
-                _of_kind(kinds[name]).validate_json(json.dumps(value), strict=True)
+                adapter(kinds[name]).validate_json(json.dumps(value), strict=True)
             found[name] = value
         except (ValidationError, TypeError):  # for example a date, which exists in TOML but not in JSON
             continue
     return found
-
-
-@cache
-def _of_kind(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 @cache

@@ -26,7 +26,7 @@ from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.runs.directory import RunDirectory
 from shoal.runs.generation import about
 from shoal.runs.options import Origin
-from shoal.runs.request import RunRequest, devices_here, dumped, loaded
+from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
 
 
 @pytest.fixture
@@ -165,19 +165,19 @@ def test_a_run_directory_is_checked(job: str) -> None:
 
 
 def test_two_starts_without_a_directory_choose_two(job: str) -> None:
-    with request(job).claim() as first, request(job).claim() as second:
+    with claim_directory(request(job)) as first, claim_directory(request(job)) as second:
         assert (first.folder, second.folder) == (Path("runs/net_job"), Path("runs/net_job-2"))
         with pytest.raises(InUseError, match="it is in use by pid"):
-            request(job, "--out", "runs/net_job").claim()
+            claim_directory(request(job, "--out", "runs/net_job"))
         with pytest.raises(InUseError, match="it is in use by pid"):
-            request(job, "--resume", "--out", "runs/net_job").claim()
+            claim_directory(request(job, "--resume", "--out", "runs/net_job"))
     assert not Path("runs").exists()
     late = request(job)
     began(Path("runs/net_job"))  # by another, in between
-    with late.claim() as lock:
+    with claim_directory(late) as lock:
         assert lock.folder == Path("runs/net_job-2")
     with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
-        request(job, "--out", "runs/net_job").claim()
+        claim_directory(request(job, "--out", "runs/net_job"))
 
 
 def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:

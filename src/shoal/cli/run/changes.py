@@ -119,7 +119,8 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
     apart = [name for name in old if name in now.settings and old[name] != now.settings[name]]
     if not apart or set(old) != set(now.settings):
         return None
-    given = {**dict(request.settings), **{name: _text(old[name]) for name in apart}}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in old.items()}  # for --set
+    given = {**dict(request.settings), **{name: texts[name] for name in apart}}
     with generators_kept():
         before = load(replace(request, settings=tuple(given.items())))
     if before.settings != old or _left_behind() != behind:
@@ -161,11 +162,6 @@ def _plain(value: Any, depth: int) -> Any:
         return value.__name__
     attributes = getattr(value, "__dict__", {})
     return {name: _plain(one, depth - 1) for name, one in attributes.items() if not name.startswith("__")}
-
-
-def _text(value: Any) -> str:
-    """Return a setting's JSON value in the form that --set takes."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)

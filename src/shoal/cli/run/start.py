@@ -20,7 +20,7 @@ from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.events import Events
 from shoal.runs.generation import withdraw
-from shoal.runs.request import RunRequest, devices_here, dumped, loaded
+from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
 from shoal.runs.resize import granted, wished
 
 
@@ -38,7 +38,7 @@ def claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     """Yield a request for ranks on this host, with its plan checked and its directory locked."""
     request = request.with_devices(devices_here()).with_own_sums()
     request.check_plan()
-    with request.claim() as lock:
+    with claim_directory(request) as lock:
         granted(RunDirectory(lock.folder))  # a leftover resize request belongs to another call
         # A process that trains alone occupies its GPU until it exits.
         alone = request.what.plan.num_processes == 1 and visible_gpus() > 0

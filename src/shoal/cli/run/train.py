@@ -42,6 +42,7 @@ from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
+from shoal.plans.conflicts import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.directory import RunDirectory, read_json
@@ -50,7 +51,7 @@ from shoal.runs.events import Events, mtbf_seconds
 from shoal.runs.generation import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
-from shoal.runs.request import RunRequest
+from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
 from shoal.training.loop.between_steps import Outcome
@@ -107,7 +108,7 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
                 call = _Call(request, together(mesh, loaded), signals, unlike=unlike, start_up=start_up)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
-                    out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
+                    out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(claim_directory(request)).folder)
                     if request.where.address is None:  # else each process has its own working copy
                         request = replace(request, where=replace(request.where, out=out))
                         directory = RunDirectory(out)
@@ -190,9 +191,9 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Warn of settings without effect in the job and in this call's plan."""
     warn_of([*job.without_effect(), *job.doubtful()])
-    if unprepared:
-        warn_of(request.without_effect())
     if request.origin("plan") is not Origin.RUN:  # a stored plan was completed by its run
+        if unprepared:
+            warn_of(idle(request.what.plan))
         warn_of(unheeded(request.what.plan, job.num_grains, None if job.fuse else "Job(fuse=False)"))
 
 
