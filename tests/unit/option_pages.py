@@ -1,4 +1,4 @@
-"""Text that is written from the declarations of `shoal run`'s options, and the command that writes it again.
+"""Text that is written from the declarations of options, and the command that writes it again.
 
     python -m tests.unit.option_pages
 
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.main import _COMMANDS
 from shoal.cli.options import RunOptions
 from shoal.runs.options import DeclaredOption, declared
 
@@ -48,10 +49,10 @@ def rows() -> str:
     return "".join(f"    | `{name}` | {text} |\n" for name, text in texts)
 
 
-def table() -> str:
-    """The rows of the table on the page of settings."""
+def table(kind: Any) -> str:
+    """The rows of a command's table on the page of settings."""
     lines = []
-    for one in declared(RunOptions):
+    for one in declared(kind):
         meaning = one.option.page or one.option.text.replace("%%", "%")
         refused = f"{one.option.refused} |" if one.option.refused else "|"
         lines.append(f"| `{one.flag}` | `{shown(one.default)}` | {meaning} | {refused}\n")
@@ -70,9 +71,16 @@ def written_call(text: str) -> str:
 
 
 def written_page(text: str) -> str:
-    """The page of settings with the table of `shoal run` written again."""
-    pattern = re.compile(r"(^## shoal run$.*?^\|---\|[^\n]*\n)(?:\|[^\n]*\n)*", re.MULTILINE | re.DOTALL)
-    return pattern.sub(lambda found: found[1] + table(), text, count=1)
+    """The page of settings with the tables of the commands written again, but for `shoal verify`.
+
+    Most options of `shoal verify` are those of `shoal run`, and its table says so.
+    """
+    for name, command in _COMMANDS.items():
+        pattern = re.compile(rf"(^## shoal {name}$.*?^\|---\|[^\n]*\n)(?:\|[^\n]*\n)*", re.MULTILINE | re.DOTALL)
+        if name != "verify":
+            rows = table(command.options)
+            text = pattern.sub(lambda found, rows=rows: found[1] + rows, text, count=1)  # type: ignore[misc]
+    return text
 
 
 def main() -> None:

@@ -147,27 +147,74 @@ class PlanOptions:
         "JOBFILE[:FUNCTION]|hf:DIR",
         "job",
         nargs="?",
+        page="a Python file and its function, or `hf:DIR` with a `config.json`",
+        refused="no such file or function, a file that raises; no configuration, an unknown architecture",
     )
-    cluster: str = option("8xH100, 4x8xA100, FILE.toml or here (default)", "C", default="here")
+    cluster: str = option(
+        "8xH100, 4x8xA100, FILE.toml or here (default)",
+        "C",
+        default="here",
+        page="a name of the catalogue, a TOML file, or here",
+        refused="an unknown name",
+    )
     aim: str = option(
         "fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
         "efficiency=0.8: the fewest devices that keep 80%% of the best throughput per device; "
         "widest=0.8: the most devices that do",
         "A",
         default="fastest",
+        page="which plan is [best](plan.md#aims)",
+        refused="an unknown aim",
     )
-    max_devices: int | None = option("use at most N devices", "N", least=1)
-    seq: int | None = option("of hf:DIR, tokens of a sequence", "N", least=1)
-    batch: int | None = option("of hf:DIR, sequences or images of a step", "N", least=1)
-    precision: str | None = option(*_PRECISION)
-    set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append")
-    mtbf: str | float | None = option("hours between failures of one device, on average", "HOURS")
-    price: str | float | None = option("US dollars of a device-hour (default: the catalogue's)", "DOLLARS")
-    tokens: str | float | None = option("the job's length in tokens, such as 1e12, for its time and cost", "N")
-    samples: str | float | None = option("the job's length in samples", "N")
-    output: str | None = option("write the plan, for shoal run --plan", "FILE", "-o", "--output")
-    html: str | None = option("write a page with the curve, the waterfalls and every reason", "FILE")
-    learn: tuple[str, ...] | None = option("correct the predictions by what these runs took", "RUNDIR", nargs="+")
+    max_devices: int | None = option("use at most N devices", "N", least=1, page="no more devices", refused="0")
+    seq: int | None = option(
+        "of hf:DIR, tokens of a sequence",
+        "N",
+        least=1,
+        page="of `hf:DIR`, tokens of a sequence",
+        refused="a job file; 0",
+    )
+    batch: int | None = option(
+        "of hf:DIR, sequences or images of a step",
+        "N",
+        least=1,
+        page="of `hf:DIR`, sequences or images of a step",
+        refused="a job file; 0",
+    )
+    precision: str | None = option(*_PRECISION, page="as for `shoal run`")
+    set: tuple[str | tuple[str, Setting], ...] = option(*_SET, default=(), action="append", page="as for `shoal run`")
+    mtbf: str | float | None = option(
+        "hours between failures of one device, on average",
+        "HOURS",
+        page="hours between failures of a device",
+        refused="0",
+    )
+    price: str | float | None = option(
+        "US dollars of a device-hour (default: the catalogue's)",
+        "DOLLARS",
+        page="US dollars of a device-hour, over the catalogue's",
+        refused="0",
+    )
+    tokens: str | float | None = option(
+        "the job's length in tokens, such as 1e12, for its time and cost",
+        "N",
+        page="the job's length in tokens",
+        refused="0; samples that are no tokens",
+    )
+    samples: str | float | None = option("the job's length in samples", "N", refused="0; `--tokens` beside it")
+    output: str | None = option(
+        "write the plan, for shoal run --plan", "FILE", "-o", "--output", page="writes the plan", refused="a folder"
+    )
+    html: str | None = option(
+        "write a page with the curve, the waterfalls and every reason", "FILE", page="writes a page", refused="a folder"
+    )
+    learn: tuple[str, ...] | None = option(
+        "correct the predictions by what these runs took",
+        "RUNDIR",
+        nargs="+",
+        page="corrects predictions by these runs",
+        refused="any other option, a job",
+    )
 
 
 _STEP = "last (default), best (where the job watches a metric), or the step that a checkpoint was taken after"
@@ -178,38 +225,82 @@ _RUN = "a run directory, or one checkpoint"
 class ExportOptions:
     """Options of `shoal export`."""
 
-    run: str = option(_RUN, "RUN", "run", default=MISSING)
-    output: str | None = option("a new folder (default: RUN/export)", "DIR", "-o", "--output")
-    step: str = option(_STEP, "STEP", default="last")
-    ema: bool = switch("the averaged weights of a run with the callback EMA")
-    max_shard_size: str = option("the most bytes in a file (default: 5GB)", "SIZE", default="5GB")
-    dtype: str | None = option(
-        "convert floating-point tensors (default: as they were trained)", choices=["bfloat16", "float16", "float32"]
+    run: str = option(_RUN, "RUN", "run", default=MISSING, refused="no checkpoint; a damaged one, by name")
+    output: str | None = option(
+        "a new folder (default: RUN/export)",
+        "DIR",
+        "-o",
+        "--output",
+        page="a new folder; without it `RUN/export`",
+        refused="one that has files",
     )
-    tokenizer: str | None = option("copy the tokenizer's files from this folder", "DIR")
+    step: str = option(
+        _STEP, "STEP", default="last", page="`last`, `best`, or the step of a checkpoint", refused="a step without one"
+    )
+    ema: bool = switch(
+        "the averaged weights of a run with the callback EMA",
+        page="the averaged weights of a run with `shoal.EMA`",
+        refused="a run without",
+    )
+    max_shard_size: str = option(
+        "the most bytes in a file (default: 5GB)",
+        "SIZE",
+        default="5GB",
+        page="the most bytes in a file; GB is 10⁹, GiB 2³⁰",
+        refused="what is no size",
+    )
+    dtype: str | None = option(
+        "convert floating-point tensors (default: as they were trained)",
+        choices=["bfloat16", "float16", "float32"],
+        page="`bfloat16`, `float16` or `float32`, for floating-point tensors",
+        refused="another",
+    )
+    tokenizer: str | None = option(
+        "copy the tokenizer's files from this folder",
+        "DIR",
+        page="copies the tokenizer's files from a folder",
+        refused="a folder without any",
+    )
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
     """Options of `shoal evaluate`."""
 
-    job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
-    run: str = option(_RUN, "RUN", "run", default=MISSING)
-    step: str = option(_STEP, "STEP", default="last")
-    ema: bool = switch("the averaged weights of a run with the callback EMA")
-    devices: int | None = option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
-    set: tuple[str | tuple[str, Setting], ...] = option(*_SET_AS_RUN, default=(), action="append")
-    json: bool = switch("print one JSON object and nothing else")
+    job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model, no `eval_data`")  # noqa: RUF009  (a field, as the others)
+    run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
+    step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
+    ema: bool = switch("the averaged weights of a run with the callback EMA", page="as for `shoal export`")
+    devices: int | None = option(
+        "processes: one a GPU, or CPU processes (default: all GPUs, or 1)",
+        "N",
+        least=1,
+        page="processes, along the axes of the run",
+        refused="more data ranks than grains",
+    )
+    set: tuple[str | tuple[str, Setting], ...] = option(
+        *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
+    )
+    json: bool = switch("print one JSON object and nothing else", page="prints one JSON object")
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
     """Options of `shoal doctor`."""
 
-    run: str | None = option("a run directory; without one this machine is examined", "RUN", "run", nargs="?")
+    run: str | None = option(
+        "a run directory; without one this machine is examined",
+        "RUN",
+        "run",
+        nargs="?",
+        page="a run directory; without one this machine is examined ([doctor](doctor.md))",
+        refused="one where no run began, or with records of fewer than four steps",
+    )
     job: str | None = option(
         "the run's job, which the planner is asked about and --try runs: a Python file and its job function",
         "JOBFILE[:FUNCTION]",
+        page="the run's job, a Python file and its function: the planner is asked about it, and `--try` runs it",
+        refused="without a run",
     )
     try_out: bool = option(
         "run the three best remedies for some steps, beside the run as it is",
@@ -218,55 +309,134 @@ class DoctorOptions:
         default=False,
         action="store_true",
         dest="try_out",
+        page="runs the three best remedies for some steps, beside the run as it is",
+        refused="without a run, without `--job`, where the job does not run",
     )
-    steps: int | None = option("with --try: steps of each trial", "N", least=10)
-    hosts: str | None = option("try ports between these hosts, reached by ssh; its options after them", "A,B[ OPTIONS]")
-    folder: str = option("where runs are written, for the trial of the disk (default: runs)", "DIR", default="runs")
-    json: bool = switch("print one JSON object and nothing else")
+    steps: int | None = option(
+        "with --try: steps of each trial",
+        "N",
+        least=10,
+        page="with `--try`: steps of each trial (40, or three evaluations or checkpoints, or two of rarer ones; 400 "
+        "at most)",
+        refused="fewer than 10; without a run",
+    )
+    hosts: str | None = option(
+        "try ports between these hosts, reached by ssh; its options after them",
+        "A,B[ OPTIONS]",
+        page="tries ports between these hosts, which ssh reaches; options of ssh behind them",
+        refused="fewer than two, one twice, with a run, a host that ssh or shoal does not start on",
+    )
+    folder: str = option(
+        "where runs are written, for the trial of the disk (default: runs)",
+        "DIR",
+        default="runs",
+        page="where runs are written, for the trial of the disk",
+    )
+    json: bool = switch("print one JSON object and nothing else", page="prints one JSON object")
 
 
 @dataclass(frozen=True)
 class PredictOptions:
     """Options of `shoal predict`."""
 
-    job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
-    run: str = option(_RUN, "RUN", "run", default=MISSING)
+    job: str | JobRequest = _job(default=MISSING, page="as for `shoal run`", refused="another model")  # noqa: RUF009  (a field, as the others)
+    run: str = option(_RUN, "RUN", "run", default=MISSING, page="as for `shoal export`")
     output: str | None = option(
-        "a new file, .npz or .safetensors (default: RUN/predictions.npz)", "FILE", "-o", "--output"
+        "a new file, .npz or .safetensors (default: RUN/predictions.npz)",
+        "FILE",
+        "-o",
+        "--output",
+        page="a new file, `.npz` or `.safetensors`; without it `RUN/predictions.npz`",
+        refused="one that is there; another kind",
     )
-    data: str | None = option("eval (default), train, or the name of one of several evaluation sets", "NAME")
-    step: str = option(_STEP, "STEP", default="last")
-    ema: bool = switch("the averaged weights of a run with the callback EMA")
-    devices: int | None = option("processes, each with the whole model (default: 1)", "N", least=1)
-    set: tuple[str | tuple[str, Setting], ...] = option(*_SET_AS_RUN, default=(), action="append")
+    data: str | None = option(
+        "eval (default), train, or the name of one of several evaluation sets",
+        "NAME",
+        page="`eval`, `train`, or one of several evaluation sets",
+        refused="what the job has not",
+    )
+    step: str = option(_STEP, "STEP", default="last", page="as for `shoal export`")
+    ema: bool = switch("the averaged weights of a run with the callback EMA", page="as for `shoal export`")
+    devices: int | None = option(
+        "processes, each with the whole model (default: 1)",
+        "N",
+        least=1,
+        page="processes, each with the whole model; by default 1",
+        refused="more than the job has grains",
+    )
+    set: tuple[str | tuple[str, Setting], ...] = option(
+        *_SET_AS_RUN, default=(), action="append", page="as for `shoal run`; others as the run's"
+    )
 
 
 @dataclass(frozen=True)
 class ReportOptions:
     """Options of `shoal report`."""
 
-    runs: tuple[str, ...] = option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
-    output: str | None = option(
-        "the page (default: RUN/report.html; of several runs report.html)", "FILE", "-o", "--output"
+    runs: tuple[str, ...] = option(
+        "a run directory; of several what differs",
+        "RUN",
+        "runs",
+        default=(),
+        nargs="+",
+        page="run directories",
+        refused="one where no run began",
     )
-    json: bool = switch("print the account as JSON and nothing else")
+    output: str | None = option(
+        "the page (default: RUN/report.html; of several runs report.html)",
+        "FILE",
+        "-o",
+        "--output",
+        page="the page; without it `RUN/report.html`, of several runs `report.html`",
+        refused="a file that cannot be written",
+    )
+    json: bool = switch(
+        "print the account as JSON and nothing else", page="prints the account as JSON and nothing else"
+    )
 
 
 @dataclass(frozen=True)
 class WatchOptions:
     """Options of `shoal watch`."""
 
-    run: str = option("a run directory, of a run on any host that shares it", "RUN", "run", default=MISSING)
-    once: bool = switch("show it once, for scripts")
-    openmetrics: str | None = option("also write its numbers for Prometheus, as OpenMetrics text", "FILE")
+    run: str = option(
+        "a run directory, of a run on any host that shares it",
+        "RUN",
+        "run",
+        default=MISSING,
+        page="a run directory",
+        refused="one where no run began",
+    )
+    once: bool = switch("show it once, for scripts", page="shows it once")
+    openmetrics: str | None = option(
+        "also write its numbers for Prometheus, as OpenMetrics text",
+        "FILE",
+        page="also writes its numbers for Prometheus",
+        refused="a file that cannot be written",
+    )
 
 
 @dataclass(frozen=True)
 class ResizeOptions:
     """Options of `shoal resize`."""
 
-    run: str = option("the directory of a run that trains now", "RUN", "run", default=MISSING)
-    devices: int = option("processes that it is to go on with", "N", "devices", default=MISSING, least=1)
+    run: str = option(
+        "the directory of a run that trains now",
+        "RUN",
+        "run",
+        default=MISSING,
+        page="the directory of a run that trains",
+        refused="one where no run began, or none trains now",
+    )
+    devices: int = option(
+        "processes that it is to go on with",
+        "N",
+        "devices",
+        default=MISSING,
+        least=1,
+        page="processes that it continues with",
+        refused="more than the job's grains or the GPUs; parts of a replica; ranks of an engine",
+    )
 
 
 @dataclass(frozen=True)
@@ -281,11 +451,30 @@ class BenchOptions:
         default="machine",
         nargs="?",
         choices=["machine", "collectives"],
+        page="`machine` or `collectives`",
+        refused="another word",
     )
-    sizes: str | None = option("of collectives, in bytes (default: 1K to 256M)", "LIST")
-    out: str | None = option("write the cluster file here too (TOML)", "FILE", "-o", "--out")
-    quick: bool = switch("fewer sizes and samples, about 15 s")
-    ranks: str | None = option("the most processes at once (default: one a GPU, or one a core up to 8)", "N")
+    sizes: str | None = option(
+        "of collectives, in bytes (default: 1K to 256M)",
+        "LIST",
+        page="of collectives, in bytes",
+        refused="`machine`; what is no size",
+    )
+    out: str | None = option(
+        "write the cluster file here too (TOML)",
+        "FILE",
+        "-o",
+        "--out",
+        page="writes the file here too",
+        refused="a folder that is not there",
+    )
+    quick: bool = switch("fewer sizes and samples, about 15 s", page="fewer sizes and samples", refused="`collectives`")
+    ranks: str | None = option(
+        "the most processes at once (default: one a GPU, or one a core up to 8)",
+        "N",
+        page="the most processes at once",
+        refused="more than the GPUs; 1 for collectives",
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
