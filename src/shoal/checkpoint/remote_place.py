@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, Manifest, ManifestError
-from shoal.runs.address import CHECKPOINTS, RunAddress, make_parent
+from shoal.runs.address import CHECKPOINTS, RunAddress, check_owner, make_parent, take_ownership
 
 
 class RemotePlace:
@@ -43,11 +43,11 @@ class RemotePlace:
     def check(self) -> None:
         """Check that no other run has taken the place over since. Raises: OSError."""
         if self._mark:
-            self._address.check_owner(self._mark)
+            check_owner(self._address, self._mark)
 
     def make(self, name: str) -> None:
         """Check the ownership only: folders exist through their files. Raises: OSError if another run took over."""
-        self._address.check_owner(self._mark)
+        check_owner(self._address, self._mark)
 
     def write(self, name: str, file: str, *content: bytes | memoryview) -> FileEntry:
         """Upload a file in parts."""
@@ -100,7 +100,7 @@ class RemotePlace:
 
     def take_over(self, folder: Path) -> None:
         """Make the run in the local `folder` the only writer at the address."""
-        self._mark = self._address.own(folder)
+        self._mark = take_ownership(self._address, folder)
 
     def send(self, folder: Path) -> None:
         """Upload the run's own files from the local `folder`, next to the checkpoints."""

@@ -92,15 +92,13 @@ class RunAddress:
             found = files.find(folder)
         return [str(PurePosixPath(path).relative_to(folder)) for path in found]
 
-    def fetch(self, folder: Path) -> None:
-        """Copy the directory's own files to a working copy. Raises: as `copy_files`."""
-        self.copy_files(folder, self._known_in(folder))
+    def fetch(self, folder: Path, known: dict[str, tuple[int, int]] | None = None) -> None:
+        """Copy the directory's own files to `folder`.
 
-    def copy_files(self, folder: Path, known: dict[str, tuple[int, int]]) -> None:
-        """Copy the directory's own files to `folder`, and record the stamp of each local copy in `known`.
-
+        `known`: gets the stamp of each local copy. Default: the shared record of the working copy `folder`.
         Raises: RunDirectoryError if the address cannot be read.
         """
+        known = self._known_in(folder) if known is None else known
         try:
             with self.files() as files:
                 files.invalidate_cache()
@@ -139,7 +137,7 @@ class RunAddress:
         Raises: SupersededError if another run has started at the address since; OSError.
         """
         if (folder / OWNER).exists():
-            self.check_owner(json.loads((folder / OWNER).read_text(encoding="utf-8")))
+            check_owner(self, json.loads((folder / OWNER).read_text(encoding="utf-8")))
         known = self._known_in(folder)
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
@@ -174,28 +172,30 @@ class RunAddress:
         with contextlib.suppress(OSError), self.files() as files:
             files.rm_file(self.path(name))
 
-    def own(self, folder: Path) -> dict[str, Any]:
-        """Make the run in `folder` the only writer at the address, and return the mark that both places store.
 
-        The run that started last has this right. There is no lock, since a disconnected host could not release it.
-        """
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        mark = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
-        content = json.dumps(mark)
-        self.write(OWNER, content.encode())
-        write_file(folder / OWNER, content)
-        return mark
+def take_ownership(address: RunAddress, folder: Path) -> dict[str, Any]:
+    """Make the run in `folder` the only writer at the address, and return the mark that both places store.
 
-    def check_owner(self, mark: dict[str, Any]) -> None:
-        """Check that no run other than the mark's has started at the address. Raises: SupersededError; OSError."""
-        with self.files() as files:
-            files.invalidate_cache()
-            there = json.loads(files.cat_file(self.path(OWNER)))
-        if there["token"] != mark["token"]:
-            raise SupersededError(
-                f"{self.text}: another run trains there since {there['since']} "
-                f"(process {there['pid']} on {there['host']}), and this one writes there no more"
-            )
+    The run that started last has this right. There is no lock, since a disconnected host could not release it.
+    """
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    mark = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
+    content = json.dumps(mark)
+    address.write(OWNER, content.encode())
+    write_file(folder / OWNER, content)
+    return mark
+
+
+def check_owner(address: RunAddress, mark: dict[str, Any]) -> None:
+    """Check that no run other than the mark's has started at the address. Raises: SupersededError; OSError."""
+    with address.files() as files:
+        files.invalidate_cache()
+        there = json.loads(files.cat_file(address.path(OWNER)))
+    if there["token"] != mark["token"]:
+        raise SupersededError(
+            f"{address.text}: another run trains there since {there['since']} "
+            f"(process {there['pid']} on {there['host']}), and this one writes there no more"
+        )
 
 
 def make_parent(files: Any, path: str) -> None:
@@ -267,7 +267,7 @@ def copy_to_read(run: str) -> Iterator[Path]:
 def fetch_to_read(run: str, folder: Path) -> None:
     """Copy the own files of the run at an address to `folder`. Raises: as `copy_to_read`."""
     there: dict[str, tuple[int, int]] = {}  # not the shared record: this copy is never sent back
-    RunAddress(run).copy_files(folder, there)
+    RunAddress(run).fetch(folder, there)
     if RunDirectory(folder).job.name not in there:  # `folder` may have the file from an earlier copy
         raise RunDirectoryError(
             given=run,
