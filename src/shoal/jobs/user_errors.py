@@ -1,4 +1,4 @@
-"""Errors of a job's own code: where they were raised, and what to do about them."""
+"""User errors: places in a job's own code that exceptions come from, and remedies for them."""
 
 from __future__ import annotations
 
