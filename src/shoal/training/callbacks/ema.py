@@ -53,11 +53,7 @@ class EMA(Callback):
             del self._averages[name]
         for name, weights in own.items():
             self._averages.setdefault(name, weights.to(_wide(weights.dtype), copy=True))
-        self._warn(run)
-        self._order = [(self._averages[name], weights) for name, weights in own.items()]
-
-    def _warn(self, run: RunControl) -> None:
-        """Warn if the average at the run's end consists mostly of the initial weights."""
+        # Warn if the average at the run's end consists mostly of the initial weights.
         count = self.num_updates + run.num_steps - run.step
         begun = self.decay**count
         if not self.warmup and begun >= _MOSTLY:
@@ -66,6 +62,7 @@ class EMA(Callback):
                 f"weights that it begins with; write shoal.EMA({max(0.0, 1.0 - 5.0 / max(5, count)):.2g}), say, or "
                 f"EMA({self.decay:g}, warmup=True)"
             )
+        self._order = [(self._averages[name], weights) for name, weights in own.items()]
 
     def on_step(self, run: RunControl, record: StepRecord) -> None:
         if record.skipped is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -120,7 +120,12 @@ class ModelGuard:
                     "function of progress; for rates that follow a loss use a loop of your own with shoal.Session",
                 )
             )
-        changed = self._changed(before)
+        # The first parameter that the hook has changed.
+        now = self._seen()
+        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
+        if changed is None and self._has_parameters:
+            sums = zip(now, self._sums, self._sums_now(), strict=True)
+            changed = next((name for name, was, now_is in sums if was != now_is), None)
         if changed is None and written is not None:
             raise Meddled(
                 JobError(
@@ -141,15 +146,6 @@ class ModelGuard:
                     "torch.nn.utils.parametrize in the model",
                 )
             )
-
-    def _changed(self, before: Mapping[str, tuple[int, bool, int]]) -> str | None:
-        """Return the first parameter that a hook has changed."""
-        now = self._seen()
-        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
-        if changed is None and self._has_parameters:
-            sums = zip(now, self._sums, self._sums_now(), strict=True)
-            changed = next((name for name, was, found in sums if was != found), None)
-        return changed
 
     def _put_back(self) -> str | None:
         """Restore modes and buffers, and return the first buffer that the hook has changed without a forward."""

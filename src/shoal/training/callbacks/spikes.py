@@ -42,26 +42,21 @@ class LossSpikes(Callback):
         loss = record.loss
         if loss is None or not math.isfinite(loss):
             return
-        usual = self._usual()
-        spikes = usual is not None and loss > usual[0] + self.deviations * usual[1]
+        median, spread = 0.0, 0.0
+        if len(self.losses) >= _LEAST_STEPS:
+            median = statistics.median(self.losses)
+            deviation = _SCALE * statistics.median(abs(earlier - median) for earlier in self.losses)
+            spread = max(deviation, _LEAST_SHARE * abs(median))
+        # Without a spread there are too few losses, or most losses are 0 and any other is far above.
+        spikes = spread > 0.0 and loss > median + self.deviations * spread
         if spikes and not self.in_spike:
-            assert usual is not None, "there is one to be above"
-            what = f"the loss of step {record.step} is {loss:.6g}; the median before was {usual[0]:.6g}"
+            what = f"the loss of step {record.step} is {loss:.6g}; the median before was {median:.6g}"
             run.note(what)
             run.incident("spike", what, "the run ends" if self.stop else "nothing")
             if self.stop:
                 run.request_end(what)
         self.in_spike = spikes
         self.losses.append(loss)
-
-    def _usual(self) -> tuple[float, float] | None:
-        """Return median and standard deviation of the last losses, or None if there are too few, or both are 0."""
-        if len(self.losses) < _LEAST_STEPS:
-            return None
-        median = statistics.median(self.losses)
-        deviation = _SCALE * statistics.median(abs(loss - median) for loss in self.losses)
-        spread = max(deviation, _LEAST_SHARE * abs(median))
-        return (median, spread) if spread else None  # most losses are 0: any other is far above
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self.losses), "in_spike": self.in_spike}

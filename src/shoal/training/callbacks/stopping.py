@@ -40,15 +40,12 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
         value = metrics.get(self.metric, math.nan)
-        if math.isfinite(value) and (self.best is None or self._gain(value) > self.min_delta):
+        sign = 1.0 if self.mode == "max" else -1.0
+        if math.isfinite(value) and (self.best is None or sign * (value - self.best) > self.min_delta):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
         self._judge(run)
-
-    def _gain(self, value: float) -> float:
-        assert self.best is not None, "asked where there is one"
-        return value - self.best if self.mode == "max" else self.best - value
 
     def _judge(self, run: RunControl) -> None:
         if self.waited >= self.patience:

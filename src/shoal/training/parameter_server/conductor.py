@@ -107,7 +107,16 @@ class Conductor:
             callbacks.start(self.state)
             self._retreat.begin()
             self._clock.begin()
-            status = self._steps()
+            status: str | None = None
+            while self._desk.version != self._desk.limit or (status := self._pause()) is None:
+                self._give_out()
+                self._clock.mark("exposed_communication")
+                event = self._crew.next(_TICK_SECONDS)
+                self._clock.mark("other")
+                if event is not None:
+                    self._handle(event)
+                self._look_after()
+            assert status is not None
         except Exception as error:
             callbacks.failed(error)
             raise
@@ -116,20 +125,6 @@ class Conductor:
         outcome = self._between.conclude(self.state, status)
         callbacks.conclude(self._engine.mesh, status, outcome.metrics, outcome.ended_by)
         return outcome
-
-    def _steps(self) -> str:
-        while True:
-            if self._desk.version == self._desk.limit:
-                status = self._pause()
-                if status is not None:
-                    return status
-            self._give_out()
-            self._clock.mark("exposed_communication")
-            event = self._crew.next(_TICK_SECONDS)
-            self._clock.mark("other")
-            if event is not None:
-                self._handle(event)
-            self._look_after()
 
     def _pause(self) -> str | None:
         """Evaluate, save and stop between two steps; return the final status, or set the next pause and return None.
@@ -157,14 +152,11 @@ class Conductor:
             self._clock.mark("checkpoint")
             self._between.save(self.state, in_step=True)
             self._clock.mark("other")
-        self._desk.limit = self._next_pause(step)
-        return None
-
-    def _next_pause(self, step: int) -> int:
         order, every = self._engine.order, self._engine.keeper.every_steps
         epoch = (order.epoch(step) + 1) * order.steps_per_epoch
         planned = [(step // n + 1) * n for n in (every, self._around.evaluate_every) if n is not None]
-        return min(self._num_steps, epoch, *planned)
+        self._desk.limit = min(self._num_steps, epoch, *planned)
+        return None
 
     def _give_out(self) -> None:
         busy = {id(member) for member, _, _ in self._given.values()}
@@ -195,35 +187,29 @@ class Conductor:
             self._look_after()
 
     def _handle(self, event: WorkerEvent) -> None:
-        kind = event.told["kind"]
+        kind, member = event.told["kind"], event.member
         if kind == "ready":
-            self._welcome(event.member)
+            welcome = {"kind": "welcome", "names": self.servers.names, "ports": self._crew.ports}
+            self._crew.tell(member, welcome, fixed_tensors(self._engine.model))
+            if member.number in self._joined:
+                self._incident(member, "replaced", f"{member} has come in its place")
+            self._joined.add(member.number)
         elif kind == "lost":
-            self._lost(event.member)
+            again = [task for task in self._desk.out if self._given[task.ticket][0] is member]
+            for task in again:
+                self._desk.put_back(task)
+                del self._given[task.ticket]
+            self.tally.again += len(again)
+            what = ", ".join(f"part {task.part} of step {task.step}" for task in again) or "nothing"
+            self._incident(member, "lost", f"{member} is gone; it was computing {what}")
         elif kind == "failed":
             raise_peer([event.told["error"]])
         elif kind == "done":
             self._done(event)
 
-    def _welcome(self, member: Member) -> None:
-        told = {"kind": "welcome", "names": self.servers.names, "ports": self._crew.ports}
-        self._crew.tell(member, told, fixed_tensors(self._engine.model))
-        if member.number in self._joined:
-            self._incident(member, "replaced", f"{member} has come in its place")
-        self._joined.add(member.number)
-
-    def _lost(self, member: Member) -> None:
-        again = [task for task in self._desk.out if self._given[task.ticket][0] is member]
-        for task in again:
-            self._desk.put_back(task)
-            del self._given[task.ticket]
-        self.tally.again += len(again)
-        what = ", ".join(f"part {task.part} of step {task.step}" for task in again) or "nothing"
-        self._incident(member, "lost", f"{member} is gone; it was computing {what}")
-
     def _incident(self, member: Member, kind: str, text: str) -> None:
-        found = {"kind": kind, "worker": member.number, "rank": member.rank, "step": self.state.step, "said": text}
-        self.tally.incidents.append(found)
+        worker = {"worker": member.number, "rank": member.rank}
+        self.tally.incidents.append({"kind": kind, **worker, "step": self.state.step, "said": text})
         self._around.note(f"step {self.state.step}: {text}")
 
     def _look_after(self) -> None:
@@ -266,19 +252,8 @@ class Conductor:
             return
         _, since, start = self._given.pop(task.ticket)
         self._longest = max(self._longest, time.monotonic() - since)
-        if not self._agree(MicrobatchPolicy.from_json(told["computation"])):
-            self._desk.put_back(task)
-            return
-        nodes = [(int(lo), int(hi)) for lo, hi in told["nodes"]]
-        sums = dict(zip(nodes, event.tensors, strict=True))
-        arrived = self._arrived.setdefault(task.step, {})
-        arrived[task.part] = Arrived(task, member, told["version"], sums, told["row"])
-        if len(arrived) == self._desk.parts(task.step):
-            self._apply(task.step, self._arrived.pop(task.step), start)
-
-    def _agree(self, reported: MicrobatchPolicy) -> bool:
-        """Adopt the more conservative policy, and return True if a part was computed under it."""
-        known = self._computation
+        # Adopt the more conservative policy. Parts under another one are computed again.
+        known, reported = self._computation, MicrobatchPolicy.from_json(told["computation"])
         agreed = reported if known is None else known.with_care_of(reported)
         if known is not None and _care(agreed) != _care(known):
             for part in [part for step in self._arrived.values() for part in step.values()]:
@@ -287,7 +262,15 @@ class Conductor:
         if known is None or _care(agreed) != _care(known):
             self._buffers.watch(agreed.buffers, dict(agreed.rules))
         self._computation = self._engine.computer.computation = agreed
-        return _care(agreed) == _care(reported)
+        if _care(agreed) != _care(reported):
+            self._desk.put_back(task)
+            return
+        nodes = [(int(lo), int(hi)) for lo, hi in told["nodes"]]
+        sums = dict(zip(nodes, event.tensors, strict=True))
+        arrived = self._arrived.setdefault(task.step, {})
+        arrived[task.part] = Arrived(task, member, told["version"], sums, told["row"])
+        if len(arrived) == self._desk.parts(task.step):
+            self._apply(task.step, self._arrived.pop(task.step), start)
 
     def _apply(self, step: int, arrived: dict[int, Arrived], start: dict[str, Tensor] | None) -> None:
         """Decide on a step's update, the same for all servers."""
@@ -307,67 +290,58 @@ class Conductor:
         if sums.is_constant:
             raise no_gradient(sums.weight)
         progress = Progress(step, order.num_steps, order.samples_before(step))
-        update, found = self._update(sums, arrived, progress), None
-        if update.skipped == "nonfinite":
-            found = self._nonfinite(step, sums, arrived)
-        elif update.skipped is None:
-            began = (start or self._initial) if self._retreat.ahead else None
-            self._buffers.assign(sums.buffers, sums.num_samples, began)
-        observer.updated(update.skipped)
-        staleness = self._desk.version - min(part.version for part in arrived.values())
-        self.tally.applied(arrived.values(), order.grains(step), staleness)
-        self.state.computation = self._computation.to_json() if self._computation is not None else None
-        self._records.count(sums, update, found, arrived)
-        self._retreat.count()
-        self._desk.applied()
-
-    def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
-        observer, servers = self._engine.observer, self.servers
         rate = self._engine.updater.stepper.set_rates(progress)
         norm, scale = 0.0, math.nan
         skipped: str | None = "weightless"
         if sums.weight:
             scale = 1.0 / sums.weight
-            norm = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()}) * abs(scale)
+            norm = self.servers.combine(step, {part: a.task.ticket for part, a in arrived.items()}) * abs(scale)
             observer.reduced(sums.loss, sums.weight, scale)
             skipped = judged(sums.loss, norm, scale, self.state.loss_scale)
         if skipped is None:
             scale *= clipping(self._engine.job.clip_norm, norm)
             observer.clipped(norm)
-        repeated = servers.apply(self._desk.version + 1, None if skipped else scale, progress)
+        repeated = self.servers.apply(self._desk.version + 1, None if skipped else scale, progress)
         self.tally.repeated = max(self.tally.repeated, repeated)
-        return Update(norm, rate, skipped)
+        update, culprits = Update(norm, rate, skipped), None
+        if skipped == "nonfinite":
+            culprits = self._nonfinite(step, sums, arrived)
+        elif skipped is None:
+            began = (start or self._initial) if self._retreat.ahead else None
+            self._buffers.assign(sums.buffers, sums.num_samples, began)
+        observer.updated(skipped)
+        staleness = self._desk.version - min(part.version for part in arrived.values())
+        self.tally.applied(arrived.values(), order.grains(step), staleness)
+        self.state.computation = self._computation.to_json() if self._computation is not None else None
+        self._records.count(sums, update, culprits, arrived)
+        self._retreat.count()
+        self._desk.applied()
 
     def _nonfinite(self, step: int, sums: StepSums, arrived: dict[int, Arrived]) -> dict[str, Any]:
         """Apply the job's policy, and return the culprits of a skipped step. Raises: NonFiniteError."""
-        keeper, state, job = self._engine.keeper, self.state, self._engine.job
-        found = self._search(step, arrived)
-        state.bad_streak += 1
-        bad = NonFiniteStep(step, sums.loss, found, state.bad_streak, job.on_nonfinite)
-        self._around.note(str(bad))
-        if not bad.ends:
-            return found
-        if self._desk.version == step and not self._desk.out:  # all earlier steps are applied, and no later step is
-            with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
-                self.servers.fetch(optimizer=True)
-                keeper.save(state, wait=True)
-        calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
-        raise bad.error("it was not applied", f'Job(on_nonfinite="skip") and --resume{calmer}')
-
-    def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
-        engine, loader = self._engine, self._engine.loader
+        engine, state = self._engine, self.state
         self.servers.fetch(optimizer=False)
         self._buffers.begin()
         search = NonFiniteSearch(engine.computer, engine.precision, engine.parameters)
-        loader.seek(step, engine.computer.computation.effective_grains)
-        data = loader.step(step)
-        found = search.find(engine.mesh, list(data.microbatches) if data is not None else [])
+        engine.loader.seek(step, engine.computer.computation.effective_grains)
+        data = engine.loader.step(step)
+        culprits = search.find(engine.mesh, list(data.microbatches) if data is not None else [])
         self._buffers.restore()
-        bad = next(iter(found["grains"]), None)
+        first = next(iter(culprits["grains"]), None)
         for part, came in arrived.items():
-            if bad in [grain.index for grain in self._grains(step, part, came.task.num_parts)]:
-                found |= {"rank": came.member.rank, "host": came.member.host}
-        return found
+            if first in [grain.index for grain in self._grains(step, part, came.task.num_parts)]:
+                culprits |= {"rank": came.member.rank, "host": came.member.host}
+        state.bad_streak += 1
+        bad = NonFiniteStep(step, sums.loss, culprits, state.bad_streak, engine.job.on_nonfinite)
+        self._around.note(str(bad))
+        if not bad.ends:
+            return culprits
+        if self._desk.version == step and not self._desk.out:  # all earlier steps are applied, and no later step is
+            with contextlib.suppress(StorageError):  # already reported; the non-finite step is the reason to end
+                self.servers.fetch(optimizer=True)
+                engine.keeper.save(state, wait=True)
+        calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
+        raise bad.error("it was not applied", f'Job(on_nonfinite="skip") and --resume{calmer}')
 
     def report(self) -> dict[str, Any]:
         """Return the block `server` of the result, as JSON values."""

@@ -50,7 +50,13 @@ class Server:
         precision = Precision.of(plan.precision, _CPU)
         self.model = build_model(job, precision)
         own = set(homes(self.model, plan.server.num_servers)[number])
-        _leave_out(self.model, own)
+        # Move the parameters of other servers to the meta device, under all their names.
+        others = {id(p): p for name, p in self.model.named_parameters() if name not in own}
+        empty = {key: nn.Parameter(p.detach().to("meta"), p.requires_grad) for key, p in others.items()}
+        for module in self.model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if id(parameter) in empty:
+                    module._parameters[name] = empty[id(parameter)]
         parameters = Parameters(self.model)
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
@@ -61,55 +67,44 @@ class Server:
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the answer to one message by its kind. A lock serializes the messages of all threads."""
         with self._lock:
-            return self._answered(asked, tensors)
-
-    def _answered(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        shard = self.shard
-        match asked["kind"]:
-            case "push":
-                nodes = tuple((int(lo), int(hi)) for lo, hi in asked["nodes"])
-                used = tuple(map(int, asked["used"]))
-                push = Push(int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors))
-                return {"taken": shard.push(push)}, []
-            case "pull":  # the parameters, unless the client has this version
-                version, packed = shard.pull()
-                return {"version": version}, [] if asked["have"] == version else [packed]
-            case "combine":
-                tickets = {int(part): int(ticket) for part, ticket in asked["tickets"]}
-                return {"norms": shard.combine(asked["step"], tickets)}, []
-            case "gradients":
-                found = shard.gradients()
-                return {"used": [g is not None for g in found]}, [g.clone() for g in found if g is not None]
-            case "apply":
-                progress = Progress(*asked["progress"])
-                taken = shard.apply(asked["step"], asked["version"], asked["scale"], progress)
-                return {"taken": taken, "repeated": shard.repeated}, []
-            case "load":  # packed parameters, then the optimizer's tensors by path
-                unpack(tensors[0], [p for _, p in Parameters(self.model).named])
-                held = dict(zip(asked["paths"], tensors[1:], strict=True))
-                load_optimizer(self.optimizer, self.model, held, asked["document"])
-                shard.reset(asked["version"])
-                return {}, []
-            case "state":
-                held, document = optimizer_state(self.optimizer, self.model)
-                return {"document": document, "paths": list(held)}, [shard.pull()[1], *held.values()]
-        raise KeyError(asked["kind"])
+            shard = self.shard
+            match asked["kind"]:
+                case "push":
+                    nodes = tuple((int(lo), int(hi)) for lo, hi in asked["nodes"])
+                    used = tuple(map(int, asked["used"]))
+                    push = Push(
+                        int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors)
+                    )
+                    return {"taken": shard.push(push)}, []
+                case "pull":  # the parameters, unless the client has this version
+                    version, packed = shard.pull()
+                    return {"version": version}, [] if asked["have"] == version else [packed]
+                case "combine":
+                    tickets = {int(part): int(ticket) for part, ticket in asked["tickets"]}
+                    return {"norms": shard.combine(asked["step"], tickets)}, []
+                case "gradients":
+                    found = shard.gradients()
+                    return {"used": [g is not None for g in found]}, [g.clone() for g in found if g is not None]
+                case "apply":
+                    progress = Progress(*asked["progress"])
+                    taken = shard.apply(asked["step"], asked["version"], asked["scale"], progress)
+                    return {"taken": taken, "repeated": shard.repeated}, []
+                case "load":  # packed parameters, then the optimizer's tensors by path
+                    unpack(tensors[0], [p for _, p in Parameters(self.model).named])
+                    held = dict(zip(asked["paths"], tensors[1:], strict=True))
+                    load_optimizer(self.optimizer, self.model, held, asked["document"])
+                    shard.reset(asked["version"])
+                    return {}, []
+                case "state":
+                    held, document = optimizer_state(self.optimizer, self.model)
+                    return {"document": document, "paths": list(held)}, [shard.pull()[1], *held.values()]
+            raise KeyError(asked["kind"])
 
 
 def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided: bool, progress: Progress) -> None:
     clip_values([p.grad for p in parameters if p.grad is not None], limit)
     stepper.set_rates(progress)
     stepper.step(progress.step, refuse_noise=divided)
-
-
-def _leave_out(model: nn.Module, own: set[str]) -> None:
-    """Move the parameters of other servers to the meta device, under all their names."""
-    others = {id(p): p for name, p in model.named_parameters() if name not in own}
-    empty = {key: nn.Parameter(p.detach().to("meta"), p.requires_grad) for key, p in others.items()}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if id(parameter) in empty:
-                module._parameters[name] = empty[id(parameter)]
 
 
 def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:

@@ -29,41 +29,38 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages print to the log
     try:
-        _serve(_entries())
+        batches = _entries()
+        first, *rest = next(batches)
+        opening = first["open"]
+        out = Path(opening["out"]) if opening["out"] is not None else None
+        name = opening["service"]
+        run = TrackedRun(opening["where"], out, opening["name"], opening["about"], opening["first_step"])
+        place = out / "trackers.json" if out is not None else None
+        known = (read_json(place) or {}) if place is not None else {}
+        service = SERVICES[name]()
+        known[name] = service.open(run, known.get(name))
+        if place is not None:
+            write_file(place, json.dumps(known, indent=2, sort_keys=True) + "\n")
+        result: Mapping[str, Any] = {"status": "failed", "error": "the run ended without a result"}
+        while True:
+            metrics = [(entry["step"], entry["metrics"]) for entry in rest if "metrics" in entry]
+            if metrics:
+                service.log(metrics)
+            found = next((entry["result"] for entry in rest if "result" in entry), None)
+            if found is not None:
+                result = found
+                break
+            try:
+                rest = next(batches)
+            except StopIteration:
+                break
+        service.close(result)
     except BaseException as error:  # a package may even call sys.exit()
         text = first_line(error, 250)
         print(f"{type(error).__name__}: {text}", file=answers, flush=True)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
-
-
-def _serve(batches: Iterator[list[dict[str, Any]]]) -> None:
-    first, *rest = next(batches)
-    opening = first["open"]
-    out = Path(opening["out"]) if opening["out"] is not None else None
-    name = opening["service"]
-    run = TrackedRun(opening["where"], out, opening["name"], opening["about"], opening["first_step"])
-    place = out / "trackers.json" if out is not None else None
-    known = (read_json(place) or {}) if place is not None else {}
-    service = SERVICES[name]()
-    known[name] = service.open(run, known.get(name))
-    if place is not None:
-        write_file(place, json.dumps(known, indent=2, sort_keys=True) + "\n")
-    result: Mapping[str, Any] = {"status": "failed", "error": "the run ended without a result"}
-    while True:
-        metrics = [(entry["step"], entry["metrics"]) for entry in rest if "metrics" in entry]
-        if metrics:
-            service.log(metrics)
-        found = next((entry["result"] for entry in rest if "result" in entry), None)
-        if found is not None:
-            result = found
-            break
-        try:
-            rest = next(batches)
-        except StopIteration:
-            break
-    service.close(result)
 
 
 def _entries() -> Iterator[list[dict[str, Any]]]:

@@ -94,19 +94,17 @@ class MLflow(Service):
             self._client.update_run(known, status="RUNNING")
             return known
         name = os.environ.get("MLFLOW_RUN_NAME", run.name)
-        self._id = str(self._client.create_run(self._experiment(), run_name=name).info.run_id)
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if experiment is None:
+            title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "shoal")
+            known_experiment = self._client.get_experiment_by_name(title)
+            create = self._client.create_experiment
+            experiment = str(create(title) if known_experiment is None else known_experiment.experiment_id)
+        self._id = str(self._client.create_run(experiment, run_name=name).info.run_id)
         params = [self._entities.Param(key, str(value)[:500]) for key, value in run.flat()]
         for first in range(0, len(params), 100):  # the server's limit per request
             self._client.log_batch(self._id, params=params[first : first + 100])
         return self._id
-
-    def _experiment(self) -> str:
-        known = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if known is not None:
-            return known
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "shoal")
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
 
     def log(self, metrics: Metrics) -> None:
         now = int(time.time() * 1000)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shoal.errors import JobError
 from shoal.runs.option_values import TrackerName
@@ -164,7 +164,12 @@ class _TrackerProcess:
                 process = self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
             assert process.stdin is not None
             assert process.stdout is not None
-            self._write(process.stdin)
+            entry: dict[str, Any] | None = {"open": self._opening}
+            with contextlib.suppress(BrokenPipeError):
+                while entry is not None:
+                    process.stdin.write(json.dumps(entry, default=str) + "\n")
+                    process.stdin.flush()
+                    entry = self._queue.get()
             with contextlib.suppress(BrokenPipeError):  # the process has ended, and its output says why
                 process.stdin.close()
             with process.stdout:
@@ -175,14 +180,6 @@ class _TrackerProcess:
         except Exception as error:
             if not self._given_up:
                 self.failure = f"{type(error).__name__}: {error}"
-
-    def _write(self, stdin: IO[str]) -> None:
-        entry: dict[str, Any] | None = {"open": self._opening}
-        with contextlib.suppress(BrokenPipeError):
-            while entry is not None:
-                stdin.write(json.dumps(entry, default=str) + "\n")
-                stdin.flush()
-                entry = self._queue.get()
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
