@@ -224,15 +224,15 @@ def test_nobody_copies_while_the_snapshot_before_is_read(tmp_path: Path) -> None
 
 def test_a_rank_that_cannot_copy_commits_nothing(tmp_path: Path) -> None:
     def look(engine: Engine) -> Any:
-        copy = host_memory.HostMemory._copied
+        copy = host_memory.HostMemory._copy
 
         def fails(*of: Any) -> Any:
             raise MemoryError("no more")
 
         if engine.mesh.rank == 1:
-            host_memory.HostMemory._copied = fails  # type: ignore[method-assign]  # in a child of this process
+            host_memory.HostMemory._copy = fails  # type: ignore[method-assign]  # in a child of this process
         told = raised(lambda: engine.keeper.save(RunState(step=9)))
-        host_memory.HostMemory._copied = copy  # type: ignore[method-assign]
+        host_memory.HostMemory._copy = copy  # type: ignore[method-assign]
         engine.keeper.close()
         return [told, sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())]
 

@@ -23,7 +23,7 @@ GROUP, _CUT = "callbacks", "callback-"
 AVERAGES = f"{_CUT}EMA"
 
 
-class KeptCallbacks(Protocol):
+class CheckpointedCallbacks(Protocol):
     """Interface of a run's callbacks to checkpoints."""
 
     def states(self) -> Mapping[str, Mapping[str, Any]]:
@@ -42,11 +42,6 @@ class KeptCallbacks(Protocol):
         """Notify the callbacks that a checkpoint was saved to `folder`."""
 
 
-def group_of(key: str) -> str:
-    """Return the name of the tensor group for a callback's per-parameter tensors."""
-    return f"{_CUT}{key}"
-
-
 @dataclass(frozen=True)
 class CallbackState:
     """State of a run's callbacks on one rank: a JSON `document`, and `tensors` by group."""
@@ -55,7 +50,7 @@ class CallbackState:
     tensors: dict[str, TensorSlices]
 
     @classmethod
-    def of(cls, callbacks: KeptCallbacks, model: ShardedModel) -> CallbackState:
+    def of(cls, callbacks: CheckpointedCallbacks, model: ShardedModel) -> CallbackState:
         """Collect the current state; tensors are not copied. Raises: UserCodeError for unsupported state."""
         whole: dict[str, Tensor] = {}
 
@@ -69,22 +64,22 @@ class CallbackState:
             tensors[GROUP] = {path: (TensorSlice.whole(t.shape), t) for path, t in whole.items()}
         parts = {name: model.part(name, p) for name, p in model.parameters()}
         for key, named in callbacks.parameter_tensors().items():
-            tensors[group_of(key)] = {name: (parts[name], tensor) for name, tensor in named.items()}
+            tensors[f"{_CUT}{key}"] = {name: (parts[name], tensor) for name, tensor in named.items()}
         return cls(document, tensors)
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of each callback's JSON state and whole tensors, to compare ranks."""
-        found = {}
+        digests = {}
         for key, state in self.document.items():
             digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode())
             for path, (_, tensor) in sorted(self.tensors.get(GROUP, {}).items()):
                 if path.partition("/")[0] == key:
                     digest.update(raw(tensor))
-            found[key] = digest.hexdigest()
-        return found
+            digests[key] = digest.hexdigest()
+        return digests
 
 
-def restore(saved: SavedCheckpoint, callbacks: KeptCallbacks, model: ShardedModel) -> list[str]:
+def restore(saved: SavedCheckpoint, callbacks: CheckpointedCallbacks, model: ShardedModel) -> list[str]:
     """Restore callbacks from a checkpoint, with tensors cut for this rank. Return messages on unused state.
 
     Raises: ManifestError.
@@ -96,22 +91,22 @@ def restore(saved: SavedCheckpoint, callbacks: KeptCallbacks, model: ShardedMode
         key: decode(document, lambda t: targets[t[TENSOR]][1])
         for key, document in saved.document.get(GROUP, {}).items()
     }
-    held = dict(model.parameters())
+    parameters = dict(model.parameters())
     tensors: dict[str, dict[str, Tensor]] = {}
     for group in (name for name in known if name.startswith(_CUT)):
-        cut = _room(known[group], {name: model.part(name, p) for name, p in held.items()}, only=True)
+        cut = _room(known[group], {name: model.part(name, p) for name, p in parameters.items()}, only=True)
         fill(saved, group, cut)
-        own = {name: tensor.to(held[name].device) for name, (_, tensor) in cut.items()}
+        own = {name: tensor.to(parameters[name].device) for name, (_, tensor) in cut.items()}
         tensors[group.removeprefix(_CUT)] = own
     return callbacks.restore(states, tensors)
 
 
 def _room(known: Mapping[str, Any], parts: Mapping[str, TensorSlice], *, only: bool = False) -> TensorSlices:
     """Allocate memory for tensors of a checkpoint, whole or cut as in `parts`. `only`: skip tensors without a part."""
-    found: TensorSlices = {}
+    room: TensorSlices = {}
     for path, entry in known.items():
         if only and path not in parts:
             continue
         part = parts.get(path) or TensorSlice.whole(entry["shape"])
-        found[path] = part, torch.empty(part.local_shape, dtype=getattr(torch, entry["dtype"]))
-    return found
+        room[path] = part, torch.empty(part.local_shape, dtype=getattr(torch, entry["dtype"]))
+    return room

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.checkpoint.pieces import fill
 from shoal.checkpoint.store import SavedCheckpoint
@@ -28,14 +27,14 @@ class CompressedState:
     mesh: Mesh
     names: Sequence[str]
 
-    def held(self) -> TensorSlices:
+    def tensors(self) -> TensorSlices:
         """Return this rank's residuals by parameter name and rank, and PowerSGD factors, identical on all ranks."""
-        found: TensorSlices = {}
+        own: TensorSlices = {}
         for index, tensor in self.compression.withheld_of():
-            found[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor
+            own[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor
         for index, tensor in self.compression.bases():
-            found[f"{self.names[index]}/basis"] = TensorSlice.whole(tensor.shape), tensor
-        return found
+            own[f"{self.names[index]}/basis"] = TensorSlice.whole(tensor.shape), tensor
+        return own
 
     def document(self) -> dict[str, Any]:
         """Return the scheme, its fallback, and the loss unit of each rank's residuals, as JSON.
@@ -73,19 +72,16 @@ class CompressedState:
                 rank = self.mesh.rank
                 fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in own.items()})
             compression.unit = units[self.mesh.rank]
-        else:
-            self._share(saved, own, units)
-        return []
-
-    def _share(self, saved: SavedCheckpoint, own: Mapping[int, Tensor], units: list[float]) -> None:
-        """Give this rank an equal part of the sum of residuals from ranks of another layout."""
+            return []
+        # The residuals are of another layout: each rank takes an equal part of their sum.
         ranks = self.mesh.num_data_ranks
         for rank in (rank for rank, unit in enumerate(units) if unit):
-            found = {index: torch.empty_like(tensor, device="cpu") for index, tensor in own.items()}
-            fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in found.items()})
-            for index, tensor in found.items():
+            read = {index: torch.empty_like(tensor, device="cpu") for index, tensor in own.items()}
+            fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in read.items()})
+            for index, tensor in read.items():
                 own[index].add_(tensor.to(own[index].device), alpha=1.0 / ranks)
-        self.compression.unit = sum(units) / ranks
+        compression.unit = sum(units) / ranks
+        return []
 
 
 def left_behind(saved: SavedCheckpoint) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,16 +70,36 @@ def export(
     Raises: RunDirectoryError if the folder is not empty or the tokenizer is missing; IntegrityError if the checkpoint
     is damaged; StorageError if the folder cannot be written.
     """
-    _refuse_taken(folder)
-    copied = _tokenizer_files(tokenizer) if tokenizer is not None else []
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunDirectoryError(
+            given=f"an export to {folder}",
+            conflict="it is a file" if not folder.is_dir() else "it has files, and nothing is overwritten",
+            remedy="give -o a folder that is new or empty",
+        )
+    copied: list[Path] = []
+    if tokenizer is not None:
+        copied = [tokenizer / name for name in _TOKENIZER if (tokenizer / name).is_file()]
+        if not copied:
+            raise RunDirectoryError(
+                given=f"--tokenizer {tokenizer}",
+                conflict=f"it has none of {', '.join(_TOKENIZER[:2])} ...",
+                remedy="give a folder that tokenizer.save_pretrained() wrote",
+            )
     aside = folder.absolute().parent / f".{folder.absolute().name}-{uuid.uuid4().hex[:12]}"
     try:
         aside.mkdir(parents=True)
         adapter = read_json(config / ADAPTER_NAMES) if config is not None else None
-        found = _write(weights, aside, form) if adapter is None else _write_adapter(weights, aside, form, adapter)
+        names = adapter if adapter is not None else {key: key for key in sorted(weights.once().values())}
+        dtypes = {name: weights.dtype(key) for name, key in names.items()}
+        if form.dtype is not None:
+            dtypes = {name: form.dtype if dtype.is_floating_point else dtype for name, dtype in dtypes.items()}
+        sizes = {n: dtypes[n].itemsize * torch.Size(weights.shape(key)).numel() for n, key in names.items()}
         if adapter is not None and config is not None:
+            _write_file(weights, aside / "adapter_model.safetensors", names, dtypes)
             shutil.copyfile(config / _ADAPTER, aside / _ADAPTER)
-        has_config = config is not None and _configure(config, aside, {d for d, _ in found[1]})
+        else:
+            _write_shards(weights, aside, dtypes, sizes, form.max_shard_bytes)
+        has_config = config is not None and _configure(config, aside, set(dtypes.values()))
         for file in copied:
             shutil.copyfile(file, aside / file.name)
         files = tuple(sorted(path.name for path in aside.iterdir()))
@@ -91,60 +111,30 @@ def export(
         raise StorageError(
             given=f"an export to {folder}", conflict=f"it could not be written: {error}", remedy="give another folder"
         ) from error
-    return Exported(folder, files, len(found[1]), found[0], has_config, adapter is not None)
+    return Exported(folder, files, len(sizes), sum(sizes.values()), has_config, adapter is not None)
 
 
-def _refuse_taken(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunDirectoryError(
-            given=f"an export to {folder}",
-            conflict="it is a file" if not folder.is_dir() else "it has files, and nothing is overwritten",
-            remedy="give -o a folder that is new or empty",
-        )
-
-
-def _tokenizer_files(folder: Path) -> list[Path]:
-    found = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
-    if not found:
-        raise RunDirectoryError(
-            given=f"--tokenizer {folder}",
-            conflict=f"it has none of {', '.join(_TOKENIZER[:2])} ...",
-            remedy="give a folder that tokenizer.save_pretrained() wrote",
-        )
-    return found
-
-
-def _write(weights: CheckpointWeights, folder: Path, form: ExportFormat) -> tuple[int, list[tuple[torch.dtype, int]]]:
-    """Write the model's safetensors shards and index. Return the total bytes, and each tensor's dtype and bytes."""
-    dtypes, sizes = _dtypes_and_sizes(weights, {key: key for key in sorted(weights.once().values())}, form)
-    shards = list(_shards(sizes, form.max_shard_bytes))
-    placed: dict[str, str] = {}
+def _write_shards(
+    weights: CheckpointWeights, folder: Path, dtypes: Mapping[str, torch.dtype], sizes: Mapping[str, int], most: int
+) -> None:
+    """Write the model's safetensors files of at most `most` bytes; a larger tensor has its own. Add their index."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key, own in sizes.items():
+        if shards[-1] and size + own > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += own
+    file_of: dict[str, str] = {}
     for number, keys in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         _write_file(weights, folder / name, {key: key for key in keys}, dtypes)
-        placed |= dict.fromkeys(keys, name)
+        file_of |= dict.fromkeys(keys, name)
     if len(shards) > 1:
-        document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+        document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    return sum(sizes.values()), [(dtypes[key], sizes[key]) for key in dtypes]
-
-
-def _write_adapter(
-    weights: CheckpointWeights, folder: Path, form: ExportFormat, names: Mapping[str, str]
-) -> tuple[int, list[tuple[torch.dtype, int]]]:
-    """Write the tensors in `names` to the one file that peft reads. Return the same as `_write`."""
-    dtypes, sizes = _dtypes_and_sizes(weights, names, form)
-    _write_file(weights, folder / "adapter_model.safetensors", names, dtypes)
-    return sum(sizes.values()), [(dtypes[name], sizes[name]) for name in dtypes]
-
-
-def _dtypes_and_sizes(
-    weights: CheckpointWeights, names: Mapping[str, str], form: ExportFormat
-) -> tuple[dict[str, torch.dtype], dict[str, int]]:
-    """Return dtype and bytes by name in the file; `names` maps these names to keys in the checkpoint."""
-    dtypes = {name: _dtype(weights.dtype(key), form) for name, key in names.items()}
-    return dtypes, {n: dtypes[n].itemsize * torch.Size(weights.shape(key)).numel() for n, key in names.items()}
 
 
 def _write_file(
@@ -157,23 +147,6 @@ def _write_file(
             file.write(raw(weights[names[name]].to(dtypes[name])))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _dtype(trained: torch.dtype, form: ExportFormat) -> torch.dtype:
-    return form.dtype if form.dtype is not None and trained.is_floating_point else trained
-
-
-def _shards(sizes: dict[str, int], most: int) -> Iterator[Sequence[str]]:
-    """Yield the keys of each shard, in order. A tensor larger than a shard has a shard of its own."""
-    keys: list[str] = []
-    size = 0
-    for key, own in sizes.items():
-        if keys and size + own > most:
-            yield keys
-            keys, size = [], 0
-        keys.append(key)
-        size += own
-    yield keys
 
 
 def _configure(source: Path, folder: Path, dtypes: set[torch.dtype]) -> bool:

@@ -36,59 +36,49 @@ class HostMemory:
         self._written: Index = {}
         self._content: Content = {}
 
-    def copied(self, held: Mapping[str, TensorSlices], written: Index) -> Content | None:
+    def copied(self, tensors: Mapping[str, TensorSlices], written: Index) -> Content | None:
         """Return copies of the tensors of all ranks, valid until the next call; None without shared memory.
 
         The caller makes sure that no one still reads the previous snapshot.
         Raises: on every rank, if copying failed on any rank.
         Collective: all ranks, JSON gathers.
         """
-        self._lay_out(written)
+        if written != self._written:
+            self._lay_out(written)
         if self._region is None:
             return None
-        together(self._mesh, lambda: self._copy(held))
+        together(self._mesh, lambda: self._copy(tensors))
         return self._content
+
+    def _copy(self, tensors: Mapping[str, TensorSlices]) -> None:
+        """Copy this rank's part into the shared memory."""
+
+        def into_file(name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            content = self._content[name]
+            return {path: content[path].copy_(tensor) for path, tensor in own.items()}
+
+        with torch.no_grad():
+            for _ in share(tensors, self._written, self._mesh.rank, self._mesh.world_size, into_file):
+                pass
 
     def _lay_out(self, written: Index) -> None:
         """Assign each tensor its place, and reallocate the memory if the total size changed."""
-        if written == self._written:
-            return
-        starts, end = _starts(written)
+        mesh, starts, end = self._mesh, dict[tuple[str, str], tuple[int, torch.dtype, tuple[int, ...]]](), 0
+        for tensors in written.values():
+            for path, entry in tensors.items():
+                dtype = getattr(torch, entry["dtype"])
+                for name, ranges in entry["files"].items():
+                    shape = TensorSlice.from_json(entry["shape"], ranges).local_shape
+                    starts[name, path] = end, dtype, shape
+                    end += -(-math.prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
         self._written, self._content = written, {}
         if end != self._num_bytes:
             self._region, self._num_bytes = None, end
-            self._open(end)
+            with contextlib.suppress(LaunchError):  # every rank raises it together
+                self._region = open_region(mesh.gather_json, mesh.rank, mesh.world_size, -(-end // mesh.world_size))
+            mesh.gather_json(None)  # wait: each rank zeroes a part of the memory that others write to
         if self._region is not None:
             everything = torch.frombuffer(self._region.memory, dtype=torch.uint8)
             for (name, path), (start, dtype, shape) in starts.items():
                 flat = everything[start : start + math.prod(shape) * dtype.itemsize]
                 self._content.setdefault(name, {})[path] = flat.view(dtype).view(shape)
-
-    def _open(self, num_bytes: int) -> None:
-        mesh = self._mesh
-        with contextlib.suppress(LaunchError):  # every rank raises it together
-            self._region = open_region(mesh.gather_json, mesh.rank, mesh.world_size, -(-num_bytes // mesh.world_size))
-        mesh.gather_json(None)  # wait: each rank zeroes a part of the memory that others write to
-
-    def _copy(self, held: Mapping[str, TensorSlices]) -> None:
-        mesh = self._mesh
-        with torch.no_grad():
-            for _ in share(held, self._written, mesh.rank, mesh.world_size, self._copied):
-                pass
-
-    def _copied(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        content = self._content[name]
-        return {path: content[path].copy_(tensor) for path, tensor in tensors.items()}
-
-
-def _starts(written: Index) -> tuple[dict[tuple[str, str], tuple[int, torch.dtype, tuple[int, ...]]], int]:
-    """Return each tensor's offset in bytes, dtype and shape by (file, path), and the total bytes."""
-    found, end = {}, 0
-    for tensors in written.values():
-        for path, entry in tensors.items():
-            dtype = getattr(torch, entry["dtype"])
-            for name, ranges in entry["files"].items():
-                shape = TensorSlice.from_json(entry["shape"], ranges).local_shape
-                found[name, path] = end, dtype, shape
-                end += -(-math.prod(shape) * dtype.itemsize // LINE_BYTES) * LINE_BYTES
-    return found, end

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.matching import Matches, NamedTensor, match, named_tensors, short, value_of
+from shoal.checkpoint.matching import Matches, match, named_tensors, short, value_of
 from shoal.checkpoint.state import sha256_of
 from shoal.checkpoint.state_dicts import StoredWeights
 from shoal.checkpoint.weights import weights_of
@@ -68,36 +68,46 @@ def take_weights(wanted: InitialWeights, sharded_model: ShardedModel) -> TakenWe
     different weights; errors of `weights_of`.
     Collective: all ranks, JSON gathers.
     """
-    mesh = sharded_model.mesh
-    weights, matches = together(mesh, lambda: _matched(wanted, sharded_model))
-    digest = _digest(mesh, weights)
-    together(mesh, lambda: _fill(sharded_model, weights, matches))
-    kinds = Counter(_kind(weights, one, keys) for one, keys in matches.pairs)
-    changed = {text: count for text, count in sorted(kinds.items()) if text}
-    return TakenWeights(wanted.source, weights.origin, digest, wanted.rules, len(matches.pairs), changed, matches)
-
-
-def _matched(wanted: InitialWeights, sharded_model: ShardedModel) -> tuple[StoredWeights, Matches]:
-    """Match the whole model with the source. The result is the same on every rank, for all ranks' parts."""
-    weights, parts = weights_of(wanted.source), sharded_model.division.parts
+    mesh, parts = sharded_model.mesh, sharded_model.division.parts
 
     def shape(name: str, tensor: Tensor) -> tuple[int, ...]:
         return tuple(parts[name].shape) if name in parts else tuple(tensor.shape)
 
-    matches = match(named_tensors(sharded_model.model, shape), weights, wanted.rules)
-    matches.refuse(weights, wanted.rules, _remedy)
-    if not matches.pairs:
-        raise JobMismatchError(
-            given=f"{weights.origin}, with {', '.join(list(weights)[:3])} ...",
-            conflict="not one tensor of the model would come from there",
-            remedy="add --init-rename OLD=NEW for another prefix, or give the weights of this model",
-        )
-    return weights, matches
+    def remedy(kinds: Collection[str]) -> str:
+        allowed = ",".join(kind for kind in kinds if kind != "wrong")
+        return f"give the weights of this model, --init-rename OLD=NEW for another prefix, or --init-allow {allowed}"
 
+    def matched() -> tuple[StoredWeights, Matches]:
+        """Match the whole model with the source. The result is the same on every rank, for all ranks' parts."""
+        weights = weights_of(wanted.source)
+        matches = match(named_tensors(sharded_model.model, shape), weights, wanted.rules)
+        matches.refuse(weights, wanted.rules, remedy)
+        if not matches.pairs:
+            raise JobMismatchError(
+                given=f"{weights.origin}, with {', '.join(list(weights)[:3])} ...",
+                conflict="not one tensor of the model would come from there",
+                remedy="add --init-rename OLD=NEW for another prefix, or give the weights of this model",
+            )
+        return weights, matches
 
-def _remedy(kinds: Collection[str]) -> str:
-    allowed = ",".join(kind for kind in kinds if kind != "wrong")
-    return f"give the weights of this model, --init-rename OLD=NEW for another prefix, or --init-allow {allowed}"
+    weights, matches = together(mesh, matched)
+
+    def fill() -> None:
+        with torch.no_grad():
+            for one, keys in matches.pairs:
+                if not one.tensor.is_meta:
+                    part = sharded_model.part(one.names[0], one.tensor)
+                    local(one.tensor).copy_(part.take(value_of(weights, keys)))
+
+    digest = _digest(mesh, weights)
+    together(mesh, fill)
+    kinds = Counter[str]()
+    for one, keys in matches.pairs:
+        source, target = (str(kind).removeprefix("torch.") for kind in (weights.dtype(keys[0]), one.tensor.dtype))
+        if source != target:
+            kinds[f"{source} to {target}"] += 1
+    converted = dict(sorted(kinds.items()))
+    return TakenWeights(wanted.source, weights.origin, digest, wanted.rules, len(matches.pairs), converted, matches)
 
 
 def _digest(mesh: Mesh, weights: StoredWeights) -> str:
@@ -105,25 +115,11 @@ def _digest(mesh: Mesh, weights: StoredWeights) -> str:
     hosts = mesh.gather_json(mesh.host)
     first = hosts.index(mesh.host) == mesh.rank
     mine = together(mesh, lambda: sha256_of(weights[key] for key in sorted(weights)) if first else None)
-    told = {host: digest for host, digest in zip(hosts, mesh.gather_json(mine), strict=True) if digest is not None}
-    if len(set(told.values())) > 1:
+    digests = {host: digest for host, digest in zip(hosts, mesh.gather_json(mine), strict=True) if digest is not None}
+    if len(set(digests.values())) > 1:
         raise LaunchError(
-            given=f"{weights.origin} on {len(told)} hosts",
-            conflict="; ".join(f"{host} has SHA-256 {digest[:16]}..." for host, digest in told.items()),
+            given=f"{weights.origin} on {len(digests)} hosts",
+            conflict="; ".join(f"{host} has SHA-256 {digest[:16]}..." for host, digest in digests.items()),
             remedy="give a path that all hosts share, or copy the same weights to each",
         )
-    return str(told[hosts[0]])
-
-
-def _fill(sharded_model: ShardedModel, weights: StoredWeights, matches: Matches) -> None:
-    with torch.no_grad():
-        for one, keys in matches.pairs:
-            if not one.tensor.is_meta:
-                part = sharded_model.part(one.names[0], one.tensor)
-                local(one.tensor).copy_(part.take(value_of(weights, keys)))
-
-
-def _kind(weights: StoredWeights, one: NamedTensor, keys: tuple[str, ...]) -> str:
-    """Return a tensor's dtype conversion in words, or "" if there is none."""
-    source, target = (str(dtype).removeprefix("torch.") for dtype in (weights.dtype(keys[0]), one.tensor.dtype))
-    return f"{source} to {target}" if source != target else ""
+    return str(digests[hosts[0]])

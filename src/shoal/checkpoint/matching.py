@@ -39,11 +39,11 @@ class Matches:
     def refuse(self, weights: StoredWeights, rules: NameRules, remedy: Callable[[Collection[str]], str]) -> None:
         """Raise JobMismatchError with every difference that is not allowed. `remedy` receives the kinds."""
         kinds = {"wrong": self.wrong} | {kind: getattr(self, kind) for kind in DIFFERENCES if kind not in rules.allow}
-        kinds = {kind: found for kind, found in kinds.items() if found}
+        kinds = {kind: names for kind, names in kinds.items() if names}
         if kinds:
             of = _place(weights)
             before = {"missing": f"missing in {of}: ", "unexpected": "unexpected, not in the model: "}
-            lines = [line for kind, found in kinds.items() for line in short(found, before.get(kind, ""))]
+            lines = [line for kind, names in kinds.items() for line in short(names, before.get(kind, ""))]
             raise JobMismatchError(
                 given=f"{weights.origin} for another model:\n" + "\n".join(lines),
                 conflict=f"{sum(map(len, kinds.values()))} tensors differ; nothing was loaded",
@@ -56,12 +56,12 @@ class Matches:
         Wrappers leave such prefixes: `module.`, `_orig_mod.`, `model0.` of a Session with several models.
         """
         there, here = ({line.partition(" ")[0] for line in lines} for lines in (self.unexpected, self.missing))
-        found = Counter[tuple[str, str]]()
-        found.update((prefix, "") for key in there for prefix, rest in _cuts(key) if rest in here)
-        found.update(("", prefix) for name in here for prefix, rest in _cuts(name) if rest in there)
-        if not found:
+        prefixes = Counter[tuple[str, str]]()
+        prefixes.update((prefix, "") for key in there for prefix, rest in _cuts(key) if rest in here)
+        prefixes.update(("", prefix) for name in here for prefix, rest in _cuts(name) if rest in there)
+        if not prefixes:
             return ""
-        ((old, new), count), *_ = found.most_common(1)
+        ((old, new), count), *_ = prefixes.most_common(1)
         if 2 * count <= len(here):
             return ""
         what = f"names there begin with {old + '.'!r}" if old else f"names in the model begin with {new + '.'!r}"
@@ -104,27 +104,27 @@ def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRul
     """Match the tensors of a model with the tensors of a source. Raises: CommandError for a renaming without effect."""
     tensors, place = list(tensors), _place(weights)
     keys = _by_name(weights, rules)
-    found = Matches()
+    matches = Matches()
     for one in tensors:
         keys |= {n: keys[k] for n, k in ((n, weights.key_of(n)) for n in one.names) if n not in keys and k in keys}
         there = [name for name in one.names if name in keys]
         if not there:
             if one.persistent and weights.is_whole(one.names[0]):
-                found.missing.append(f"{one.names[0]} {list(one.shape)}")
+                matches.missing.append(f"{one.names[0]} {list(one.shape)}")
             continue
         sources = tuple({weights.names.get(keys[name], keys[name]): keys[name] for name in there}.values())
         other = next((key for key in sources if weights.shape(key) != one.shape), None)
         if other is None:
-            found.pairs.append((one, sources))
+            matches.pairs.append((one, sources))
         else:
             shapes = f"{list(weights.shape(other))} in {place}, {list(one.shape)} in the model"
-            found.mismatched.append(f"{there[0]}: {shapes}")
+            matches.mismatched.append(f"{there[0]}: {shapes}")
     mine = {keys[name] for one in tensors for name in one.names if name in keys}
     have = {weights.names.get(key, key) for key in mine}
     extra = sorted(key for name, key in weights.once().items() if name not in have)
-    found.unexpected = [f"{key} {list(weights.shape(key))}" for key in extra]
-    found.missing.sort()
-    return found
+    matches.unexpected = [f"{key} {list(weights.shape(key))}" for key in extra]
+    matches.missing.sort()
+    return matches
 
 
 def value_of(weights: StoredWeights, keys: tuple[str, ...]) -> Tensor:
@@ -150,22 +150,22 @@ def _place(weights: StoredWeights) -> str:
 
 def _by_name(weights: StoredWeights, rules: NameRules) -> dict[str, str]:
     """Return the source's key for each name in the model. Raises: CommandError."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     used = set()
     for key in [*weights, *sorted(weights.all_names - set(weights))]:
         name, old = rules.renamed(key)
         used.add(old)
-        if name in found:
+        if name in keys:
             raise CommandError(
-                given=f"{found[name]} and {key} of {weights.origin}",
+                given=f"{keys[name]} and {key} of {weights.origin}",
                 conflict=f"the renaming makes {name} of both",
                 remedy="write prefixes that leave the names different",
             )
-        found[name] = key
+        keys[name] = key
     idle = next((f"{old}={new}" for old, new in rules.rename if old not in used), None)
     if idle is not None:
         some = ", ".join(list(weights)[:MOST_LINES])
         raise CommandError(
             given=f"renaming {idle}", conflict=f"no name there begins so: {some}", remedy="write one of their prefixes"
         )
-    return found
+    return keys

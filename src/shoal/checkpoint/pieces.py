@@ -19,7 +19,6 @@ from shoal.parallel.model.tensor_slice import TensorSlice
 # Group ("model", "optimizer") -> path -> dtype, shape of the whole tensor, and the index ranges in each file.
 Index = dict[str, dict[str, dict[str, Any]]]
 
-
 # Largest size of a file with several tensors. A file is read as a whole, so ranks need this much memory to load.
 FILE_BYTES = 32 << 20
 
@@ -29,58 +28,55 @@ def file_name(group: str, rank: int, world_size: int, number: int) -> str:
     return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}.{number}"
 
 
-def described(held: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
+def described(own: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
     """Return this rank's slices and the file number of each, as JSON for the other ranks."""
-    found = {}
-    for group, tensors in held.items():
-        told, number, size = entries(tensors), 0, 0
+    groups = {}
+    for group, tensors in own.items():
+        rows, number, size = entries(tensors), 0, 0
         for path, (_, tensor) in tensors.items():
             if size + tensor.nbytes > FILE_BYTES and size:
                 number, size = number + 1, 0
             size += tensor.nbytes
-            told[path].append(number)
-        found[group] = told
-    return found
+            rows[path].append(number)
+        groups[group] = rows
+    return groups
 
 
-def index(told: list[dict[str, dict[str, Any]]]) -> Index:
+def index(ranks: list[dict[str, dict[str, Any]]]) -> Index:
     """Combine what every rank `described` into an index. The first rank that has a part writes it."""
-    found: Index = {}
-    for group in told[0]:
-        own = [ranks[group] for ranks in told]
-        found[group] = {}
+    groups: Index = {}
+    for group in ranks[0]:
+        own = [of_rank[group] for of_rank in ranks]
+        groups[group] = {}
         for path in sorted(set().union(*own)):
             holders = first_holders(own, path)
             dtype, shape, *_ = own[holders[0]][path]
-            files = {file_name(group, rank, len(told), own[rank][path][3]): own[rank][path][2] for rank in holders}
-            found[group][path] = {"dtype": dtype, "shape": shape, "files": files}
-    return found
+            files = {file_name(group, rank, len(ranks), own[rank][path][3]): own[rank][path][2] for rank in holders}
+            groups[group][path] = {"dtype": dtype, "shape": shape, "files": files}
+    return groups
 
 
 def share(
-    held: Mapping[str, TensorSlices],
+    own: Mapping[str, TensorSlices],
     written: Index,
     rank: int,
     world_size: int,
-    taken: Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]] | None = None,
+    copies: Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield the name and CPU tensors of each file that this rank writes. CPU tensors are not copied.
 
-    `taken`: function that returns CPU copies of a file's tensors instead.
+    `copies`: function that returns CPU copies of a file's tensors instead.
     """
-    found: dict[str, dict[str, Tensor]] = {}
-    for group, tensors in held.items():
+    files: dict[str, dict[str, Tensor]] = {}
+    for group, tensors in own.items():
         prefix = file_name(group, rank, world_size, 0).partition(".")[0]
         for path, (_, tensor) in tensors.items():
             for name in written[group][path]["files"]:
                 if name.partition(".")[0] == prefix:
-                    found.setdefault(name, {})[path] = tensor
-    for name, content in found.items():
-        yield name, (taken or _on_cpu)(name, content)
-
-
-def _on_cpu(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {path: tensor.cpu().contiguous() for path, tensor in tensors.items()}
+                    files.setdefault(name, {})[path] = tensor
+    for name, content in files.items():
+        on_cpu = copies(name, content) if copies is not None else {p: t.cpu().contiguous() for p, t in content.items()}
+        yield name, on_cpu
 
 
 def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
@@ -106,41 +102,41 @@ def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
         raise ManifestError(f"its files lack some of {incomplete[0]}")
 
 
-def refuse_other_model(saved: SavedCheckpoint, held: TensorSlices, absent: set[str]) -> None:
+def refuse_other_model(saved: SavedCheckpoint, own: TensorSlices, absent: set[str]) -> None:
     """Check names, shapes and dtypes against the model; `absent`: names on other ranks. Raises: JobMismatchError."""
     known = saved.document["tensors"]["model"].items()
-    own = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(held).items()}
-    refuse_differences(own, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
+    mine = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(own).items()}
+    refuse_differences(mine, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
 
 
-def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, TensorSlices]) -> str | None:
+def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, own: Mapping[str, TensorSlices]) -> str | None:
     """Write a checkpoint in which each rank writes its part. Return the reason if it failed, else None.
 
     The checkpoint is written completely or not at all.
     Collective: all ranks, JSON gathers.
     """
-    written = index(mesh.gather_json(described(held)))
+    written = index(mesh.gather_json(described(own)))
     aside, failure = _attempt(lambda: store.begin(snapshot.step)) if mesh.rank == 0 else (None, None)
     place, failure = mesh.gather_json([aside, failure])[0]
     if failure is not None:
         return str(failure)
 
     def add() -> dict[str, FileEntry]:
-        content = share(held, written, mesh.rank, mesh.world_size)
+        content = share(own, written, mesh.rank, mesh.world_size)
         return dict(store.add(place, name, tensors) for name, tensors in content)
 
     files, failure = _attempt(add)
-    told = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
-    failure = next((text for _, text in told if text is not None), None)
+    rows = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
+    failure = next((text for _, text in rows if text is not None), None)
     if aside is not None:
-        every = {name: FileEntry(**entry) for of, _ in told for name, entry in of.items()}
+        every = {name: FileEntry(**entry) for of, _ in rows for name, entry in of.items()}
         if failure is None:
             document = {**snapshot.document, "tensors": written}
             _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document, best=snapshot.best))
         if failure is not None:
             store.place.remove(aside)
-    found: str | None = mesh.gather_json(failure)[0]
-    return found
+    reason: str | None = mesh.gather_json(failure)[0]
+    return reason
 
 
 T = TypeVar("T")

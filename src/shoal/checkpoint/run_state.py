@@ -87,6 +87,6 @@ class RunState:
         """Restore the state from `to_json`. The current plan decides whether the loss scale is dynamic."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON keys are strings
-        bad_samples = {int(sample): said for sample, said in document.get("bad_samples", {}).items()}
+        bad_steps = {int(step): entry for step, entry in document["bad_steps"].items()}  # JSON keys are strings
+        bad_samples = {int(sample): text for sample, text in document.get("bad_samples", {}).items()}
         return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps, "bad_samples": bad_samples})

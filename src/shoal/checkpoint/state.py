@@ -80,14 +80,16 @@ def optimizer_state(
         return {TENSOR: path} if tensor.device.type == device.type else {TENSOR: path, _HOST: True}
 
     on_host, seen = functools.partial(leaf, _CPU), set[int]()
-    held = {**names, **{id(b): name for name, b in model.named_buffers()}}
+    every = {**names, **{id(b): name for name, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters()), _CPU)
     documents: dict[str, dict[str, Any]] = {}
     aside = containers(optimizer)
     for where, part in parts(optimizer).items():
         within = f"/{where}" if where else ""
         document: dict[str, Any] = {"state": {}, "groups": []}
-        for p, values in _entries(part, seen):
+        entries = [(p, values) for p, values in part.state.items() if id(values) not in seen]  # an earlier part's: no
+        seen.update(id(values) for _, values in entries if isinstance(values, dict))
+        for p, values in entries:
             if id(p) in names:
                 path = f"{names[id(p)]}{within}"
                 own = functools.partial(leaf, p.device)
@@ -106,26 +108,20 @@ def optimizer_state(
             document["groups"].append({"params": members, "values": encode(rest, path, "optimizer", on_host)})
         if not is_torchs(part) or is_hooked(part):
             on_device = functools.partial(leaf, device)
-            document["attributes"] = attributes(part, where, held, on_device, aside)
-            document["extras"] = extras(part, where, held, on_device, list(tensors.values()))
+            document["attributes"] = attributes(part, where, every, on_device, aside)
+            document["extras"] = extras(part, where, every, on_device, list(tensors.values()))
         documents[where] = {key: value for key, value in document.items() if value or key in _ALWAYS}
     first = documents.pop("")
     inner = {where: document for where, document in documents.items() if any(document.values())}
-    made = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
-    return made, {**first, "inner": inner} if inner else first
-
-
-def _entries(part: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Return a part's state entries that no earlier part shares."""
-    found = [(p, values) for p, values in part.state.items() if id(values) not in seen]
-    seen.update(id(values) for _, values in found if isinstance(values, dict))
-    return found
+    values_of = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
+    return values_of, {**first, "inner": inner} if inner else first
 
 
 def _groups(part: Any, seen: set[int]) -> list[dict[str, Any]]:
-    found = [group for group in part.param_groups if id(group) not in seen]
-    seen.update(map(id, found))
-    return found
+    """Return a part's groups that no earlier part shares."""
+    groups = [group for group in part.param_groups if id(group) not in seen]
+    seen.update(map(id, groups))
+    return groups
 
 
 def documents_of(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -151,15 +147,15 @@ def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, dict[str, Any]] = {}
     for document in documents:
         for where, mine in documents_of(document).items():
-            found = merged.setdefault(where, {"state": {}, "groups": []})
-            groups = found["groups"]
+            before = merged.setdefault(where, {"state": {}, "groups": []})
+            groups = before["groups"]
             for own in mine["groups"]:
                 group = next((g for g in groups if g["values"] == own["values"]), None)
                 if group is None:
                     groups.append({**own, "params": list(own["params"])})
                 else:
                     group["params"] += [name for name in own["params"] if name not in group["params"]]
-            merged[where] = {**mine, **found, "state": {**mine["state"], **found["state"]}, "groups": groups}
+            merged[where] = {**mine, **before, "state": {**mine["state"], **before["state"]}, "groups": groups}
     first = merged.pop("", {"state": {}, "groups": []})
     return {**first, "inner": merged} if merged else first
 
@@ -178,7 +174,7 @@ def load_optimizer(
     Raises: JobMismatchError if the inner optimizers or the parameter groups differ.
     """
     parameters = dict(model.named_parameters())
-    held = {**parameters, **dict(model.named_buffers())}
+    every = {**parameters, **dict(model.named_buffers())}
     usual = next((p.device for p in parameters.values()), _CPU)
 
     def leaf(device: torch.device, saved: dict[str, Any]) -> Tensor:
@@ -189,18 +185,18 @@ def load_optimizer(
 
     documents = documents_of(document)
     for where, part in parts(optimizer).items():
-        load_extras(part, documents.get(where, {}).get("extras", {}), held, read)
-    found = parts(optimizer)
-    if documents.keys() - found.keys():
+        load_extras(part, documents.get(where, {}).get("extras", {}), every, read)
+    by_path = parts(optimizer)
+    if documents.keys() - by_path.keys():
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
-            conflict=f"the job's holds none in {', '.join(sorted(documents.keys() - found.keys()))}",
+            conflict=f"the job's holds none in {', '.join(sorted(documents.keys() - by_path.keys()))}",
             remedy="resume with the job that the run began with",
         )
     seen: set[int] = set()
-    groups = {where: _groups(part, seen) for where, part in found.items()}
+    groups = {where: _groups(part, seen) for where, part in by_path.items()}
     replaced: list[str] = []
-    for where, part in found.items():
+    for where, part in by_path.items():
         saved = documents.get(where, {}).get("groups", [])
         if adds_groups and isinstance(part, torch.optim.Optimizer):
             _add_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU))
@@ -209,9 +205,9 @@ def load_optimizer(
             remedy += "; groups of several optimizers that the loop had added are to be added before session.steps()"
         replaced += _load_groups(part, groups[where], parameters, saved, functools.partial(leaf, _CPU), remedy=remedy)
     aside = containers(optimizer)
-    for part in found.values():
+    for part in by_path.values():
         part.state.clear()
-    for where, part in found.items():
+    for where, part in by_path.items():
         own = documents.get(where, {})
         on_device = {
             id(p): bool(group.get("capturable") or group.get("fused"))
@@ -225,10 +221,13 @@ def load_optimizer(
             counter = decoded.get("step")
             if isinstance(counter, Tensor) and not on_device.get(id(parameter)):
                 decoded["step"] = counter.cpu()
-            part.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
+            for key, value in decoded.items():  # a value of a DTensor's local shape becomes a DTensor
+                if isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape:
+                    decoded[key] = laid_out(value, parameter)
+            part.state[parameter] = decoded
         for key, values in own.get("others", ()):
             part.state[decode(key, functools.partial(leaf, _CPU))] = decode(values, functools.partial(leaf, _CPU))
-        restore_attributes(part, own.get("attributes", {}), held, read, aside)
+        restore_attributes(part, own.get("attributes", {}), every, read, aside)
     return list(dict.fromkeys(replaced))
 
 
@@ -262,17 +261,17 @@ def _load_groups(
     names = {id(p): name for name, p in parameters.items()}
     mine = [[names[id(p)] for p in group["params"]] for group in own]
     homes = {name: number for number, group in enumerate(saved_groups) for name in group["params"]}
-    found = [{homes.get(name) for name in group} for group in mine]
+    sources = [{homes.get(name) for name in group} for group in mine]
     known = {name for group in mine for name in group}
     strangers = homes.keys() - known - {n for n, p in parameters.items() if p.is_meta}
-    if strangers or any(len(numbers) > 1 or None in numbers for numbers in found):
+    if strangers or any(len(numbers) > 1 or None in numbers for numbers in sources):
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
             conflict="its parameter groups hold other parameters than the job's",
             remedy=remedy,
         )
     replaced: list[str] = []
-    for group, numbers in zip(own, found, strict=True):
+    for group, numbers in zip(own, sources, strict=True):
         for number in numbers:  # one number, or none if the group is empty on this rank
             values = decode(saved_groups[number or 0]["values"], leaf)
             replaced += _replaced(group, values) if is_torchs(part) else ()
@@ -289,18 +288,12 @@ def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[st
     """Yield a sentence for each setting in a group of a torch optimizer that differs from the saved value."""
     left = (*_NOT_TRAINED_WITH, *(_MOVED_BY_CYCLES if "base_momentum" in saved else ()))
     for name, value in group.items():
-        held = saved.get(name, value)
-        if name not in left and isinstance(value, bool | int | float | tuple) and held != value:
+        before = saved.get(name, value)
+        if name not in left and isinstance(value, bool | int | float | tuple) and before != value:
             yield (
-                f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's {held}; "
-                "a new run begins with it"
+                f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's "
+                f"{before}; a new run begins with it"
             )
-
-
-def _as_parameter(value: Any, parameter: Tensor) -> Any:
-    """Return the value as a DTensor if the parameter is a DTensor with the value's local shape."""
-    divided = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape
-    return laid_out(value, parameter) if divided else value
 
 
 def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:
@@ -317,8 +310,8 @@ def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[
             return items
         return {_PAIRS: [[encode(k, path, what, leaf), v] for k, v in items.items()], "counter": type(value) is Counter}
     if isinstance(value, tuple | list):
-        found = [encode(item, f"{path}/{number}", what, leaf) for number, item in enumerate(value)]
-        return {_TUPLE: found} if isinstance(value, tuple) else found
+        items_of = [encode(item, f"{path}/{number}", what, leaf) for number, item in enumerate(value)]
+        return {_TUPLE: items_of} if isinstance(value, tuple) else items_of
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserCodeError(

@@ -39,11 +39,11 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def once(self) -> dict[str, str]:
         """Return one key for each tensor name: the key equal to the name if there is one, else the first."""
-        found: dict[str, str] = {}
+        keys: dict[str, str] = {}
         for key, name in self.names.items():
-            if key == name or name not in found:
-                found[name] = key
-        return found
+            if key == name or name not in keys:
+                keys[name] = key
+        return keys
 
     def key_of(self, name: str) -> str:
         """Return the key in these weights of a name in a model."""
@@ -101,12 +101,12 @@ class SafetensorsWeights(StoredWeights):
         return tuple(self._files[key].get_slice(key).get_shape())
 
     def dtype(self, key: str) -> torch.dtype:
-        said = self._files[key].get_slice(key).get_dtype()
-        return _DTYPES[said] if said in _DTYPES else self[key].dtype
+        name = self._files[key].get_slice(key).get_dtype()
+        return _DTYPES[name] if name in _DTYPES else self[key].dtype
 
     def __getitem__(self, key: str) -> Tensor:
-        found: Tensor = self._files[key].get_tensor(key)
-        return found
+        tensor: Tensor = self._files[key].get_tensor(key)
+        return tensor
 
 
 class AdapterWeights(SafetensorsWeights):
@@ -129,22 +129,27 @@ class TorchWeights(StoredWeights):
         Raises: IntegrityError for a file that is invalid or has code; RunDirectoryError for other content.
         """
         try:
-            found = _read(path)
+            try:
+                content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format of torch before 1.6 cannot be memory-mapped
+                content = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged and foreign files raise any type of error
             raise unreadable(path, error) from error
         self.origin = str(path)
-        inner = {key: value for key, value in found.items() if _is_state_dict(value)} if isinstance(found, dict) else {}
-        if not _is_state_dict(found):
+        entries = content if isinstance(content, dict) else {}
+        inner = {key: value for key, value in entries.items() if _is_state_dict(value)}
+        if not _is_state_dict(content):
             if len(inner) != 1:
-                has = ", ".join(map(str, list(inner or found)[:_SHOWN])) if isinstance(found, dict) else type(found)
+                is_dict = isinstance(content, dict)
+                has = ", ".join(map(str, list(inner or entries)[:_SHOWN])) if is_dict else type(content)
                 raise RunDirectoryError(
                     given=str(path),
                     conflict=f"it has {'several state dicts' if inner else 'no state dict of tensors'}: {has}",
                     remedy="write a file of the model's state_dict() alone",
                 )
-            ((key, found),) = inner.items()
+            ((key, content),) = inner.items()
             self.origin = f"{path}, entry {key}"
-        self._tensors: dict[str, Tensor] = found
+        self._tensors: dict[str, Tensor] = content
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -158,13 +163,6 @@ class TorchWeights(StoredWeights):
 
     def __getitem__(self, key: str) -> Tensor:
         return self._tensors[key].detach()
-
-
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # the format of torch before 1.6 cannot be memory-mapped
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -184,16 +182,16 @@ def state_dict_of(path: Path) -> StoredWeights:
         return SafetensorsWeights(str(path), [path]) if path.suffix == ".safetensors" else TorchWeights(path)
     index = path / INDEX_NAME
     if index.is_file():
-        placed = (read_json(index) or {}).get("weight_map")
-        if not isinstance(placed, dict) or any(Path(str(name)).name != name for name in placed.values()):
+        file_of = (read_json(index) or {}).get("weight_map")
+        if not isinstance(file_of, dict) or any(Path(str(name)).name != name for name in file_of.values()):
             raise IntegrityError(given=str(index), conflict="it has no weight_map of files beside it", remedy="mend it")
-        found = SafetensorsWeights(str(path), [path / name for name in sorted(set(placed.values()))])
-        if set(found) != set(placed):
-            wrong = sorted(set(found) ^ set(placed))[0]
+        weights = SafetensorsWeights(str(path), [path / name for name in sorted(set(file_of.values()))])
+        if set(weights) != set(file_of):
+            wrong = sorted(set(weights) ^ set(file_of))[0]
             raise IntegrityError(
                 given=str(index), conflict=f"index and files differ in {wrong}", remedy="copy the folder again"
             )
-        return found
+        return weights
     if (path / FILE_NAME).is_file():
         return SafetensorsWeights(str(path), [path / FILE_NAME])
     if (path / ADAPTER_NAME).is_file():

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +16,38 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from shoal.checkpoint.local_place import GONE, LocalPlace, Place
 from shoal.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileEntry, FormatError, Manifest, ManifestError
-from shoal.checkpoint.newest_mark import NewestMark
-from shoal.checkpoint.remote_place import RemotePlace
+from shoal.checkpoint.places import GONE, LocalPlace, Place, RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError, RunDirectoryError
+from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import claim
 from shoal.runs.generation import Fence
+
+
+@dataclass(frozen=True)
+class NewestMark:
+    """File next to a run's checkpoints that records the newest step, so that missing checkpoints are noticed.
+
+    There is no mark if `path` is None.
+    """
+
+    path: Path | None
+    fence: Fence = field(default_factory=Fence)
+
+    def note(self, step: int) -> None:
+        """Write the step. Write errors are ignored, since the checkpoint itself exists."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                self.fence.write(self.path, json.dumps({"step": step}) + "\n")
+
+    @property
+    def step(self) -> int | None:
+        """The step that was written last, or None."""
+        document = read_json(self.path) if self.path is not None else None
+        step = document.get("step") if document is not None else None
+        return step if isinstance(step, int) else None
+
 
 BEST_NAME = "best"
 Step = int | Literal["last", "best"]
@@ -79,10 +103,10 @@ class SavedCheckpoint:
         file = f"{name}{_TENSORS}"
         content = _verified(self.place, self.name, file, self.manifest.files[file], hashed=not self.checked)
         try:
-            found: dict[str, Tensor] = load_tensors(content)
+            tensors: dict[str, Tensor] = load_tensors(content)
         except SafetensorError as error:
             raise ManifestError(f"{name} does not hold tensors: {error}") from None
-        return found
+        return tensors
 
     def verified(self, name: str) -> Path:
         """Verify one tensor file on this host and return its path. Raises: ManifestError; OSError."""
@@ -243,23 +267,23 @@ class Store:
 
     def open(self, step: int) -> SavedCheckpoint:
         """Open the checkpoint of a step; each file is verified when it is read. Raises: ManifestError; OSError."""
-        found = open_in(self.place, directory_name(step))
-        if found.step != step:
-            raise ManifestError(f"it is the checkpoint of step {found.step}")
-        return found
+        saved = open_in(self.place, directory_name(step))
+        if saved.step != step:
+            raise ManifestError(f"it is the checkpoint of step {saved.step}")
+        return saved
 
     def read(self, step: int) -> SavedCheckpoint:
         """Return the fully verified checkpoint of a step. Raises: ManifestError that states the damage; OSError."""
-        found = self.open(step)
-        held = {name: found.read(name).keys() for name in found.names}
+        saved = self.open(step)
+        paths = {name: saved.read(name).keys() for name in saved.names}
         try:
-            parts = [(f, path) for group in found.document.get("tensors", {}).values() for path, f in group.items()]
-            lacking = [(name, path) for f, path in parts for name in f["files"] if path not in held.get(name, ())]
+            parts = [(f, path) for group in saved.document.get("tensors", {}).values() for path, f in group.items()]
+            lacking = [(name, path) for f, path in parts for name in f["files"] if path not in paths.get(name, ())]
         except (AttributeError, KeyError, TypeError) as error:
             raise ManifestError(f"its files do not hold a training state: {error!r}") from None
         if lacking:
             raise ManifestError("its file {} does not hold {}".format(*lacking[0]))
-        return replace(found, checked=True)
+        return replace(saved, checked=True)
 
     def newest_good(self) -> tuple[SavedCheckpoint | None, list[str]]:
         """Return the newest valid checkpoint, and a message for each damaged one, which is renamed to `.bad`.
@@ -268,12 +292,12 @@ class Store:
         Raises: IntegrityError if no checkpoint is valid or the newest has another format; OSError if a checkpoint
         cannot be read now (permission, network disk), which does not prove damage.
         """
-        found = self.steps()
+        steps = self.steps()
         complaints: list[str] = []
-        for step in reversed(found):
+        for step in reversed(steps):
             try:
                 good = self.read(step)
-                if (self._mark.step or 0) > found[-1]:
+                if (self._mark.step or 0) > steps[-1]:
                     complaints.append(f"the checkpoint of step {self._mark.step} is not there any more")
                 return good, complaints
             except FormatError as error:
@@ -283,14 +307,18 @@ class Store:
                     remedy="resume with the version of shoal that wrote it; job.json has its number",
                 ) from None
             except ManifestError as error:
-                kept = self._quarantine(step)
-                complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {kept}")
-        if found or self.damaged() or self._mark.step is not None:
+                name, folders, number = directory_name(step), self.place.names(), 1
+                while (bad := f"{name}.bad" + (f"-{number}" if number > 1 else "")) in folders:
+                    number += 1
+                self._check()
+                self.place.move(name, bad)
+                complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {bad}")
+        if steps or self.damaged() or self._mark.step is not None:
             gone = f"this run had a checkpoint of step {self._mark.step}, and no checkpoint is there any more"
             bad = "no checkpoint there passes its checks" + "".join(f"\n{c}" for c in complaints)
             raise IntegrityError(
                 given=f"--resume from {self.place.shown()}",
-                conflict=bad if found or self.damaged() else gone,
+                conflict=bad if steps or self.damaged() else gone,
                 remedy="restore the directory from a copy, or start anew with another --out",
             )
         return None, complaints
@@ -332,14 +360,6 @@ class Store:
         for name in self.place.names():
             if name.startswith((".tmp-", ".old-", GONE)):
                 self.place.remove(name)
-
-    def _quarantine(self, step: int) -> str:
-        name, there, number = directory_name(step), self.place.names(), 1
-        while (kept := f"{name}.bad" + (f"-{number}" if number > 1 else "")) in there:
-            number += 1
-        self._check()
-        self.place.move(name, kept)
-        return kept
 
 
 def name_of(store: Store, step: Step, run: str) -> str:

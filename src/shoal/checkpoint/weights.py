@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -16,15 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.checkpoint.callback_state import AVERAGES
-from shoal.checkpoint.fetched import fetch_with_checkpoint
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
+from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.state_dicts import ADAPTER_NAME, FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
 from shoal.checkpoint.store import STATE_NAME, SavedCheckpoint, Step, Store, name_of, open_folder
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.runs.address import is_address
+from shoal.runs.address import CHECKPOINTS, RunAddress, fetch_to_read, is_address
+from shoal.runs.directory import RunDirectory
 from shoal.runs.option_values import NameRules
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,34 +76,29 @@ class CheckpointWeights(StoredWeights):
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor without reading the tensor."""
-        found: torch.dtype = getattr(torch, self._entry(key)["dtype"])
-        return found
+        dtype: torch.dtype = getattr(torch, self._entry(key)["dtype"])
+        return dtype
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the whole tensor. Raises: KeyError; IntegrityError if a file with a part of the tensor is damaged."""
-        entry = self._entry(key)
-        try:
-            return self._read(self._names.get(key, key), entry)
-        except (ManifestError, SafetensorError) as error:
-            raise damaged(self._saved.folder, error) from error
-
-    def _entry(self, key: str) -> dict[str, Any]:
-        return self._entries[self._names.get(key, key)]
-
-    def _read(self, name: str, entry: Mapping[str, Any]) -> Tensor:
+        name, entry = self._names.get(key, key), self._entry(key)
         shape, missing = entry["shape"], math.prod(entry["shape"])
         whole = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
         target = TensorSlice.whole(shape)
-        for file, ranges in entry["files"].items():
-            missing -= target.copy(whole, TensorSlice.from_json(shape, ranges), self._file(file).get_tensor(name))
-        if missing:
-            raise ManifestError(f"its files lack some of {name}")
+        try:
+            for file, ranges in entry["files"].items():
+                if file not in self._files:
+                    self._files[file] = safe_open(self._saved.verified(file), framework="pt")
+                piece = self._files[file].get_tensor(name)
+                missing -= target.copy(whole, TensorSlice.from_json(shape, ranges), piece)
+            if missing:
+                raise ManifestError(f"its files lack some of {name}")
+        except (ManifestError, SafetensorError) as error:
+            raise damaged(self._saved.folder, error) from error
         return whole
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = safe_open(self._saved.verified(name), framework="pt")
-        return self._files[name]
+    def _entry(self, key: str) -> dict[str, Any]:
+        return self._entries[self._names.get(key, key)]
 
 
 @overload
@@ -154,9 +151,25 @@ def load(
     JobMismatchError if names or shapes differ. The model is unchanged then.
     """
     text = os.fspath(source)
-    weights = _weights_at(text, step, ema) if is_address(text) else weights_of(Path(text), step, ema=ema)
+    if is_address(text):
+        folder = tempfile.mkdtemp(prefix="shoal-run-")
+        try:
+            fetch_with_checkpoint(text, Path(folder), step)
+            weights = weights_of(Path(folder), step, ema=ema)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        weakref.finalize(weights, shutil.rmtree, folder, ignore_errors=True)  # the copy lasts as long as the weights
+    else:
+        weights = weights_of(Path(text), step, ema=ema)
     if into is None:
         return weights
+
+    def remedy(kinds: Collection[str]) -> str:
+        both = not {"wrong", "mismatched"} & set(kinds)
+        more = ", or write strict=False to load only what both have" if both else ""
+        return f"build the model that the run trained{more}"
+
     rules = NameRules(() if strict else ("missing", "unexpected"), tuple((rename or {}).items()))
     matches = match(named_tensors(into), weights, rules)
     matches.wrong = [
@@ -164,7 +177,7 @@ def load(
         for one, _ in matches.pairs
         if one.tensor.is_meta or hasattr(one.tensor, "to_local")
     ]
-    matches.refuse(weights, rules, _remedy)
+    matches.refuse(weights, rules, remedy)
     values = [value_of(weights, keys) for _, keys in matches.pairs]  # read all values before the model changes
     with torch.no_grad():
         for one, _ in matches.pairs:
@@ -172,31 +185,15 @@ def load(
     return into
 
 
-def _weights_at(source: str, step: Step, ema: bool) -> StoredWeights:
-    """Load the weights of a run at an address from a temporary copy, which is deleted with the weights."""
-    folder = tempfile.mkdtemp(prefix="shoal-run-")
-    try:
-        fetch_with_checkpoint(source, Path(folder), step)
-        found = weights_of(Path(folder), step, ema=ema)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(found, shutil.rmtree, folder, ignore_errors=True)
-    return found
-
-
-def _remedy(kinds: Collection[str]) -> str:
-    remedy = "build the model that the run trained"
-    both = not {"wrong", "mismatched"} & set(kinds)
-    return remedy + (", or write strict=False to load only what both have" if both else "")
-
-
 def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredWeights:
     """Return the weights of a run, a checkpoint, or a file or folder of another program. `ema`: averaged weights.
 
     Raises: RunDirectoryError if there are none; IntegrityError if they are damaged.
     """
-    if not (path.is_file() or _is_other(path)):
+    # A folder of another program has none of a checkpoint's files. A checkpoint without a manifest does not count.
+    own = any((path / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
+    is_other = not own and any((path / name).is_file() for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME))
+    if not (path.is_file() or is_other):
         return CheckpointWeights(find(path, step), ema=ema)
     if ema:
         raise _no_average(path)
@@ -209,10 +206,10 @@ def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredW
 
 def averages(saved: SavedCheckpoint) -> dict[str, dict[str, Any]]:
     """Return the entries of a checkpoint's averaged weights. Raises: RunDirectoryError if there are none."""
-    found: dict[str, dict[str, Any]] | None = saved.document["tensors"].get(AVERAGES)
-    if found is None:
+    entries: dict[str, dict[str, Any]] | None = saved.document["tensors"].get(AVERAGES)
+    if entries is None:
         raise _no_average(saved.folder)
-    return found
+    return entries
 
 
 def _no_average(path: Path) -> RunDirectoryError:
@@ -223,34 +220,66 @@ def _no_average(path: Path) -> RunDirectoryError:
     )
 
 
-def _is_other(folder: Path) -> bool:
-    """Return True if another program wrote a folder. A checkpoint without a manifest does not count."""
-    own = any((folder / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
-    return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME, ADAPTER_NAME))
-
-
 def find(path: Path, step: Step = "last") -> SavedCheckpoint:
     """Open the checkpoint of a step in a run directory or folder of checkpoints, or the checkpoint at `path`.
 
     Nothing is renamed. Raises: RunDirectoryError if there is none; IntegrityError if it is damaged.
     """
-    folder = path if (path / MANIFEST_NAME).is_file() else _folder_of(path, step)
+    folder = path
+    if not (path / MANIFEST_NAME).is_file():
+        store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        folder = store.folder / name_of(store, step, str(path))
     try:
-        found = open_folder(folder)
+        saved = open_folder(folder)
     except ManifestError as error:
         raise damaged(folder, error) from error
-    if folder == path and step != "last" and step != found.step:
+    if folder == path and step != "last" and step != saved.step:
         raise RunDirectoryError(
             given=f"{path} with step {step}",
-            conflict=f"that is the checkpoint of step {found.step}",
+            conflict=f"that is the checkpoint of step {saved.step}",
             remedy="give the run's directory, or leave the step out",
         )
-    return found
+    return saved
 
 
-def _folder_of(path: Path, step: Step) -> Path:
-    store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    return store.folder / name_of(store, step, str(path))
+@contextlib.contextmanager
+def with_checkpoint(run: str, step: Step = "last") -> Iterator[Path]:
+    """Yield a local run directory that has the checkpoint of `step`.
+
+    A local run is used in place. A run at an address is copied to a temporary folder, and nothing is written back.
+    Raises: CommandError or RunDirectoryError if the address is wrong or has no such checkpoint.
+    """
+    if not is_address(run):
+        yield Path(run)
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-run-") as folder:
+        fetch_with_checkpoint(run, Path(folder), step)
+        yield Path(folder)
+
+
+def fetch_with_checkpoint(run: str, folder: Path, step: Step) -> None:
+    """Copy the run's own files and the checkpoint of a step from an address to `folder`.
+
+    Raises: CommandError or RunDirectoryError as `with_checkpoint`.
+    """
+    fetch_to_read(run, folder)
+    address, model = RunAddress(run), RunDirectory(folder).model
+    try:
+        name = name_of(Store(folder / CHECKPOINTS, remote=RemotePlace(run)), step, run)
+        for below in (f"{CHECKPOINTS}/{name}", model.name):
+            address.fetch_folder(below, folder / below)
+    except OSError as error:
+        raise RunDirectoryError(
+            given=run,
+            conflict=f"its checkpoint cannot be read: {error}",
+            remedy="try again, where the run still trains and has a newer one by now; check this host's way to it",
+        ) from error
+    if not (folder / CHECKPOINTS / name / MANIFEST_NAME).exists():
+        raise RunDirectoryError(
+            given=f"{run}/{CHECKPOINTS}/{name}",
+            conflict="the run has removed it meanwhile, for a newer one",
+            remedy="try again",
+        )
 
 
 def damaged(folder: Path, error: Exception) -> IntegrityError:

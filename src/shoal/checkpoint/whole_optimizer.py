@@ -72,20 +72,21 @@ _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, nn.Mod
 
 def parts(optimizer: Any) -> dict[str, Any]:
     """Return the optimizer under "", and each inner optimizer under its path, such as "parts[0]"."""
-    found: dict[str, Any] = {"": optimizer}
+    by_path: dict[str, Any] = {"": optimizer}
+    seen = {id(optimizer)}
+
+    def visit(value: Any, path: str) -> None:
+        for place, child in _children(value, path):
+            if id(child) in seen or isinstance(child, Tensor | str | int | float | None):
+                continue
+            seen.add(id(child))
+            if isinstance(child, Optimizer):
+                by_path[place] = child
+            visit(child, place)
+
     if not is_torchs(optimizer):
-        _find(optimizer, "", found, {id(optimizer)})
-    return found
-
-
-def _find(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    for place, child in _children(value, path):
-        if id(child) in seen or isinstance(child, Tensor | str | int | float | None):
-            continue
-        seen.add(id(child))
-        if isinstance(child, Optimizer):
-            found[place] = child
-        _find(child, place, found, seen)
+        visit(optimizer, "")
+    return by_path
 
 
 def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -102,12 +103,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     module = type(value).__module__.partition(".")[0]
     if module in (*OF_PROCESS, "queue", "weakref"):
         return {}
-    found = getattr(value, "__dict__", {})
+    own = getattr(value, "__dict__", {})
     if not hasattr(value, "param_groups"):
         bases = type(value).__mro__ if module not in sys.stdlib_module_names else ()
         slots = [name for base in bases for name, of in vars(base).items() if isinstance(of, MemberDescriptorType)]
-        return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **found}
-    return {k: v for k, v in found.items() if k not in _TORCHS and not k.startswith("_optimizer_")}
+        return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **own}
+    return {k: v for k, v in own.items() if k not in _TORCHS and not k.startswith("_optimizer_")}
 
 
 def groups(optimizer: Any) -> list[dict[str, Any]]:
@@ -118,9 +119,9 @@ def groups(optimizer: Any) -> list[dict[str, Any]]:
     return list({id(group): group for group in every}.values())
 
 
-def rated(held: Iterable[Any]) -> list[dict[str, Any]]:
+def rated(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the distinct groups with a learning rate, of optimizers as in `parts`."""
-    every = {id(group): group for part in held for group in part.param_groups}
+    every = {id(group): group for part in optimizers for group in part.param_groups}
     return [group for group in every.values() if "lr" in group]
 
 
@@ -172,8 +173,8 @@ def _of_hooks(part: Any) -> dict[str, CellType]:
 def containers(optimizer: Any) -> set[int]:
     """Return the ids of the containers of states and groups, in the optimizer and its inner optimizers."""
     own = ("state", "param_groups")  # properties are excluded: they may return new objects
-    held = [vars(part) for part in parts(optimizer).values()]
-    return {id(attributes[name]) for attributes in held for name in own if name in attributes}
+    every = [vars(part) for part in parts(optimizer).values()]
+    return {id(attributes[name]) for attributes in every for name in own if name in attributes}
 
 
 def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, aside: set[int]) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
     Raises: UserCodeError for an object that exists only after a step.
     """
     baseline: dict[str, str] = getattr(part, _BASELINE, {})
-    found: dict[str, Any] = {}
+    documents: dict[str, Any] = {}
     for name, value in _attributes(part).items() if hasattr(part, _BASELINE) else ():
         encoder = _Encoder(names, aside)
         plain = encoder.plain(value)
@@ -197,13 +198,13 @@ def attributes(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, asid
                 conflict="a step has made it, and a resumed run has nothing to put its state into",
                 remedy="make it in the optimizer's __init__, or keep tensors and numbers in attributes",
             )
-        found[name] = _Encoder(names, aside, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
+        documents[name] = _Encoder(names, aside, leaf).encode(value, "/".join(filter(None, (ATTRIBUTES, where, name))))
     for name, cell in _of_hooks(part).items() if hasattr(part, _BASELINE) else ():
         encoder, value = _Encoder(names, aside), cell.cell_contents
         changed = encoder.plain(value) != baseline.get(name)
         if changed and not encoder.has_tensors and (isinstance(value, LRScheduler) or not encoder.has_objects):
-            found[name] = _Encoder(names, aside).encode(value, "")
-    return found
+            documents[name] = _Encoder(names, aside).encode(value, "")
+    return documents
 
 
 def restore_attributes(
@@ -374,13 +375,13 @@ def restored(  # noqa: C901 - a case for each kind of value
             return values
         case {"$items": items, "kind": kind}:
             before = list(live) if isinstance(live, _KINDS[kind]) else []  # type: ignore[arg-type]
-            found = [again(item, before[n] if n < len(before) else None) for n, item in enumerate(items)]
+            after = [again(item, before[n] if n < len(before) else None) for n, item in enumerate(items)]
             if isinstance(live, list):
-                live[:] = found
+                live[:] = after
                 return live
             if isinstance(live, deque):
-                return deque(found, live.maxlen)
-            return type(live)(*found) if hasattr(live, "_fields") else _KINDS[kind](found)
+                return deque(after, live.maxlen)
+            return type(live)(*after) if hasattr(live, "_fields") else _KINDS[kind](after)
         case {"$object": own}:
             for name, document in own.items():
                 object.__setattr__(live, name, again(document, getattr(live, name, None)))  # the object may be frozen
@@ -398,12 +399,12 @@ def restored(  # noqa: C901 - a case for each kind of value
 # --------------------------------------------------------------------------------------------------- train() and eval()
 def with_modes(optimizer: Any) -> list[Any]:
     """Return the outermost optimizers that have `train` and `eval`, such as schedule-free ones."""
-    found: dict[str, Any] = {}
+    outermost: dict[str, Any] = {}
     for where, part in parts(optimizer).items():
-        known = any(not outer or where.startswith((f"{outer}.", f"{outer}[")) for outer in found)
+        known = any(not outer or where.startswith((f"{outer}.", f"{outer}[")) for outer in outermost)
         if not known and all(callable(getattr(part, name, None)) for name in ("train", "eval")):
-            found[where] = part
-    return list(found.values())
+            outermost[where] = part
+    return list(outermost.values())
 
 
 def to_train(optimizer: Any) -> None:
@@ -434,9 +435,11 @@ def evaluated_weights(optimizer: Any) -> Iterator[list[Tensor]]:
     parameters = [p for group in groups(optimizer) for p in group["params"]]
     values = [v for state in states(optimizer) if isinstance(state, Mapping) for v in state.values()]
     with torch.no_grad():
-        kept = [(t, t.detach().clone()) for t in [*parameters, *values] if isinstance(t, Tensor)]
+        copies = [(t, t.detach().clone()) for t in [*parameters, *values] if isinstance(t, Tensor)]
     plain = [(group, dict(group)) for group in groups(optimizer)]
-    plain += [(vars(part), _plain_attributes(part)) for part in parts(optimizer).values()]
+    for part in parts(optimizer).values():
+        numbers = {k: v for k, v in _attributes(part).items() if isinstance(v, bool | int | float | str)}
+        plain.append((vars(part), numbers))
     for part in modes:
         _call(part, "eval")
     try:
@@ -445,14 +448,10 @@ def evaluated_weights(optimizer: Any) -> Iterator[list[Tensor]]:
         for part in modes:
             _call(part, "train")
         with torch.no_grad():
-            for tensor, value in kept:
+            for tensor, value in copies:
                 tensor.copy_(value)
         for mapping, before in plain:
             mapping.update(before)
-
-
-def _plain_attributes(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in _attributes(part).items() if isinstance(value, bool | int | float | str)}
 
 
 # ------------------------------------------------------------------------------------------------ a state_dict's extras
@@ -463,15 +462,15 @@ def extras(part: Any, where: str, names: Mapping[int, str], leaf: Leaf, known: I
     """
     if not _own_state_dict(part):
         return {}
-    places, found = {_place(t) for t in known}, {}
+    places, documents = {_place(t) for t in known}, {}
     for key, value in _state_dict(part).items():
         if key in ("state", "param_groups") or key in _attributes(part) or _has(value, places):
             continue
         encoder = _Encoder(names, set())
         encoder.plain(value)
         if encoder.has_state and not encoder.has_others:
-            found[str(key)] = _Encoder(names, set(), leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
-    return found
+            documents[str(key)] = _Encoder(names, set(), leaf).encode(value, f"{ATTRIBUTES}/{where}/state_dict/{key}")
+    return documents
 
 
 def load_extras(part: Any, saved: Mapping[str, Any], parameters: Mapping[str, Tensor], read: Read) -> None:
@@ -493,10 +492,10 @@ def _own_state_dict(part: Any) -> bool:
 
 def _state_dict(part: Any) -> Mapping[Any, Any]:
     try:
-        found = part.state_dict()
+        document = part.state_dict()
     except Exception as error:
         raise user_error(f"state_dict of optimizer {type(part).__name__}", error) from error
-    return found if isinstance(found, Mapping) else {}
+    return document if isinstance(document, Mapping) else {}
 
 
 def _has(value: Any, places: set[Any]) -> bool:

@@ -29,19 +29,19 @@ class SnapshotMemory:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._copies: dict[tuple[str, str], Tensor] = {}
 
     def copied(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return contiguous CPU copies of tensors, valid until the group is copied again."""
-        return {name: self._copy((group, name), tensor) for name, tensor in tensors.items()}
-
-    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        own = self._kept.get(key)
-        if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-            own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-            self._kept[key] = own
-        with torch.no_grad():
-            return own.copy_(tensor)
+        copies = {}
+        for name, tensor in tensors.items():
+            own = self._copies.get((group, name))
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+                self._copies[group, name] = own
+            with torch.no_grad():
+                copies[name] = own.copy_(tensor)
+        return copies
 
 
 def interval_seconds(cost_seconds: float, mtbf_seconds: float | None) -> float:
@@ -59,7 +59,7 @@ def interval_seconds(cost_seconds: float, mtbf_seconds: float | None) -> float:
 class CheckpointWriter:
     """Writer thread of a store. A disk that fails or hangs causes a warning and does not end the training.
 
-    `told`: function called with the reason when a checkpoint could not be written.
+    `report`: function called with the reason when a checkpoint could not be written.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self._last = time.monotonic()
         self.cpu_seconds: list[float] = []  # CPU seconds of the writer thread for each checkpoint
         self.failure: OSError | None = None
-        self.told: Callable[[str], None] = lambda reason: None
+        self.report: Callable[[str], None] = lambda reason: None
 
     def due(self) -> bool:
         """Return True if the last write is done and long enough ago for a new checkpoint."""
@@ -84,14 +84,15 @@ class CheckpointWriter:
     def write(self, snapshot: Snapshot) -> None:
         """Wait for the previous write, then start writing a snapshot."""
         self.wait()
-        self._pending = self._thread.submit(self._timed_write, snapshot)
-        self._last = time.monotonic()
 
-    def _timed_write(self, snapshot: Snapshot) -> float:
-        began, cpu = time.monotonic(), time.thread_time()
-        self._store.write(snapshot)
-        self.cpu_seconds.append(time.thread_time() - cpu)
-        return time.monotonic() - began
+        def timed_write() -> float:
+            began, cpu = time.monotonic(), time.thread_time()
+            self._store.write(snapshot)
+            self.cpu_seconds.append(time.thread_time() - cpu)
+            return time.monotonic() - began
+
+        self._pending = self._thread.submit(timed_write)
+        self._last = time.monotonic()
 
     def is_free(self) -> bool:
         """Return True if the last write is done. Wait a few seconds for it, but only once for each write."""
@@ -133,6 +134,6 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _warn(self, reason: object) -> None:
-        self.told(str(reason))
+        self.report(str(reason))
         text = f"no checkpoint written: {reason}; the last good one stays"
         warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -10,8 +10,7 @@ import torch
 
 from shoal.checkpoint.export import Exported, ExportFormat
 from shoal.checkpoint.export import export as export_weights
-from shoal.checkpoint.fetched import with_checkpoint
-from shoal.checkpoint.weights import CheckpointWeights, find
+from shoal.checkpoint.weights import CheckpointWeights, find, with_checkpoint
 from shoal.cli.options import ExportOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.runs.address import is_address

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from shoal.checkpoint.callback_state import AVERAGES
-from shoal.checkpoint.fetched import with_checkpoint
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import fill, refuse_other_model
 from shoal.checkpoint.store import SavedCheckpoint
-from shoal.checkpoint.weights import averages, damaged, find
+from shoal.checkpoint.weights import averages, damaged, find, with_checkpoint
 from shoal.checkpoint.whole_optimizer import EVALUATED
 from shoal.cli.export import run_of, step_of
 from shoal.distributed.agreement import decided_by_rank_0, together

@@ -119,7 +119,7 @@ def test_what_is_on_its_way_is_left_by_a_rollback(tmp_path: Path) -> None:
 def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     store, reasons = Gated(), list[str]()
     writer = CheckpointWriter(store, patience_seconds=0.05)
-    writer.told = reasons.append
+    writer.report = reasons.append
     writer.write(taken(1))
     assert not writer.due()
     with pytest.warns(RuntimeWarning, match="the one before is still being written"):
@@ -167,7 +167,7 @@ def test_the_best_is_saved_once_the_one_before_is_done(monkeypatch: pytest.Monke
     writer = keeper._writer
     assert writer is not None
     writer._patience = 0.01
-    monkeypatch.setattr(keeper, "_start", lambda state: started.append(state.step))
+    monkeypatch.setattr(keeper, "_start", lambda store, state: started.append(state.step))
     writer.write(taken(1))
     threading.Timer(0.2, store.gate.set).start()
     keeper.save_best(RunState(step=2))

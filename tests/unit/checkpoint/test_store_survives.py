@@ -15,8 +15,8 @@ import pytest
 from tests.unit.checkpoint.test_store import files, same, snapshot
 from tests.usual import parametrize
 
-from shoal.checkpoint.local_place import LocalPlace
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError, seal
+from shoal.checkpoint.places import LocalPlace
 from shoal.checkpoint.store import BEST_NAME, Store, directory_name, open_folder
 
 NUM_DAMAGES, NUM_FORGED = 300, 50

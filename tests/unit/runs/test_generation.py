@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint.newest_mark import NewestMark
-from shoal.checkpoint.store import Snapshot, Store
+from shoal.checkpoint.store import NewestMark, Snapshot, Store
 from shoal.errors import FencedError
 from shoal.runs.directory_lock import claim
 from shoal.runs.generation import FOLDER, Fence, newest, withdraw

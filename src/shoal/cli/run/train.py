@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.checkpoint.remote_place import RemotePlace
+from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.run_state import RunState
 from shoal.cli.run.changes import Lengths, accepted_changes, fields_changed, same_settings
 from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.initial import TakenWeights, take_weights
 from shoal.checkpoint.keeper import Keeper, Trained
-from shoal.checkpoint.newest_mark import NewestMark
-from shoal.checkpoint.remote_place import RemotePlace
+from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.run_state import RunState
-from shoal.checkpoint.store import Store
+from shoal.checkpoint.store import NewestMark, Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader
 from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from shoal.checkpoint.manifest import MANIFEST_NAME
-from shoal.checkpoint.newest_mark import NewestMark
-from shoal.checkpoint.remote_place import RemotePlace
-from shoal.checkpoint.store import BEST_NAME, SavedCheckpoint, Snapshot, Store, directory_name, open_in
+from shoal.checkpoint.places import RemotePlace
+from shoal.checkpoint.store import BEST_NAME, NewestMark, SavedCheckpoint, Snapshot, Store, directory_name, open_in
 from shoal.errors import FencedError
 from shoal.runs.generation import Fence
 
