@@ -21,7 +21,7 @@ from shoal.plans.plan import Plan
 
 
 class ScheduleFamily(NamedTuple):
-    """MicrobatchSeconds schedules that differ only in the order of passes and the stages per rank."""
+    """Microbatch schedules that differ only in the order of passes and the stages per rank."""
 
     grains: int
     recompute: Recompute

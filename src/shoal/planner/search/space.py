@@ -65,7 +65,7 @@ class Degrees(NamedTuple):
 
 
 class MicrobatchSchedule(NamedTuple):
-    """MicrobatchSeconds size of a rank in grains, its recomputation, and its pipeline schedule."""
+    """Microbatch size of a rank in grains, its recomputation, and its pipeline schedule."""
 
     grains: int
     recompute: Recompute = "none"
