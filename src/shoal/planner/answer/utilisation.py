@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.planner.answer.answer import SearchResult
-from shoal.planner.predict.product_sizes import MatrixRow, unaligned_rows
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
-from shoal.planner.predict.share import Share
+from shoal.planner.predict.share import MatrixRow, Share, unaligned_rows
 from shoal.planner.profile.values import ALIGNED, Operation, OperationKind
 from shoal.report.quantities import seconds
 

@@ -7,20 +7,18 @@ move the bytes of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.planner.predict.accounts import Accounts
-from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.collective_time import Network, RankGroup
 from shoal.planner.predict.memory import Rank, StageSize
-from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Ranks
-from shoal.planner.predict.remembered import Remembered
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel
-from shoal.planner.predict.shard_time import ShardExchanges, price
 from shoal.planner.predict.share import Share
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import LARGE_PARAMETER, Program
@@ -28,7 +26,9 @@ from shoal.planner.profile.values import Profile, Unit, Weight
 from shoal.plans.accounting.all_reduce import compressed_buckets
 from shoal.plans.accounting.collectives import (
     REPLICAS,
+    Array,
     Gradients,
+    Sharding,
     SizedCollective,
     agreement,
     bucket_sums,
@@ -40,6 +40,147 @@ from shoal.plans.accounting.collectives import (
 from shoal.plans.accounting.model_parallel import Partial, completed
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES
 from shoal.plans.plan import LayoutSection, Plan
+
+_Result = TypeVar("_Result")
+
+
+class Remembered:
+    """Cache by key: the first part names the computation, the other parts are all of its inputs."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[object, ...], Any] = {}
+
+    def once(self, key: tuple[object, ...], compute: Callable[[], _Result]) -> _Result:
+        """Return the result of a key. The first call with the key computes the result."""
+        try:
+            found: _Result = self._found[key]
+        except KeyError:
+            found = self._found[key] = compute()
+        return found
+
+
+def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequence[float], slowed: float) -> float:
+    """Return the seconds until all units are gathered, computed and scattered.
+
+    The next unit is gathered while a unit computes, as fully_shard prefetches. Collectives run one by one on their own
+    stream. Compute that overlaps a collective takes longer by `slowed` times the collective's seconds.
+    """
+    computed = scattered = before = 0.0
+    ready = stream = gathers[0] if gathers else 0.0
+    for compute, following, scatter in zip(computes, [*gathers[1:], None], scatters, strict=False):
+        start, beside = max(computed, ready), before
+        if following is not None:
+            ready = stream = max(stream, start) + following
+            beside = following + before
+        computed = start + compute + slowed * min(beside, compute)
+        if scatter:
+            stream = scattered = max(stream, computed) + scatter
+        before = scatter
+    return max(computed, scattered)
+
+
+def hidden(total: float, last: float, behind: float) -> float:
+    """Return the exposed seconds of bucketed sums during `behind` seconds of backward: at least the `last` bucket."""
+    return max(min(last, total), total - behind) if total else 0.0
+
+
+def price(network: Network, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str) -> float:
+    """Return the seconds of collectives without overlap."""
+    asked, collectives = network.asked, list(sent)
+    groups = {name: network.axis(layout, name) for name in {one.group for one in collectives}}
+    return sum(one.count * asked(algorithm, one.kind, one.num_bytes, groups[one.group]) for one in collectives)
+
+
+class UnitExchanges(NamedTuple):
+    """Seconds per unit of a rank: gathers before a forward, gathers before a backward, and scatters."""
+
+    gathers: list[float]
+    again: list[float]
+    scatters: list[float]
+
+
+class _UnitSeconds(NamedTuple):
+    """Seconds of one gather and one scatter of a unit on the shard axis, and bytes that replicas then sum."""
+
+    gather: float
+    scatter: float
+    part: int
+
+
+@dataclass(frozen=True)
+class ShardExchanges:
+    """Exchanges of plans that divide parameters. Equal units are priced once."""
+
+    network: Network
+    accounts: Accounts
+    _known: Remembered = field(default_factory=Remembered, repr=False)
+
+    def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
+        """Return the exchanges of a rank with these units on that layout.
+
+        The parameters outside of the blocks are gathered before all others, and their gradients are scattered last.
+        """
+        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
+
+        def compute() -> UnitExchanges:
+            if not held.units:
+                return UnitExchanges([], [], [])
+            units, parts = self._on_shard(plan, layout, held)
+            summed = {part: self.network.asked(algorithm, "all_reduce", part, data) for part in parts}
+            *blocks, (first, last) = [(one.gather, one.scatter + summed[one.part]) for one in units]
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            return UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
+            )
+
+        return self._known.once(("exchanges", *self._shard_key(plan, layout, held), data), compute)
+
+    def totals(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[float, float]:
+        """Return the total seconds of the gathers before a forward and of all scatters: the sums of `exchanges`."""
+        if not held.units:
+            return 0.0, 0.0
+        algorithm, data = plan.collectives.all_reduce, self.network.axis(layout, "data")
+
+        def compute() -> tuple[float, float, list[tuple[int, int]]]:
+            units, _ = self._on_shard(plan, layout, held)
+            parts = Counter(one.part for one in units)
+            return sum(one.gather for one in units), sum(one.scatter for one in units), list(parts.items())
+
+        key = self._shard_key(plan, layout, held)
+        gathers, scatters, parts = self._known.once(("shard totals", *key), compute)
+        asked = self.network.asked
+        return gathers, scatters + sum(n * asked(algorithm, "all_reduce", part, data) for part, n in parts)
+
+    def _shard_key(
+        self, plan: Plan, layout: LayoutSection, held: Held
+    ) -> tuple[Held, tuple[str, str], int, RankGroup, str]:
+        widths, shard = (plan.precision.parameters, plan.precision.reduce), self.network.axis(layout, "shard")
+        return held, widths, layout.tensor, shard, plan.collectives.all_reduce
+
+    def _on_shard(self, plan: Plan, layout: LayoutSection, held: Held) -> tuple[list[_UnitSeconds], set[int]]:
+        """Return the exchanges of each unit on the shard axis, and the distinct sizes in bytes of later sums."""
+        of_shard = self._shard_key(plan, layout, held)
+
+        def compute() -> tuple[list[_UnitSeconds], set[int]]:
+            sharding = self.accounts.sharding(plan, layout, held)
+            price = {}
+            for unit in {id(unit): unit for unit in sharding.units}.values():  # equal blocks are one object
+                key = "unit exchanges", id(unit), *of_shard[1:]
+                price[id(unit)] = self._known.once(key, partial(self._of_unit, sharding, unit, *of_shard[-2:]))
+            return [price[id(unit)] for unit in sharding.units], {one.part for one in price.values()}
+
+        return self._known.once(("shard exchanges", *of_shard), compute)
+
+    def _of_unit(self, sharding: Sharding, unit: tuple[Array, ...], shard: RankGroup, algorithm: str) -> _UnitSeconds:
+        trained = sharding.trained_of(unit)
+        gather = self.network.asked(algorithm, "all_gather", sharding.bytes_of(unit), shard)
+        scatter = self.network.asked(algorithm, "reduce_scatter", trained * sharding.reduce_itemsize, shard)
+        return _UnitSeconds(gather, scatter, sharding.part_of(trained))
+
 
 _UPDATE = "update"  # key of the optimizer's rate in `Device.operators`
 # Compression schemes that only cast; the compute of other schemes is unknown. `_CAST_BYTES`: bytes moved on a CPU per
@@ -221,7 +362,9 @@ class Exchanged:
     @cached_property
     def _tied(self) -> list[Weight]:
         tied = {name for name, _ in self.profile.tied}
-        return [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
+        weights = [(unit, w) for unit in self.profile.units for w in unit.body.weights]
+        # Names in repeated bodies are relative to the unit.
+        return [w for unit, w in weights if (f"{unit.name}.{w.name}" if unit.body.repeated else w.name) in tied]
 
     def ends(self, share: Share) -> float:
         """Return the all_gather seconds per microbatch at both ends of the blocks that a context axis divides."""
@@ -363,8 +506,3 @@ class Exchanged:
 def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:
     """Return the trained weights of the blocks."""
     return (w for unit in units if unit.body.repeated for w in unit.body.weights if w.trainable)
-
-
-def _named(unit: Unit, weight: Weight) -> str:
-    """Return a weight's name in the model. Names in repeated bodies are relative to the unit."""
-    return f"{unit.name}.{weight.name}" if unit.body.repeated else weight.name

@@ -60,14 +60,11 @@ class Floors:
         work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
         if self.program.overlaps_exchanges:  # the exposed part of each exchange may be negligible
             return work
-        return work + (self._tensor(body, share) + self._context(body, share)) / share.context
-
-    def _tensor(self, body: Body, share: Share) -> float:
         group, seconds = self.network.group(share.tensor, 1), 0.0
         for exchange in body.exchanges if share.tensor > 1 else ():
             for kind in exchange.kinds(share.sequence):
                 seconds += exchange.bytes.per_sample * self.network.least_per_byte(kind, group)
-        return seconds
+        return work + (seconds + self._context(body, share)) / share.context
 
     def _context(self, body: Body, share: Share) -> float:
         if share.context == 1:

@@ -14,7 +14,7 @@ from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, Profile, TensorCut
 from shoal.plans.accounting.all_reduce import compression_buffers
-from shoal.plans.accounting.collectives import Array, Gradients, owned
+from shoal.plans.accounting.collectives import Array, owned
 from shoal.plans.accounting.memory import (
     bucketed,
     cut,
@@ -73,20 +73,17 @@ class Sizes:
         """Return the size of a rank's units."""
         key = counts, share, recompute
         if key not in self._stages:
-            self._stages[key] = self._stage(counts, share, recompute)
+            numel = trainable = num_bytes = saved = transient = 0.0
+            for body, count in counts:
+                own, trained, own_bytes = self._weights(body, share.tensor)
+                numel += count * own
+                trainable += count * trained
+                num_bytes += count * own_bytes
+                kept, beside = self.body(body, share, recompute)
+                saved += count * kept
+                transient = max(transient, beside)
+            self._stages[key] = StageSize(numel, trainable, num_bytes, saved, transient)
         return self._stages[key]
-
-    def _stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
-        numel = trainable = num_bytes = saved = transient = 0.0
-        for body, count in counts:
-            own, trained, own_bytes = self._weights(body, share.tensor)
-            numel += count * own
-            trainable += count * trained
-            num_bytes += count * own_bytes
-            kept, beside = self.body(body, share, recompute)
-            saved += count * kept
-            transient = max(transient, beside)
-        return StageSize(numel, trainable, num_bytes, saved, transient)
 
     def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
         """Return the elements, trained elements and bytes of a unit's parameters on one tensor rank."""
@@ -110,7 +107,15 @@ class Sizes:
         key, samples = (id(body), share), share.local_samples
         if key not in self._whole:
             parts = self._parts_of(body, share)
-            self._whole[key] = _sum(parts.saved, samples), _working(parts.written, samples)
+            # At once, a backward uses an output and the gradient it reads, which the operator before wrote.
+            worst = before = 0.0
+            for (whole, by, _), is_read in parts.written:
+                own = (whole.fixed + whole.per_sample * samples) / by
+                if own + before > worst:
+                    worst = own + before
+                if is_read:
+                    before = own
+            self._whole[key] = _sum(parts.saved, samples), worst
         saved, working = self._whole[key]
         if not body.repeated or recompute == "none":
             return saved, working
@@ -170,21 +175,6 @@ class OperationBytes(NamedTuple):
 
 def _sum(parts: Sequence[_Part], samples: float) -> float:
     return sum((whole.fixed + whole.per_sample * samples) / by * width / 2 for whole, by, width in parts)
-
-
-def _working(written: Sequence[tuple[_Part, bool]], samples: float) -> float:
-    """Return the most bytes that a backward uses at once beside saved ones: an output, and the gradient it reads.
-
-    The operator before wrote that gradient.
-    """
-    worst = before = 0.0
-    for (whole, by, _), is_read in written:
-        own = (whole.fixed + whole.per_sample * samples) / by
-        if own + before > worst:
-            worst = own + before
-        if is_read:
-            before = own
-    return worst
 
 
 def kept_alternately(operations: Sequence[Operation]) -> list[Operation]:
@@ -326,18 +316,14 @@ class States:
             compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
             native = plan.collectives.all_reduce == "native"
             summed = compression_buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
-            trained = self._most_owned(gradients, plan.num_owners)
+            key = id(gradients), plan.num_owners
+            if key not in self._owned:
+                owners = owned(gradients.parameters, plan.num_owners)
+                self._owned[key] = max(sum(array.numel for array in mine) for mine in owners)
+            trained = self._owned[key]
         return {
             "parameters": size.parameter_bytes / plan.num_copies_shared,
             "gathered": 0.0,
             "gradients": summed,
             "optimizer": self._per_element * trained,
         }
-
-    def _most_owned(self, gradients: Gradients, num_owners: int) -> int:
-        """Return the elements of the owner with the most of a rank's parameters."""
-        key = id(gradients), num_owners
-        if key not in self._owned:
-            owners = owned(gradients.parameters, num_owners)
-            self._owned[key] = max(sum(array.numel for array in mine) for mine in owners)
-        return self._owned[key]

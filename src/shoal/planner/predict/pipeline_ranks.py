@@ -215,7 +215,15 @@ class Staging:
         """
         latest = self._latest
         if latest is None or (latest.plan is not plan and not _alike(latest.plan, plan)):
-            latest = self._latest = Ranks(plan, self._device(plan), *self._share(plan), self._model)
+            layout = plan.layout
+            grains = -(-self._work.num_grains // (layout.data * layout.shard))
+            per = min(plan.batch.grains_per_microbatch or grains, grains)
+            sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
+            key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums
+            if key not in self._shares:
+                self._shares[key] = Share(per * self._work.grain_size, *key[1:])
+            share, microbatches = self._shares[key], -(-grains // per)
+            latest = self._latest = Ranks(plan, self._device(plan), share, microbatches, self._model)
         return latest
 
     def device(self, plan: Plan) -> Device:
@@ -245,17 +253,6 @@ class Staging:
         if id(device) not in self._costs_on:
             self._costs_on[id(device)] = StageCosts(self.computer(device), self._network, self._program)
         return self._costs_on[id(device)]
-
-    def _share(self, plan: Plan) -> tuple[Share, int]:
-        """Return a rank's share of a microbatch and its microbatches per step, for the rank with most grains."""
-        layout = plan.layout
-        grains = -(-self._work.num_grains // (layout.data * layout.shard))
-        per = min(plan.batch.grains_per_microbatch or grains, grains)
-        sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
-        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums
-        if key not in self._shares:
-            self._shares[key] = Share(per * self._work.grain_size, *key[1:])
-        return self._shares[key], -(-grains // per)
 
     def _model(self, ranks: Ranks) -> CutModel:
         """Return the model in a plan's stages. The schedule and the data and shard degrees do not matter."""

@@ -6,7 +6,7 @@ over k. The catalogue gives only the rate of large matmuls. See docs/planner.md 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, log2
@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 from shoal.hardware.values import STREAM_BYTES, Curve, Device, intensity
 from shoal.planner.predict.fusion import fused
-from shoal.planner.predict.product_sizes import sizes_on_rank, unaligned_rows
-from shoal.planner.predict.share import Share, divided
+from shoal.planner.predict.share import Share, divided, sizes_on_rank, unaligned_rows
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
@@ -201,7 +200,11 @@ class DeviceModel:
         phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
         if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
             m, n, k, batch = sizes
-            rate = device.flops[dtype] * _window_rate(windows, operation.window)
+            channels, filters, taps, width, stride, padding = operation.window  # the nearest measured one counts
+            key = nearest(tuple(windows), (channels, filters, taps, width, stride))
+            *_, near_taps, near_width, near_stride = map(int, key.split("-"))
+            inside = _inside(near_taps, near_width, near_stride, near_taps // 2) / _inside(taps, width, stride, padding)
+            rate = device.flops[dtype] * (windows[key] * _filled(channels) * _filled(filters) * min(1.0, inside))
             pixels = k if operation.phase is Phase.BACKWARD_WEIGHT else m
             taken = device.window_weights.get(f"{dtype}{phase}", 0.0) * device.memory_bytes_per_second
             weights = ITEMSIZE[dtype] * m * n * k * batch / pixels / taken if taken else 0.0
@@ -309,15 +312,6 @@ class DeviceModel:
         if operation.kind is OperationKind.MEMORY:
             return replace(operation, phase=Phase.FORWARD, flops=NOTHING, dtype="")
         return operation
-
-
-def _window_rate(known: Mapping[str, float], window: tuple[int, ...]) -> float:
-    """Return the fraction of the peak of a convolution in two dims, from the nearest measured window."""
-    channels, filters, taps, width, stride, padding = window
-    key = nearest(tuple(known), (channels, filters, taps, width, stride))
-    *_, near_taps, near_width, near_stride = map(int, key.split("-"))
-    inside = _inside(near_taps, near_width, near_stride, near_taps // 2) / _inside(taps, width, stride, padding)
-    return known[key] * _filled(channels) * _filled(filters) * min(1.0, inside)
 
 
 def _inside(taps: int, width: int, stride: int, padding: int) -> float:
