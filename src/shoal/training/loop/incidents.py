@@ -34,14 +34,18 @@ class RankIncidents:
         self._loader.incidents.clear()
         for rank, told in enumerate(self._mesh.gather_json({"host": self._mesh.host, "incidents": own})):
             for incident in told["incidents"]:
-                self._take(state, rank, told["host"], incident)
+                host = told["host"]
+                bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON keys are strings
+                kind = "samples" if bad else "workers"
+                state.bad_samples |= bad
+                self._around.note(f"rank {rank} on {host}: {incident['what']}; {incident['done']}")
+                about: dict[str, Any] = {
+                    "step": state.step,
+                    "rank": rank,
+                    "host": host,
+                    "noticed": "reading",
+                    **incident,
+                }
+                about |= {"samples": sorted(bad)} if bad else {}
+                self._around.events.add(kind, **{name: value for name, value in about.items() if value is not None})
         self._loader.leave_out(state.bad_samples)
-
-    def _take(self, state: RunState, rank: int, host: str, incident: dict[str, Any]) -> None:
-        bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON keys are strings
-        kind = "samples" if bad else "workers"
-        state.bad_samples |= bad
-        self._around.note(f"rank {rank} on {host}: {incident['what']}; {incident['done']}")
-        about: dict[str, Any] = {"step": state.step, "rank": rank, "host": host, "noticed": "reading", **incident}
-        about |= {"samples": sorted(bad)} if bad else {}
-        self._around.events.add(kind, **{name: value for name, value in about.items() if value is not None})

@@ -317,7 +317,11 @@ class Trainer:
             return True
         said = replicas.differing(step)
         if said is None:
-            self._name_flipped(step, replicas.flipped)
+            for rank in replicas.flipped:
+                what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
+                self._around.note(f"step {step}: {what}")
+                about: dict[str, Any] = {"what": what, "noticed": "training the steps again", "done": "nothing more"}
+                self._around.events.add("replicas", step=step, rank=rank, **about)
             return True
         self._around.note(f"step {step}: {said}")
         self._roll_back(self.state.bad_steps, self.state.bad_streak)
@@ -325,14 +329,6 @@ class Trainer:
         noticed = "comparing checksums of replicas"
         self._around.events.add("replicas", step=step, what=said, noticed=noticed, done=done)
         return False
-
-    def _name_flipped(self, step: int, ranks: list[int]) -> None:
-        """Report the ranks with different replicas, after the repeated steps agree."""
-        for rank in ranks:
-            what = f"most likely it was rank {rank}: its state was the farthest from what the same steps gave again"
-            self._around.note(f"step {step}: {what}")
-            about: dict[str, Any] = {"what": what, "noticed": "training the steps again", "done": "nothing more"}
-            self._around.events.add("replicas", step=step, rank=rank, **about)
 
     def _roll_back(self, bad_steps: dict[int, dict[str, Any]], streak: int) -> None:
         """Restore the newest checkpoint, with the bad steps to skip from there."""

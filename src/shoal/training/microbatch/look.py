@@ -94,7 +94,14 @@ class Look:
             if found is None:
                 found = self._policy(microbatch, buffers, kept, precision)
                 found = replace(found, computation=replace(found.computation, fuse=False))
-            self._check_allowed(kept)
+            known = kept.names()
+            for pattern in self._computer.job.allow_state:
+                if not self._together(any(_allows([pattern], name) for name in known)):
+                    raise JobError(
+                        given=f"Job(allow_state=({pattern!r},))",
+                        conflict="no attribute of a module and no variable of the loss has that name",
+                        remedy="write the module's name and the attribute's, such as 'encoder.calls'",
+                    )
             allowed = self._state(grains, kept, gradients=not (computer.divided or computer.compiles))
             computation = replace(found.computation, kept_state=allowed)
             return replace(found, computation=computation, seen=self._loss_of_grain())
@@ -466,17 +473,6 @@ class Look:
                 computer.job.optimizer, computer.model.named_parameters(), shapes, computer.precision.device
             )
             refuse_read(trial, kept, self._together, names)
-
-    def _check_allowed(self, kept: NoTrace) -> None:
-        """Refuse a pattern of Job(allow_state=...) that matches no name. Raises: JobError."""
-        known = kept.names()
-        for pattern in self._computer.job.allow_state:
-            if not self._together(any(_allows([pattern], name) for name in known)):
-                raise JobError(
-                    given=f"Job(allow_state=({pattern!r},))",
-                    conflict="no attribute of a module and no variable of the loss has that name",
-                    remedy="write the module's name and the attribute's, such as 'encoder.calls'",
-                )
 
     def _computed_opaquely(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
         computer = self._computer

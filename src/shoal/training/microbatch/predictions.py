@@ -126,7 +126,13 @@ class Predictions:
 
     def write(self) -> None:
         """Write the file atomically. Raises: OSError, JobError. Collective: all ranks."""
-        told = self._mesh.gather_json([self._here, self._chunk, _as_json(self._kinds)])
+        told = self._mesh.gather_json(
+            [
+                self._here,
+                self._chunk,
+                {name: [DTYPE_NAMES[dtype], shape] for name, (dtype, shape) in self._kinds.items()},
+            ]
+        )
         self.count, self._chunk = sum(here for here, _, _ in told), max(chunk for _, chunk, _ in told)
         own = [_from_json(kinds) for _, _, kinds in told if kinds]
         self._kinds = own[0] if own else {}
@@ -190,10 +196,6 @@ def _refuse_apart(kinds: dict[str, Kind], before: dict[str, Kind]) -> None:
         "rows of one output have one shape and dtype",
         "reduce or pad them in predict: the argmax, or a fixed length",
     )
-
-
-def _as_json(kinds: dict[str, Kind]) -> dict[str, Any]:
-    return {name: [DTYPE_NAMES[dtype], shape] for name, (dtype, shape) in kinds.items()}
 
 
 def _from_json(document: dict[str, Any]) -> dict[str, Kind]:

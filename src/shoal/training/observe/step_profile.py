@@ -49,7 +49,17 @@ class StepProfile(StepListener):
     def begins(self, step: int) -> None:
         self._step = step
         if self._profiler is None and not self._is_done and self._steps.first <= step <= self._steps.last:
-            self._start()
+            from torch.profiler import ProfilerActivity, profile, record_function
+
+            cuda = [ProfilerActivity.CUDA] if self._mesh.device.type == "cuda" else []
+            with _no_own_lines():
+                self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)
+                self._profiler.start()
+            self._own, self._marks = [], []
+            for _ in range(_MARKS):
+                self._marks.append(time.perf_counter())
+                with record_function(_MARK):
+                    pass
 
     def began(self, now: float) -> None:
         self._step_began = self._span_began = now
@@ -93,18 +103,6 @@ class StepProfile(StepListener):
             self._profiler = None
 
     # -------------------------------------------------------------------------------------------------------- own
-    def _start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile, record_function
-
-        cuda = [ProfilerActivity.CUDA] if self._mesh.device.type == "cuda" else []
-        with _no_own_lines():
-            self._profiler = profile(activities=[ProfilerActivity.CPU, *cuda], acc_events=True)
-            self._profiler.start()
-        self._own, self._marks = [], []
-        for _ in range(_MARKS):
-            self._marks.append(time.perf_counter())
-            with record_function(_MARK):
-                pass
 
     def _finish(self) -> None:
         """Gather the records of all ranks, and write them on rank 0. Collective: all ranks."""

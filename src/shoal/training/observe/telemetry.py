@@ -260,12 +260,9 @@ class RecordWriter:
             if self._forgotten is not None and len(kept) < len(records):
                 self._forgotten([record for record in records if record.step > step])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._waiting.clear()
-        self.close()
-        warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
+            self._waiting.clear()
+            self.close()
+            warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
         """Write the waiting lines if possible, and close the file."""

@@ -88,7 +88,14 @@ class ScheduledRates:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # about resumed schedulers: this one is replayed
-                groups = self._played(wanted, progress.num_steps)
+                if self._made is None or wanted < self._turn:
+                    self._made, self._turn = self._make(progress.num_steps), 0
+                optimizer, scheduler = self._made
+                while self._turn < wanted:
+                    optimizer.step()
+                    scheduler.step()
+                    self._turn += 1
+                groups = optimizer.param_groups
         except ShoalError:
             raise
         except Exception as error:
@@ -100,16 +107,6 @@ class ScheduledRates:
                 elif name not in ("params", "initial_lr"):
                     group[name] = value
         return float(groups[0]["lr"]) if groups else 0.0
-
-    def _played(self, wanted: int, num_steps: int) -> list[dict[str, Any]]:
-        if self._made is None or wanted < self._turn:
-            self._made, self._turn = self._make(num_steps), 0
-        optimizer, scheduler = self._made
-        while self._turn < wanted:
-            optimizer.step()
-            scheduler.step()
-            self._turn += 1
-        return optimizer.param_groups
 
     def _make(self, num_steps: int) -> tuple[_Rehearsed, Any]:
         optimizer, make, settings = _Rehearsed(self._first, self._defaults), self._schedule.scheduler, {}

@@ -32,7 +32,7 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local, replaced, state_slices
 from shoal.plans.grains import random_key
-from shoal.training.loop.direct_step import DirectStep
+from shoal.training.update.direct_step import DirectStep
 from shoal.training.microbatch.compute import Observer
 from shoal.training.setup.job_optimizer import refuse_divided, step_error
 from shoal.training.update.fused_step import captured, fused, maskable, masked
@@ -352,7 +352,9 @@ class Updater:
         if self._compression is not None:  # the withheld part of the gradients changes only now
             self._compression.commit()
         if not self._judged:
-            self._refuse_whole_state()
+            refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
+            tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
+            state_slices(self._sharded_model, tensors)
             self._judged = True
         return Update(norm, rate, None)
 
@@ -413,12 +415,6 @@ class Updater:
             for name, home, key, parameter in self._places:
                 if home.get(key) is not parameter:
                     raise replaced(name)
-
-    def _refuse_whole_state(self) -> None:
-        """Raise JobError for optimizer state of a divided parameter that is not divided in the same way."""
-        refuse_divided(self.optimizer, self._sharded_model, self._division.updates)
-        tensors, _ = optimizer_state(self.optimizer, self._sharded_model.model, copy=False)
-        state_slices(self._sharded_model, tensors)
 
 
 def _places(model: ShardedModel) -> Iterator[tuple[str, dict[str, Any], str, nn.Parameter]]:

@@ -81,7 +81,17 @@ class ForwardRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
                 # Tensors without a dim of samples cannot be compared by grain.
-                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.size(0) != sum(rows) or _is_blank(leaf):
+                if (
+                    not isinstance(leaf, Tensor)
+                    or leaf.ndim == 0
+                    or leaf.size(0) != sum(rows)
+                    or (
+                        is_strided(leaf)
+                        and leaf.numel() > 1
+                        and not any(leaf.stride())
+                        and bool(leaf.view(-1)[0].isnan())
+                    )
+                ):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
@@ -91,11 +101,6 @@ class ForwardRecorder:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _is_blank(leaf: Tensor) -> bool:
-    """Return True for a placeholder of another stage's tensor: all NaN, with one number in memory."""
-    return is_strided(leaf) and leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
 
 
 class OwnGradients:
