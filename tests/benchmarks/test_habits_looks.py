@@ -16,8 +16,8 @@ from shoal.errors import ShoalError
 from shoal.planner.profile.trace import OperatorTracer
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
+from shoal.training.microbatch.nonfinite import NonFiniteSearch
 from shoal.training.setup.memory_format_choice import choose_format
-from shoal.training.update.nonfinite import NonFiniteSearch
 
 PROGRAMS = programs()
 # One of each kind; `scripts/test --all` takes every program.

@@ -34,8 +34,8 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
 from shoal.plans.grains import random_key
 from shoal.runs.records import StepRecord
+from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import Surroundings
-from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.setup.engine import Options, build
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked

@@ -18,7 +18,7 @@ from tests.ranks.test_one_copy_default import copies, same, shared
 from tests.usual import parametrize
 
 from shoal.parallel.shard.one_copy import OneCopyUpdate
-from shoal.training.microbatch.compute import Observer
+from shoal.training.observer import Observer
 from shoal.training.setup.engine import Engine
 
 pytestmark = pytest.mark.ranks

@@ -42,7 +42,7 @@ from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.trace.recorder import ForwardRecorder
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
-from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+from shoal.training.update.job_optimizer import Parameters, build_optimizer
 from shoal.training.update.lr_schedule import Schedule
 
 _MOST_PARTS_BYTES = 2 << 30

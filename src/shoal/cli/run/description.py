@@ -17,7 +17,7 @@ from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory
 from shoal.runs.generation import Fence
 from shoal.runs.request import RunRequest
-from shoal.training.microbatch.data_digests import data_digests
+from shoal.training.setup.data_digests import data_digests
 from shoal.training.setup.engine import Engine
 
 

@@ -55,11 +55,11 @@ from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.resize import ResizeWish
 from shoal.training.callbacks.base import Callback
 from shoal.training.loop.between_steps import Outcome
-from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.metering import StepMeter
+from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import Surroundings
-from shoal.training.observe.telemetry import RecordWriter
+from shoal.training.observer import Observer
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains
 

@@ -36,7 +36,7 @@ from shoal.planner.measure.probes import (
 from shoal.planner.measure.steps import steps
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
-from shoal.training.observe.telemetry import peak_memory_bytes
+from shoal.training.step_clock import peak_memory_bytes
 
 _EXCHANGE_SECONDS = 0.15  # approximate time for one size of one kind
 _STORAGE_BYTES = 1 << 26

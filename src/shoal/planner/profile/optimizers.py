@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.trace import OperatorRecorder, OperatorTrace, StorageRef
-from shoal.training.setup.job_optimizer import Parameters
 from shoal.training.update.fused_step import fused
+from shoal.training.update.job_optimizer import Parameters
 
 # Number of parameters in the traced step; the others cost the same per element.
 _FEW = 6

@@ -12,7 +12,8 @@ from shoal.checkpoint.whole_optimizer import evaluated_weights
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import StorageError
 from shoal.training.callbacks.ema import PREFIX
-from shoal.training.observe.step_records import StepRecords, Surroundings, TrainingParts
+from shoal.training.loop.training_parts import TrainingParts
+from shoal.training.observe.step_records import StepRecords, Surroundings
 
 
 @dataclass

@@ -30,11 +30,11 @@ from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums
 from shoal.plans.grains import Grain
 from shoal.training.loop.device_graph import RECORDERS, CaptureRules, Recorder, Recording, addresses
+from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep, ForwardBackward
 from shoal.training.microbatch.loss import no_gradient
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner, UnreadStep
-from shoal.training.observe.step_records import TrainingParts
 from shoal.training.update.fused_step import maskable
 
 # Eager runs before a capture, in which torch chooses kernels and allocates memory. torch's notes recommend this number.

@@ -23,10 +23,11 @@ from shoal.numerics import device_reads
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, Flags, StepSums
 from shoal.training.loop.captured_step import LaunchedStep, captured_step
+from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep
 from shoal.training.microbatch.step import StepRunner, UnreadStep
-from shoal.training.observe.step_records import StepRecords, TrainingParts
-from shoal.training.observe.telemetry import StepTime
+from shoal.training.observe.step_records import StepRecords
+from shoal.training.step_clock import StepTime
 from shoal.training.update.optimizer_step import Update
 
 # If the agreement travels with a step's sums, a stop that arrives after them is seen one step later;

@@ -15,13 +15,15 @@ from shoal.parallel.base import Flags, StepSums
 from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.loop.incidents import NOTICED, RankIncidents
 from shoal.training.loop.late_reads import LONG_STEP_SECONDS, LateReads, StepInFlight, comes_between
+from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.compute import FetchedStep
+from shoal.training.microbatch.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import ComputedStep, StepRunner
-from shoal.training.observe.step_records import StepRecords, Surroundings, TrainingParts
-from shoal.training.observe.telemetry import RecordWriter, StepTime
-from shoal.training.setup.preflight import compare_streams
-from shoal.training.update.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
+from shoal.training.microbatch.streams import compare_streams
+from shoal.training.observe.record_writer import RecordWriter
+from shoal.training.observe.step_records import StepRecords, Surroundings
+from shoal.training.step_clock import StepTime
 from shoal.training.update.optimizer_step import Update, may_draw
 
 

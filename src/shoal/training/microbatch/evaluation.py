@@ -31,7 +31,7 @@ from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.microbatch.look import differ, distance, find_state
 from shoal.training.microbatch.loss import Evaluate, LossPair
-from shoal.training.setup.preflight import refuse_other_samples
+from shoal.training.microbatch.streams import refuse_other_samples
 
 T = TypeVar("T")
 # Messages of torch's autograd about a derivative under no_grad.

@@ -36,7 +36,7 @@ from shoal.parallel.model.sharded_model import replaced
 from shoal.training.microbatch.coupling import compare
 from shoal.training.microbatch.loss import LossComputer
 from shoal.training.microbatch.policy import BufferLook, GrainLoss, ProbeResult
-from shoal.training.setup.optimizer_trial import OptimizerTrial, refuse_read
+from shoal.training.update.optimizer_trial import OptimizerTrial, refuse_read
 
 # Fused and separate computations differ by rounding: at most about one unit in the last place per operation before the
 # loss. The sum grows with the square root of the number of operations: 64 units allow some thousand in sequence.

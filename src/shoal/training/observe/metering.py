@@ -23,8 +23,8 @@ from shoal.plans.accounting.rank import Described, memory, traffic
 from shoal.plans.grains import Grain, microbatches, share
 from shoal.plans.layout import Layout
 from shoal.plans.plan import Plan
-from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.memory_meter import GatheredBytes, MemoryMeter
+from shoal.training.observer import Observer
 
 # The second step counts: the first step still creates caches and lazy states. Later steps send the same, and run
 # without the cost of a measurement.

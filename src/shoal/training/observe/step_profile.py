@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.distributed.mesh import Mesh
 from shoal.runs.chrome_trace import MICROBATCH_ROW, SPAN_ROW, OwnEvent, RankTrace, merged, write
 from shoal.runs.option_values import TraceSteps
-from shoal.training.observe.telemetry import StepListener
+from shoal.training.step_clock import StepListener
 
 if TYPE_CHECKING:
     from torch.profiler import profile

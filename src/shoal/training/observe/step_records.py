@@ -11,45 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from shoal.checkpoint.keeper import Keeper
 from shoal.checkpoint.run_state import RunState
-from shoal.data.loader import Loader
-from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
 from shoal.distributed.mesh import Mesh
-from shoal.jobs.job import Job
 from shoal.parallel.base import StepSums
 from shoal.plans.resolve import CompletePlan
 from shoal.runs.events import Events
 from shoal.runs.records import StepRecord
-from shoal.training.callbacks.calls import CallbackCalls
-from shoal.training.loop.replicas import ReplicaCheck
-from shoal.training.microbatch.compute import StepParts
-from shoal.training.microbatch.evaluation import EvaluationSets
 from shoal.training.observe.rank_waits import RankWaits
+from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.stragglers import WINDOW, StragglerWatch
-from shoal.training.observe.telemetry import RecordWriter, StepClock, StepTime
-from shoal.training.setup.job_optimizer import Parameters
-from shoal.training.update.optimizer_step import Update, Updater
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingParts(StepParts):
-    """All parts of a training: the parts of its steps, the data, the optimizer, evaluation and checkpoints."""
-
-    job: Job
-    plan: CompletePlan
-    model: nn.Module
-    parameters: Parameters
-    loader: Loader
-    updater: Updater
-    order: Order
-    evaluator: EvaluationSets
-    keeper: Keeper
-    replicas: ReplicaCheck
-    callbacks: CallbackCalls
+from shoal.training.step_clock import StepClock, StepTime
+from shoal.training.update.optimizer_step import Update
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
 from shoal.training.loop.between_steps import BetweenSteps, Outcome
 from shoal.training.microbatch.loss import no_gradient
+from shoal.training.microbatch.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.microbatch.policy import MicrobatchPolicy
+from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import Surroundings
-from shoal.training.observe.telemetry import RecordWriter
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.retreat import Retreat
 from shoal.training.parameter_server.served_records import Arrived, PushCounts, ServedRecords, exactly_once
@@ -34,7 +35,6 @@ from shoal.training.parameter_server.server import Servers
 from shoal.training.parameter_server.task_queue import TaskQueue
 from shoal.training.parameter_server.worker import fixed_tensors, no_stream
 from shoal.training.setup.engine import Engine
-from shoal.training.update.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.update.optimizer_step import Update, clipping, judged
 
 _TICK_SECONDS = 0.05

@@ -20,9 +20,9 @@ from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
 from shoal.plans.resolve import CompletePlan
-from shoal.training.microbatch.compute import Observer
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
+from shoal.training.observer import Observer
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
 from shoal.training.parameter_server.members import OverError, Role, introduce, is_shut, key_of, raise_if_error, role
 from shoal.training.parameter_server.server import serve

@@ -18,7 +18,7 @@ from shoal.errors import JobError, nearest
 from shoal.jobs.job import Job, Progress
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.wrappers import refuse_wrapped
-from shoal.training.setup.job_optimizer import refuse_optimizer, without_optimizer
+from shoal.training.update.job_optimizer import refuse_optimizer, without_optimizer
 
 _PLACES = ("plan", "exact", "precision")
 

@@ -21,7 +21,7 @@ from shoal.jobs.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
 from shoal.training.microbatch.loss import no_gradient
-from shoal.training.observe.telemetry import StepClock
+from shoal.training.microbatch.streams import compare_streams
 from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
 from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
@@ -29,7 +29,7 @@ from shoal.training.session.optimizers import group_values, number_of
 from shoal.training.session.passes import Base, BatchPasses, Chosen
 from shoal.training.session.recording import SessionRecords
 from shoal.training.session.saving import Saving
-from shoal.training.setup.preflight import compare_streams
+from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update
 
 

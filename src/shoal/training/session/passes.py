@@ -26,16 +26,17 @@ from shoal.parallel.base import Flags, Mark, StepSums, Strategy
 from shoal.parallel.model.parameter_hooks import ParameterHooks
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.resolve import CompletePlan
-from shoal.training.microbatch.compute import ForwardBackward, LoadedMicrobatch, Observer, StepParts
+from shoal.training.microbatch.compute import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.microbatch.loss import LossComputer, check_pair
 from shoal.training.microbatch.policy import MicrobatchPolicy, RedoError
-from shoal.training.observe.telemetry import StepClock
 from shoal.training.observe.trace.recorder import TraceRecorder
 from shoal.training.observe.trace.traces import Replay
+from shoal.training.observer import Observer
 from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import LoopWatch
 from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.session.state import ForwardWatch
+from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update, Updater
 
 # Indices of the optimizers that a pass updates, in the order of `prepare`.

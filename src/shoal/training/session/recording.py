@@ -24,9 +24,10 @@ from shoal.plans.plan import plan_text
 from shoal.runs.attempts import AttemptLog
 from shoal.runs.directory import SESSION, RunDirectory, write_file
 from shoal.runs.events import Events
+from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import StepRecords, Surroundings
-from shoal.training.observe.telemetry import RecordWriter, StepClock
 from shoal.training.session.passes import Base
+from shoal.training.step_clock import StepClock
 from shoal.training.update.optimizer_step import Update
 
 

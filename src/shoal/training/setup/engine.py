@@ -55,28 +55,30 @@ from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.device_graph import refuse_uncapturable
 from shoal.training.loop.replicas import ReplicaCheck
 from shoal.training.loop.trainer import Trainer
-from shoal.training.microbatch.compute import Observer
+from shoal.training.loop.training_parts import TrainingParts
 from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
 from shoal.training.microbatch.loss import LossComputer, LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
-from shoal.training.observe.step_records import Surroundings, TrainingParts
-from shoal.training.observe.telemetry import RecordWriter, StepClock, StepListener
+from shoal.training.observe.record_writer import RecordWriter
+from shoal.training.observe.step_records import Surroundings
+from shoal.training.observer import Observer
 from shoal.training.setup.default_grains import outline, with_grains
-from shoal.training.setup.job_optimizer import (
+from shoal.training.setup.lazy_modules import whole
+from shoal.training.setup.memory_format_choice import agreed_format
+from shoal.training.setup.one_copy_choice import CopyNeed, copy_need, is_small, need_here
+from shoal.training.setup.preflight import compare_data, compare_models, judged
+from shoal.training.setup.seeded_model import construct_twice, unlike_ranks
+from shoal.training.step_clock import StepClock, StepListener
+from shoal.training.update.job_optimizer import (
     Parameters,
     build_optimizer,
     refuse_on_parts,
     refuse_served,
     without_optimizer,
 )
-from shoal.training.setup.lazy_modules import whole
-from shoal.training.setup.memory_format_choice import agreed_format
-from shoal.training.setup.one_copy_choice import CopyNeed, copy_need, is_small, need_here
-from shoal.training.setup.optimizer_trial import refuse_divided_steps
-from shoal.training.setup.preflight import compare_data, compare_models, judged
-from shoal.training.setup.seeded_model import construct_twice, unlike_ranks
 from shoal.training.update.optimizer_step import Stepper, Updater
+from shoal.training.update.optimizer_trial import refuse_divided_steps
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline

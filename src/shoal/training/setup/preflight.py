@@ -7,7 +7,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.loader import Loader
 from shoal.data.opened import training_data
 from shoal.data.quarantine import Quarantine
 from shoal.data.source import MapSource, digest_of_samples
-from shoal.data.stream import StreamLoader
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
-from shoal.errors import DataError, JobError, LaunchError
+from shoal.errors import JobError, LaunchError
 from shoal.jobs.differences import ABSENT, differences
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
@@ -204,32 +202,6 @@ def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
     digest = None if workers else _some(source)
     if None not in mesh.gather_json(digest):
         refuse_differences(mesh, {"some samples of train_data, their SHA-256": digest}, remedy=_WHOLE_DATA)
-
-
-def compare_streams(mesh: Mesh, loader: Loader) -> None:
-    """Compare the stream samples that all ranks have read for their next step.
-
-    A rank that could not read its samples disables the comparison; its own error is reported instead.
-    Raises: DataError, on every rank. Collective: all ranks, one JSON gather of a digest if the data are a stream.
-    """
-    if mesh.world_size > 1 and isinstance(loader, StreamLoader):
-        refuse_other_samples("train_data", mesh.gather_json(digest_of_samples(loader.samples)))
-
-
-def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
-    """Raise DataError if the ranks' digests of the same stream samples differ; None stands for no samples."""
-    others = [str(rank) for rank, digest in enumerate(told) if digest != told[0]]
-    if None in told or not others:
-        return
-    error = DataError(
-        given=f"{name}: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",
-        conflict="every rank reads the whole stream and computes its own grains; this one divides itself by rank or "
-        "worker, or draws from a generator of its own",
-        remedy="give the whole stream, the same on every rank: shoal divides it (leave out RANK, WORLD_SIZE, "
-        "get_rank() and split_by_node); draw from torch's, numpy's or Python's global generator, which shoal seeds",
-    )
-    error.everywhere = True
-    raise error
 
 
 def _some(source: MapSource) -> str | None:

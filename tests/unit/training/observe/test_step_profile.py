@@ -10,7 +10,7 @@ from shoal.distributed.mesh import alone
 from shoal.runs.chrome_trace import read
 from shoal.runs.option_values import TraceSteps
 from shoal.training.observe.step_profile import StepProfile
-from shoal.training.observe.telemetry import StepClock
+from shoal.training.step_clock import StepClock
 
 CPU = torch.device("cpu")
 # Rounding of a trace is to nanoseconds, and of a record to float32.

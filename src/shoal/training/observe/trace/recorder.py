@@ -16,8 +16,8 @@ from shoal.data.loader import Microbatch
 from shoal.numerics.flat import is_strided
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, state_slices, whole_tensors
-from shoal.training.microbatch.compute import Observer
 from shoal.training.observe.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
+from shoal.training.observer import Observer
 
 INPUT = "(batch)"
 # Function from a module's output on this rank to the whole model's output.

@@ -1,20 +1,18 @@
-"""Spans sum to the step, and a record that cannot be written never stops a training."""
+"""A record that cannot be written never stops a training."""
 
 import errno
-import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import shoal.training.observe.telemetry
-from shoal.runs.records import SPANS, StepRecord, read_steps
-from shoal.training.observe.telemetry import RecordWriter, StepClock, peak_memory_bytes
+import shoal.training.observe.record_writer
+import shoal.training.step_clock
+from shoal.runs.records import StepRecord, read_steps
+from shoal.training.observe.record_writer import RecordWriter
 
-CPU = torch.device("cpu")
 RECORD = StepRecord(
     step=1,
     epoch=0,
@@ -33,54 +31,6 @@ RECORD = StepRecord(
 )
 
 
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which reading the time takes as long as everything else together: 1, 2, 4, 8 ... seconds."""
-    times = itertools.accumulate(2**n for n in itertools.count())
-    monkeypatch.setattr(shoal.training.observe.telemetry.time, "perf_counter", lambda: float(next(times)))
-
-
-@pytest.mark.usefixtures("ticking")
-def test_each_span_has_its_own_time_and_all_sum_to_the_step() -> None:
-    clock = StepClock(CPU)
-    clock.begin()  # at 1
-    clock.mark("data_wait")  # at 3
-    clock.mark("forward")  # at 7
-    clock.mark("backward")  # at 15
-    clock.mark("forward")  # at 31
-    total, spans = clock.end()  # at 63, which ends the step too
-    wanted = {"other": 2.0, "data_wait": 4.0, "forward": 8.0 + 32.0, "backward": 16.0}
-    assert {name: s for name, s in spans.items() if s} == wanted
-    assert set(spans) == set(SPANS)
-    assert sum(spans.values()) == 63.0 - 1.0
-    assert total == 63.0 - 1.0
-
-
-@pytest.mark.usefixtures("ticking")
-def test_a_step_begins_anew() -> None:
-    clock = StepClock(CPU)
-    clock.begin()
-    clock.mark("forward")
-    _, first = clock.end()
-    clock.begin()
-    _, second = clock.end()
-    assert first["forward"] > 0
-    assert second["forward"] == 0.0
-
-
-def test_a_clock_that_is_off_measures_the_step_alone() -> None:
-    clock = StepClock(CPU, enabled=False)
-    clock.begin()
-    clock.mark("forward")
-    total, spans = clock.end()
-    assert total > 0
-    assert spans == dict.fromkeys(SPANS, 0.0)
-
-
-def test_memory_of_the_host_is_in_bytes() -> None:
-    assert 2**24 < peak_memory_bytes(CPU) < 2**44
-
-
 def test_records_are_appended_a_line_each(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     for steps in ((1, 2), (3,)):
@@ -97,7 +47,7 @@ def test_records_are_appended_a_line_each(tmp_path: Path) -> None:
 
 def test_lines_wait_no_longer_than_a_time_or_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, now = tmp_path / "records.jsonl", [100.0]
-    monkeypatch.setattr(shoal.training.observe.telemetry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.training.observe.record_writer.time, "monotonic", lambda: now[0])
     writer = RecordWriter(path)
 
     def after(*seconds: float) -> int:
@@ -162,7 +112,7 @@ def test_a_full_disk_warns_once_and_gets_the_records_later(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(shoal.training.observe.telemetry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(shoal.training.observe.record_writer.time, "monotonic", lambda: now[0])
     path = tmp_path / "records.jsonl"
     writer = RecordWriter(path)
     disk = Refusing(writer._file, room)
@@ -198,15 +148,6 @@ def test_late_records_of_steps_that_are_trained_again_are_left_out(
     writer.write(replace(RECORD, step=2, epoch=9))
     writer.close()
     assert [(record.step, record.epoch) for record in read_steps(path)] == [(1, RECORD.epoch), (2, 9)]
-
-
-def test_short_steps_share_a_reading_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = iter([1 << 20, 2 << 20])
-    monkeypatch.setattr(shoal.training.observe.telemetry, "peak_memory_bytes", lambda device: next(readings))
-    clock = StepClock(CPU)
-    assert [clock.peak_memory_bytes(), clock.peak_memory_bytes()] == [1 << 20, 1 << 20]
-    clock._memory_until = 0.0
-    assert clock.peak_memory_bytes() == 2 << 20
 
 
 def test_a_damaged_file_of_records_warns(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.data.source import MapSource, source_of
-from shoal.training.microbatch import data_digests
-from shoal.training.microbatch.data_digests import _PARTS, _read
+from shoal.training.setup import data_digests
+from shoal.training.setup.data_digests import _PARTS, _read
 from shoal.training.setup.preflight import _some
 
 

@@ -21,7 +21,7 @@ from shoal.numerics.grain_randomness import all_generators
 from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.training.setup.job_optimizer import Parameters, build_optimizer
+from shoal.training.update.job_optimizer import Parameters, build_optimizer
 
 # Maximum elements of a stand-in, and minimum size of a dim that was scaled down to get there.
 _MOST_ELEMENTS, _LEAST_DIM = 1 << 11, 8

@@ -18,8 +18,8 @@ from shoal.jobs.job import Job, Steps
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.loss import LossComputer
+from shoal.training.microbatch.nonfinite import NonFiniteSearch
 from shoal.training.microbatch.policy import MicrobatchPolicy
-from shoal.training.update.nonfinite import NonFiniteSearch
 
 DEVICE = torch.device("cpu")
 

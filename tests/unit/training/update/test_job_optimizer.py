@@ -10,7 +10,7 @@ from torch import nn
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, UserCodeError
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.setup.job_optimizer import (
+from shoal.training.update.job_optimizer import (
     Parameters,
     build_optimizer,
     refuse_divided,

@@ -10,7 +10,7 @@ import torch
 from benchmarks.habits import optimizers as habits
 from torch import nn
 
-from shoal.training.setup.optimizer_trial import OptimizerTrial, Own
+from shoal.training.update.optimizer_trial import OptimizerTrial, Own
 
 CUT = {name: Own((0,)) for name in ("0.weight", "0.bias")} | {"2.weight": Own((1,)), "2.bias": Own()}
 STAGE = {name: Own() for name in ("0.weight", "0.bias")}
