@@ -68,11 +68,11 @@ def bench(options: BenchOptions) -> int:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
         return code
     measured = _measurements(ranks, options.quick, bool(found_gpus))
-    found = undisturbed(divided(assembled(measured, found_gpus), options.quick), busy.share())
+    cluster = undisturbed(divided(assembled(measured, found_gpus), options.quick), busy.share())
     tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
     facts = measured[0].facts
     text = dump(
-        found,
+        cluster,
         beside={
             "machine": {
                 "processor": processor(),
@@ -85,14 +85,14 @@ def bench(options: BenchOptions) -> int:
             "measurements": tables,
         },
     )
-    kept = measured_file()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    for path in filter(None, (kept, out)):
+    own_file = measured_file()
+    own_file.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (own_file, out)):
         write_file(path, text)
-    print(summary(found))
-    for note in found.notes:
+    print(summary(cluster))
+    for note in cluster.notes:
         print(f"note: {note}")
-    print(f"written: {kept}, which --cluster here reads" + (f", and {out}" if out else ""))
+    print(f"written: {own_file}, which --cluster here reads" + (f", and {out}" if out else ""))
     return 0
 
 
@@ -142,18 +142,20 @@ def undisturbed(found: Cluster, others: float) -> Cluster:
     """
     if others < _BUSY_SHARE:
         return found
-    told = f"other programs used {others:.0%} of the cores meanwhile"
+    reason = f"other programs used {others:.0%} of the cores meanwhile"
     again = "run shoal bench again when the machine is idle"
     core, most = found.device, found.devices_per_host
     if others < _USELESS_SHARE or core.kind == "gpu" or cores() // most > 1 or not found.alternatives:
-        return replace(found, notes=(f"{told}: what several threads or processes do is measured too slow; {again}",))
-    estimate = f"not measured, since {told}: so many times one thread's"
+        return replace(found, notes=(f"{reason}: what several threads or processes do is measured too slow; {again}",))
+    estimate = f"not measured, since {reason}: so many times one thread's"
     alternatives = {}
     for ranks, measured in found.alternatives.items():
         scaled = of_cores(core, cores(), ranks)
         sources = {**core.sources, **dict.fromkeys(("flops", "matmul", "memory", "memory_bytes_per_second"), estimate)}
         alternatives[ranks] = replace(scaled, name=measured.name, memory_bytes=measured.memory_bytes, sources=sources)
-    note = f"{told}: several threads are estimated from one, and what processes exchange is measured too slow; {again}"
+    note = (
+        f"{reason}: several threads are estimated from one, and what processes exchange is measured too slow; {again}"
+    )
     return replace(found, alternatives=alternatives, notes=(note,))
 
 

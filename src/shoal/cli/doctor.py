@@ -41,8 +41,8 @@ def doctor(options: DoctorOptions) -> ExitCode:
 
         checks = (*checks, *between(options.hosts))
     if options.json:
-        told = {"host": facts.name, "severity": worst(checks).value, "checks": [asdict(check) for check in checks]}
-        print(json.dumps(told, indent=2))
+        document = {"host": facts.name, "severity": worst(checks).value, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(document, indent=2))
     else:
         print("\n".join(lines(facts.name, checks)))
     return ExitCode.FAILED if worst(checks) is Severity.ERROR else ExitCode.DONE

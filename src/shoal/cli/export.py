@@ -71,8 +71,8 @@ def step_of(text: str) -> int | Literal["last", "best"]:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS.get(found[2] or "", 2**40)) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS.get(match[2] or "", 2**40)) if match else 0
     if size < 1:
         raise CommandError(
             given=f"--max-shard-size {text}",

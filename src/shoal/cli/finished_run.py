@@ -93,11 +93,11 @@ class Run:
         return load_weights(self.out, into, step=step, ema=ema)
 
     def _job(self) -> Any:
-        told = self.job
-        settings = tuple(told.get("given", {}).items())
+        description = self.job
+        settings = tuple(description.get("given", {}).items())
         if isinstance(self._given, str):
             return load(replace(parse_target(self._given, ()), settings=settings)).job
-        path, function = Path(str(told.get("file"))), told.get("function")
+        path, function = Path(str(description.get("file"))), description.get("function")
         if is_job(self._given):
             return called(self._given, JobRequest(path, function, settings))[0]
         raise JobFileError(
@@ -108,8 +108,8 @@ class Run:
         )
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name}={value!r}" for name, value in self._rows())
-        return f"<shoal.Run {str(self.out)!r}: {told or 'not ended'}>"
+        shown_values = ", ".join(f"{name}={value!r}" for name, value in self._rows())
+        return f"<shoal.Run {str(self.out)!r}: {shown_values or 'not ended'}>"
 
     def _repr_html_(self) -> str:
         from shoal.planner.calibrate.comparison import account_of
@@ -126,8 +126,8 @@ class Run:
 
     def _rows(self) -> list[tuple[str, Any]]:
         result = self.result
-        found = [(name, result[name]) for name in _SHOWN if result.get(name) not in (None, {})]
-        return [(name, value[:12] if name == "weights_sha256" else _rounded(value)) for name, value in found]
+        rows = [(name, result[name]) for name in _SHOWN if result.get(name) not in (None, {})]
+        return [(name, value[:12] if name == "weights_sha256" else _rounded(value)) for name, value in rows]
 
 
 def _rounded(value: Any) -> Any:

@@ -167,8 +167,10 @@ def _run(given: dict[str, Any]) -> Run:
             request = requested(options)
             if is_worker(os.environ):
                 if request.origin("max_restarts") is Origin.OPTION:
-                    told = "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
-                    warn_of([f"max_restarts={options.max_restarts}: {told}"])
+                    no_effect = (
+                        "no effect in a worker of Ray Train, whose FailureConfig says how often workers start again"
+                    )
+                    warn_of([f"max_restarts={options.max_restarts}: {no_effect}"])
                 ended = trained_in_worker(options, request, signals)
             elif options.on != "local":
                 ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
@@ -213,11 +215,13 @@ def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Si
     """Probe the job if only that shows whether ranks can start, then train. Raises: ShoalError."""
     stream, shown = progress_stream(other_stream())
     request = replace(request, shown_elsewhere=shown)
-    found = look_aside(request, folder, signals, stream) if request.what.needs_look and not signals.received else None
+    look_result = (
+        look_aside(request, folder, signals, stream) if request.what.needs_look and not signals.received else None
+    )
     if signals.received:
         return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
-    if found is not None:
-        request = judged_request(request, found)
+    if look_result is not None:
+        request = judged_request(request, look_result)
     return trained(request, lock, signals, stream)
 
 

@@ -70,9 +70,9 @@ def meant(name: str, known: Sequence[str]) -> str:
     word = name.replace("_", "-").lower()
     for same, words in _SAME.items():
         own = (option[2:].replace("-", "_") for option in same)
-        found = next((option for option in own if option in known), None)
-        if word in words and found is not None:
-            return f"; for {name} write {found}="
+        own_name = next((option for option in own if option in known), None)
+        if word in words and own_name is not None:
+            return f"; for {name} write {own_name}="
     return nearest(name, list(known))
 
 
@@ -97,8 +97,8 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
     own = options[command]
     for same, words in _SAME.items():
         if name in words:
-            taken = "" if same[0] in ("--resume", "--exact") else f" {value or 'N'}"
-            yield from (f"{option}{taken}" for option in same if option in own)
+            placeholder = "" if same[0] in ("--resume", "--exact") else f" {value or 'N'}"
+            yield from (f"{option}{placeholder}" for option in same if option in own)
     if name in _PRECISIONS and "--precision" in own:
         yield f"--precision {_PRECISIONS[name]}"
     if name in _DEGREES and "--plan" in own:
@@ -108,7 +108,7 @@ def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value
 def _setting(given: Sequence[str], name: str, value: str) -> Iterator[str]:
     """Yield `--set` hints for parameters of the job function that match a name."""
     words = (word for word in given[1:] if not word.startswith("-"))
-    parameters = next((found for found in map(parameters_of, words) if found), [])
+    parameters = next((names for names in map(parameters_of, words) if names), [])
     alike = next((words for words in _OF_JOBS if name in words), ())
     wanted = [name, *alike]
     for parameter in parameters:

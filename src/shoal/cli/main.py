@@ -135,10 +135,10 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """Return the long options of each command."""
-    found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {
         name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
-        for name, own in found.choices.items()
+        for name, own in subparsers.choices.items()
     }
 
 

@@ -73,8 +73,8 @@ class ProgressDisplay(io.TextIOBase):
         if not line.startswith(MARK):
             return False
         try:
-            told = json.loads(line[len(MARK) :])
-            self._handle.update(_Shown(html_of(told["step"], told["last"], told["text"]), told["text"]))
+            document = json.loads(line[len(MARK) :])
+            self._handle.update(_Shown(html_of(document["step"], document["last"], document["text"]), document["text"]))
         except Exception:  # a line of the job, or a display failure; never stop for it
             return False
         return True

@@ -77,14 +77,14 @@ def plan(options: PlanOptions) -> ExitCode:
                 conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
                 remedy="give the name of a file in a folder that exists",
             )
-    found = answered(options)
-    show(found, console_of_width())
+    answer = answered(options)
+    show(answer, console_of_width())
     if options.output:
-        found.write(options.output)
+        answer.write(options.output)
         trained = "JOBFILE" if str(options.job).startswith(PREFIX) else options.job
         print(f"\nplan written: shoal run {trained} --plan {options.output}")
     if options.html:
-        found.write_html(options.html)
+        answer.write_html(options.html)
         print(f"page written: {options.html}")
     return ExitCode.DONE
 

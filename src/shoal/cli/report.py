@@ -20,15 +20,15 @@ from shoal.runs.run_files import RunFiles, run_reader
 def report(options: ReportOptions) -> ExitCode:
     """Report on runs. Raises: RunDirectoryError if a directory has no run."""
     files = [_read(run) for run in options.runs]
-    found = [account_of(one) for one in files]
+    accounts = [account_of(one) for one in files]
     if options.json:
-        told = [one.to_json() for one in found]
-        print(json.dumps(told[0] if len(told) == 1 else told, indent=2, allow_nan=False))
+        documents = [one.to_json() for one in accounts]
+        print(json.dumps(documents[0] if len(documents) == 1 else documents, indent=2, allow_nan=False))
         return ExitCode.DONE
-    for one in found:
+    for one in accounts:
         ended = f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}"
         print(cut(ended, len(ended)))
-    both = [(one, read.records) for one, read in zip(found, files, strict=True)]
+    both = [(one, read.records) for one, read in zip(accounts, files, strict=True)]
     page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
     default = files[0].output_folder / "report.html" if len(both) == 1 else Path("report.html")
     output = Path(options.output) if options.output else default

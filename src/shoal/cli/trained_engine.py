@@ -65,16 +65,16 @@ class WeightsRequest:
         """The job, with the run's settings and number of grains as defaults."""
         of_run = read_json(run_of(self.run).job) or {}
         settings = {**of_run.get("given", {}), **dict(self.job.settings)}
-        found = load(replace(self.job, settings=tuple(settings.items())))
+        loaded = load(replace(self.job, settings=tuple(settings.items())))
         grains = of_run.get("grains")
-        if found.job.grains is None and grains is not None:
-            return replace(found, job=replace(found.job, grains=grains))  # saves computing the default
-        return found
+        if loaded.job.grains is None and grains is not None:
+            return replace(loaded, job=replace(loaded.job, grains=grains))  # saves computing the default
+        return loaded
 
     def plan(self, devices: int) -> Plan:
         """Return the run's plan for `devices` devices, without the parts that concern only updates."""
-        kept = run_of(self.run).plan
-        plan = read_plan(kept) if kept.exists() else Plan()
+        plan_file = run_of(self.run).plan
+        plan = read_plan(plan_file) if plan_file.exists() else Plan()
         plan = plan.model_copy(update={"server": ServerSection()}).uncompressed
         return relaid(plan.with_sections(memory={"shared": False}, execution={"cuda_graph": False}), devices)
 
@@ -151,25 +151,25 @@ def trained_engine(
     prepare_process(plan.execution.exact, max(1, cores() // environment.local_world_size))
     job = with_data or request.loaded_job.job
     with open_mesh(environment, plan.degrees) as mesh:
-        found = decided_by_rank_0(mesh, Judged, lambda: judged(job, plan))
-        ready = together(mesh, lambda: with_judged_grains(found, job))
-        engine = build(ready, found.plan, mesh, Options(telemetry=False, take_workers=True))
+        judgement = decided_by_rank_0(mesh, Judged, lambda: judged(job, plan))
+        ready = together(mesh, lambda: with_judged_grains(judgement, job))
+        engine = build(ready, judgement.plan, mesh, Options(telemetry=False, take_workers=True))
         try:
             saved = together(mesh, lambda: request.saved)
 
             def take_up() -> None:
-                held = engine.sharded_model.tensors()
-                refuse_other_model(saved, held, engine.sharded_model.absent())
+                tensors = engine.sharded_model.tensors()
+                refuse_other_model(saved, tensors, engine.sharded_model.absent())
                 averaged = averages(saved) if request.ema else {}
                 try:
-                    fill(saved, "model", held)
+                    fill(saved, "model", tensors)
                     evaluated = saved.document["tensors"].get(EVALUATED, {})
-                    fill(saved, EVALUATED, {name: target for name, target in held.items() if name in evaluated})
-                    fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
+                    fill(saved, EVALUATED, {name: target for name, target in tensors.items() if name in evaluated})
+                    fill(saved, AVERAGES, {name: target for name, target in tensors.items() if name in averaged})
                 except ManifestError as error:
                     raise damaged(saved.folder, error) from error
 
             together(mesh, take_up)
-            yield mesh, found, engine, saved
+            yield mesh, judgement, engine, saved
         finally:
             engine.close()

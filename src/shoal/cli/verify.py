@@ -36,9 +36,9 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
     try:
         return _verify(request, num_steps, folder)
     except Exception as error:
-        told = as_shoal_error(error)
-        RunDirectory(request.where.out).keep_traceback("verify", told)
-        raise told from error
+        failure = as_shoal_error(error)
+        RunDirectory(request.where.out).keep_traceback("verify", failure)
+        raise failure from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -61,8 +61,10 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
 
     assert request.what.judged is not None, "a request to verify is looked at"
     plan = request.what.judged.plan.uncompressed
-    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    num_threads = int(told) if told.isdecimal() and int(told) else request.what.threads_per_process
+    threads_text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    num_threads = (
+        int(threads_text) if threads_text.isdecimal() and int(threads_text) else request.what.threads_per_process
+    )
     judged = request.what.judged
     options = Options(
         may_copy=request.origin("memory.shared") is not Origin.FILE,
@@ -74,9 +76,9 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
         return with_judged_grains(judged, load(request.what.job).job)
 
     trace_forked(make, plan, folder, num_steps, num_threads, options=options)
-    found = read_outcome(folder / "parallel")
-    plan = plan.with_format(channels_last=found.channels_last)
-    if not found.shares_memory:
+    outcome = read_outcome(folder / "parallel")
+    plan = plan.with_format(channels_last=outcome.channels_last)
+    if not outcome.shares_memory:
         plan = plan.with_copies
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)

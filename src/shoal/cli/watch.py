@@ -35,9 +35,9 @@ def watch(options: WatchOptions) -> ExitCode:
             return ExitCode.DONE
         with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
             show()
-            taken = 0.0
+            seconds = 0.0
             while watched.status == "running":
-                time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(taken))
+                time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(seconds))
                 began = time.process_time()
                 try:
                     watched.look()
@@ -49,7 +49,7 @@ def watch(options: WatchOptions) -> ExitCode:
                     break
                 _write(metrics, watched)
                 show()
-                taken = time.process_time() - began - watched.accounting
+                seconds = time.process_time() - began - watched.accounting
             show()
         if watched.gone:
             print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)

@@ -107,8 +107,8 @@ def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
         _devices,
         _host,
     )
-    found = [*more, *(loss for rule in rules for loss in rule(times))]
-    return tuple(sorted((loss for loss in found if loss.is_worth_telling), key=lambda loss: -loss.regained))
+    losses = [*more, *(loss for rule in rules for loss in rule(times))]
+    return tuple(sorted((loss for loss in losses if loss.is_worth_telling), key=lambda loss: -loss.regained))
 
 
 def _lost(times: RunTimes, cause: str, title: str, seconds: float, seen: str, *remedies: Remedy) -> LostTime:
@@ -236,15 +236,15 @@ def _slow_rank(times: RunTimes) -> Losses:
     ratio, often = busy.most / max(busy.least, 1e-9), busy.how_often
     seen = f"rank {busy.rank_of_most} is {ratio:.2g} times as long busy as the quickest, in {often:.0%} of steps"
     quick = sum(seconds for name, seconds in times.undisturbed.items() if name != "exposed_communication")
-    found = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
+    without_it = on_devices(times, times.world_size - 1, min(quick or busy.least, busy.least))
     remedies = []
-    if found is not None and found < times.step:
+    if without_it is not None and without_it < times.step:
         words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
         remedies.append(
             Remedy(
                 "without-slow-rank",
                 words,
-                (times.step - found) / times.total,
+                (times.step - without_it) / times.total,
                 devices=times.world_size - 1,
                 cost=1 - 1 / times.world_size,
             )
@@ -283,13 +283,15 @@ def _bubbles(times: RunTimes) -> Losses:
     seen = (
         f"{stages} stages with {times.microbatches} microbatches stand still for {bubble:.0%} of forward and backward"
     )
-    held = int(times.section("batch").get("grains_per_microbatch") or 1)
+    per_microbatch = int(times.section("batch").get("grains_per_microbatch") or 1)
     remedies = []
-    if held > 1:
+    if per_microbatch > 1:
         then = _bubble(stages, per_rank, times.microbatches * 2)
         gain = times.computing * (1 - (1 - bubble) / (1 - then)) / times.total
         words = f"{times.microbatches * 2} microbatches instead of {times.microbatches}"
-        remedies.append(Remedy("microbatches", words, gain, {"batch": {"grains_per_microbatch": -(-held // 2)}}))
+        remedies.append(
+            Remedy("microbatches", words, gain, {"batch": {"grains_per_microbatch": -(-per_microbatch // 2)}})
+        )
     yield _lost(times, "bubbles", "pipeline bubbles", lost, seen, *remedies)
 
 
@@ -352,13 +354,13 @@ def _devices(times: RunTimes) -> Losses:
     ):
         return  # the threads need fixing first
     others = [n for n in range(1, times.world_size) if times.world_size % n == 0]
-    found = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
-    if not found:
+    seconds_by_number = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
+    if not seconds_by_number:
         return
-    best = min(found, key=lambda n: found[n])
+    best = min(seconds_by_number, key=lambda n: seconds_by_number[n])
     # Waits with another cause have their own remedy.
     mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
-    lost = times.step - mended - found[best]  # may be negative: fewer device-hours for a longer time
+    lost = times.step - mended - seconds_by_number[best]  # may be negative: fewer device-hours for a longer time
     per_rank = times.samples / times.world_size
     seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
     if _crowded(times):
@@ -425,8 +427,10 @@ def _crowd(times: RunTimes, devices: int) -> float:
 
 def _scaled(times: RunTimes, busy: float) -> float:
     """Return the fraction of a rank's computing that grows with its samples."""
-    told = times.section("prediction").get("flops_per_sample")
-    per_sample = float(told) if isinstance(told, int | float) else _FLOPS_PER_PARAMETER * times.parameters
+    predicted_flops = times.section("prediction").get("flops_per_sample")
+    per_sample = (
+        float(predicted_flops) if isinstance(predicted_flops, int | float) else _FLOPS_PER_PARAMETER * times.parameters
+    )
     flops, peak = per_sample * times.samples, _peak(times)
     if not flops or not peak or busy <= 0.0:
         return 0.5

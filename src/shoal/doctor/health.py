@@ -309,8 +309,8 @@ def _gpus(facts: HostFacts) -> Checks:
 
 def _gpu(number: int, row: Mapping[str, str]) -> Checks:
     def value(name: str) -> float | None:
-        found = re.match(r"[\d.]+", row.get(name, ""))
-        return float(found[0]) if found else None
+        match = re.match(r"[\d.]+", row.get(name, ""))
+        return float(match[0]) if match else None
 
     used, total = value("memory.used"), value("memory.total")
     if used is not None and total and used > 0.1 * total:

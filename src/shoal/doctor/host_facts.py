@@ -174,16 +174,16 @@ def _limit(which: int) -> int | None:
 
 
 def _versions(root: Path) -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("shoal", "torch", "numpy"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    found["torch_cuda"] = _torch_cuda()
+            versions[package] = None
+    versions["torch_cuda"] = _torch_cuda()
     driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(root / "proc/driver/nvidia/version") or "")
-    found["driver"] = driver[1] if driver else None
-    return found
+    versions["driver"] = driver[1] if driver else None
+    return versions
 
 
 def _torch_cuda() -> str | None:
@@ -191,10 +191,10 @@ def _torch_cuda() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    found = re.search(
+    match = re.search(
         r"^cuda[^=\n]*=\s*'([\d.]+)'", file_text(Path(spec.origin).with_name("version.py")) or "", re.MULTILINE
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _loopback_error() -> str | None:
@@ -203,10 +203,10 @@ def _loopback_error() -> str | None:
         with contextlib.ExitStack() as opened:
             server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
             client = opened.enter_context(socket.create_connection(server.getsockname(), timeout=_PATIENCE_SECONDS))
-            taken = opened.enter_context(server.accept()[0])
+            accepted = opened.enter_context(server.accept()[0])
             client.sendall(b"shoal")
-            taken.settimeout(_PATIENCE_SECONDS)
-            return None if taken.recv(5, socket.MSG_WAITALL) == b"shoal" else "other bytes came than were sent"
+            accepted.settimeout(_PATIENCE_SECONDS)
+            return None if accepted.recv(5, socket.MSG_WAITALL) == b"shoal" else "other bytes came than were sent"
     except OSError as error:
         return str(error)
 

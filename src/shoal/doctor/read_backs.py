@@ -59,15 +59,15 @@ def _divided(operators: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     for operator in operators:
         if not outer or operator["ts"] >= outer[-1][2]:  # not nested in another operator
             outer.append((operator["name"], operator["ts"], operator["ts"] + operator["dur"]))
-    taken, before, was = {True: 0.0, False: 0.0}, None, 0.0
+    seconds, before, was = {True: 0.0, False: 0.0}, None, 0.0
     for place, (name, began, ended) in enumerate(outer):
         follows = outer[place + 1][0] if place + 1 < len(outer) else ""
         reads = name == _READ or (name == _APART and follows == _READ)
         if before is reads and began - was < _GAPS[reads]:
-            taken[reads] += began - was
-        taken[reads] += ended - began
+            seconds[reads] += began - was
+        seconds[reads] += ended - began
         before, was = reads, ended
-    return taken[True], taken[False]
+    return seconds[True], seconds[False]
 
 
 def lost_in(reads: ReadBacks, times: RunTimes, places: Sequence[str]) -> LostTime:

@@ -72,17 +72,17 @@ def examine(run: str, job: str | None, *, try_out: bool, steps: int | None, as_j
             )
         files = reader.read()
         times, losses = diagnosis(files)
-        found = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
-        plans = _write_plans(files, found.remedies)
+        run_diagnosis = planned_for(job, files, times, losses) if job else RunDiagnosis(times, losses)
+        plans = _write_plans(files, run_diagnosis.remedies)
         results: list[TrialResult] = []
-        remedies = best_remedies(found.causes, found.chosen)[:_BEST] if try_out else []
+        remedies = best_remedies(run_diagnosis.causes, run_diagnosis.chosen)[:_BEST] if try_out else []
         if remedies:
             trial = trial_job(str(job), files, times, steps or trial_steps(times, remedies))
             results = tried(trial, remedies, lambda text: print(text, file=sys.stderr, flush=True))
         if as_json:
-            print(json.dumps(_document(run, found, plans, results), indent=2))
+            print(json.dumps(_document(run, run_diagnosis, plans, results), indent=2))
         else:
-            print("\n".join(_lines(run, found, plans)))
+            print("\n".join(_lines(run, run_diagnosis, plans)))
             print("\n".join(_result_lines(results)))
 
 
@@ -104,23 +104,23 @@ def diagnosis(files: RunFiles) -> tuple[RunTimes, tuple[LostTime, ...]]:
     return times, causes(times, *_traced(files, times))
 
 
-def planned_for(target: str, files: RunFiles, times: RunTimes, found: tuple[LostTime, ...]) -> RunDiagnosis:
+def planned_for(target: str, files: RunFiles, times: RunTimes, losses: tuple[LostTime, ...]) -> RunDiagnosis:
     """Return the diagnosis with the planner's predictions. This loads the job but runs no step."""
     from shoal.doctor.planned import base_of, planned_run, with_planner
     from shoal.planner.answer.answer import question  # torch
 
     request = parse_target(target, _settings(files.job.get("given"))[1::2])
-    kept = RunDirectory(files.path).plan
+    plan_file = RunDirectory(files.path).plan
     try:
         with inside_run(os.environ):
             job = load(request).job
-        plan = read_plan(kept) if kept.exists() else Plan()
+        plan = read_plan(plan_file) if plan_file.exists() else Plan()
         steps = [MeasuredStep(record.seconds, record.spans) for record in steady(files.records)]
-        asked = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
-        found = with_planner(found, asked)
-        return RunDiagnosis(times, found, asked.best(found))
+        planned = planned_run(question(job, base_of(plan), "here", None).case, plan, steps, times)
+        losses = with_planner(losses, planned)
+        return RunDiagnosis(times, losses, planned.best(losses))
     except (PlanError, HardwareError, UserCodeError) as error:
-        return RunDiagnosis(times, found, unasked=f"{error.given}: {error.conflict}")
+        return RunDiagnosis(times, losses, unasked=f"{error.given}: {error.conflict}")
 
 
 def _named(reader: RunReader) -> str:
@@ -148,11 +148,11 @@ def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]
 
     Return paths by name.
     """
-    kept, written = RunDirectory(files.path).plan, dict[str, Path]()
+    plan_file, written = RunDirectory(files.path).plan, dict[str, Path]()
     folder = files.output_folder / "doctor"
-    if not kept.exists() or folder.is_symlink():
+    if not plan_file.exists() or folder.is_symlink():
         return written
-    plan = read_plan(kept)
+    plan = read_plan(plan_file)
     for remedy in (remedy for remedy in remedies if remedy.sections or remedy.devices):
         target = folder / f"{remedy.name}.toml"
         with contextlib.suppress(OSError):
@@ -162,12 +162,12 @@ def _write_plans(files: RunFiles, remedies: Iterable[Remedy]) -> dict[str, Path]
     return written
 
 
-def best_remedies(found: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
+def best_remedies(losses: Sequence[LostTime], chosen: Remedy | None = None) -> list[Remedy]:
     """Return each cause's best remedy that can be tried, and the plan that the planner would choose.
 
     The planner's plan is second, since it belongs to no cause. Each name occurs once.
     """
-    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
+    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in losses]
     named = {remedy.name: remedy for remedy in (*best[:1], chosen, *best[1:]) if remedy is not None}
     return list(named.values())
 
@@ -180,8 +180,8 @@ def trial_job(job: str, files: RunFiles, times: RunTimes, num_steps: int) -> Tri
         value = getattr(last, option) if last is not None else None
         if value is not None:
             arguments += [f"--{option.replace('_', '-')}", str(value)]
-    kept = RunDirectory(files.path).plan
-    plan = read_plan(kept) if kept.exists() else Plan()
+    plan_file = RunDirectory(files.path).plan
+    plan = read_plan(plan_file) if plan_file.exists() else Plan()
     folder = files.path.absolute().parent if files.address is None else Path.cwd()  # on the run's disk
     return TrialJob(job, plan, num_steps, tuple(arguments), _variables(times), folder=folder)
 
@@ -214,31 +214,31 @@ def _lines(path: str, found: RunDiagnosis, plans: dict[str, Path]) -> list[str]:
     times, chosen = found.times, found.chosen
     computing = f"{times.computing / times.total:.0%} of it forward and backward"
     ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
-    told = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
+    lines = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
     if not found.causes:
-        told.append("healthy: nothing that could be had back takes 3 % of the time")
+        lines.append("healthy: nothing that could be had back takes 3 % of the time")
     for number, loss in enumerate(found.causes, 1):
-        told.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
-        told.append(f"   {loss.seen}")
+        lines.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
+        lines.append(f"   {loss.seen}")
         for remedy in loss.remedies:
-            told.append(f"   {-remedy.gain:+.0%} of the time{_cost(remedy, times)}: {remedy.words}")
+            lines.append(f"   {-remedy.gain:+.0%} of the time{_cost(remedy, times)}: {remedy.words}")
             if remedy.planned is not None and remedy.planned != remedy.gain:
-                told.append(f"      {-remedy.planned:+.0%} by the planner's predictions of both plans")
+                lines.append(f"      {-remedy.planned:+.0%} by the planner's predictions of both plans")
             if remedy.can_be_tried:
-                told.append(f"      {_how(remedy, plans)}")
+                lines.append(f"      {_how(remedy, plans)}")
     if chosen is not None:
-        told.append(f"{-chosen.gain:+.0%} of the time{_cost(chosen, times)}: {chosen.words}")
-        told.append(f"   {_how(chosen, plans)}")
+        lines.append(f"{-chosen.gain:+.0%} of the time{_cost(chosen, times)}: {chosen.words}")
+        lines.append(f"   {_how(chosen, plans)}")
     if found.unasked is not None:
-        told.append(f"note: the planner was not asked: {found.unasked}")
+        lines.append(f"note: the planner was not asked: {found.unasked}")
     if times.spread[1] > _UNSTEADY:
         low, high = times.spread
-        told.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
-        told.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
+        lines.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
+        lines.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
     if times.wall > 0.0:
         share = times.start_up / times.wall
-        told.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")
-    return told
+        lines.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")
+    return lines
 
 
 def _cost(remedy: Remedy, times: RunTimes) -> str:
@@ -246,11 +246,11 @@ def _cost(remedy: Remedy, times: RunTimes) -> str:
     if remedy.cost == 1.0:
         return ""
     price = times.section("prediction").get("price_per_hour")
-    told = f" at {remedy.device_time:.0%} of the device time"
+    text = f" at {remedy.device_time:.0%} of the device time"
     if isinstance(price, int | float) and times.samples:
         per_sample = price / 3600 * times.world_size * times.total / times.samples
-        told += f" (${per_sample * 1e6:.3g} for a million samples becomes ${per_sample * remedy.device_time * 1e6:.3g})"
-    return told
+        text += f" (${per_sample * 1e6:.3g} for a million samples becomes ${per_sample * remedy.device_time * 1e6:.3g})"
+    return text
 
 
 def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
@@ -261,15 +261,15 @@ def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
 
 
 def _result_lines(results: Sequence[TrialResult]) -> list[str]:
-    told = ["tried:"] if results else []
+    lines = ["tried:"] if results else []
     for result in results:
         if result.gain is None:
-            told.append(f"   {result.remedy.words}: it did not run: {result.error}")
+            lines.append(f"   {result.remedy.words}: it did not run: {result.error}")
             continue
         rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
         beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
-        told.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
-    return told
+        lines.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
+    return lines
 
 
 def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: Sequence[TrialResult]) -> dict[str, Any]:
@@ -277,10 +277,10 @@ def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: S
         plan = os.fspath(plans[remedy.name]) if remedy.name in plans else None
         return {**asdict(remedy), "device_time": remedy.device_time, "plan": plan}
 
-    told = []
+    causes = []
     for loss in found.causes:
         remedies = [document(remedy) for remedy in loss.remedies]
-        told.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
+        causes.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
     tries = [
         {"name": r.remedy.name, "expected": r.remedy.gain, "gain": r.gain, "gains": r.gains, "error": r.error}
         for r in results
@@ -291,7 +291,7 @@ def _document(path: str, found: RunDiagnosis, plans: dict[str, Path], results: S
         "step_seconds": found.times.total,
         "computing_share": found.times.computing / found.times.total,
         "start_up_seconds": found.times.start_up,
-        "causes": told,
+        "causes": causes,
         "planner_chooses": document(found.chosen) if found.chosen is not None else None,
         "tried": tries,
     }

@@ -101,8 +101,8 @@ class RunTimes:
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the plan, empty if missing."""
-        found = self.plan.get(name)
-        return found if isinstance(found, Mapping) else {}
+        table = self.plan.get(name)
+        return table if isinstance(table, Mapping) else {}
 
 
 def run_times(files: RunFiles, account: Account) -> RunTimes | None:
@@ -177,8 +177,8 @@ def _plain(records: Sequence[StepRecord]) -> list[float]:
 
 def _quickest(records: Sequence[StepRecord], span: str) -> float:
     """Return the first decile of a span's seconds on the rank that has the least of it."""
-    found = sorted(r.ranks[span].min if span in r.ranks else r.spans.get(span, 0.0) for r in records)
-    return found[len(found) // _QUICKEST]
+    values = sorted(r.ranks[span].min if span in r.ranks else r.spans.get(span, 0.0) for r in records)
+    return values[len(values) // _QUICKEST]
 
 
 def _events(records: Sequence[StepRecord]) -> dict[str, Periodic]:
@@ -223,5 +223,5 @@ def _longer(plain: Sequence[float], places: Sequence[int]) -> float:
 
 
 def _section(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = plan.get(name)
-    return found if isinstance(found, Mapping) else {}
+    table = plan.get(name)
+    return table if isinstance(table, Mapping) else {}

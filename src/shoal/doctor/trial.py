@@ -73,13 +73,13 @@ class TrialResult:
 
 def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
     """Return the plan with a remedy applied and without a prediction. Raises: PlanError."""
-    found = plan.model_copy(update={"prediction": {}})
+    changed = plan.model_copy(update={"prediction": {}})
     if remedy.devices is not None:
-        found = relaid(found, remedy.devices)
-        if found.layout.world_size == 1 and found.collectives.all_reduce != "native":
-            found = found.with_sections(collectives={"all_reduce": "native"})
-        found = found.with_sections(batch={"grains_per_microbatch": 0})
-    return found.with_sections(**{name: dict(section) for name, section in remedy.sections.items()})
+        changed = relaid(changed, remedy.devices)
+        if changed.layout.world_size == 1 and changed.collectives.all_reduce != "native":
+            changed = changed.with_sections(collectives={"all_reduce": "native"})
+        changed = changed.with_sections(batch={"grains_per_microbatch": 0})
+    return changed.with_sections(**{name: dict(section) for name, section in remedy.sections.items()})
 
 
 def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]) -> list[TrialResult]:
@@ -121,12 +121,12 @@ def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
     plan = out.with_name(f"{out.name}.toml")
     write_file(plan, plan_text(changed_plan(job.plan, remedy)))
     names = {argument for argument in remedy.arguments if argument.startswith("--")}
-    kept = _without(job.arguments, names)
+    arguments = _without(job.arguments, names)
     own = ["run", job.job, "--plan", str(plan), "--out", str(out), "--steps", str(job.num_steps), "--max-restarts", "0"]
     wanted = {**job.variables, **remedy.variables}
     variables = {name: value for name, value in os.environ.items() if name not in wanted}
     variables |= {name: value for name, value in wanted.items() if value is not None}
-    command = [sys.executable, "-m", "shoal", *own, *kept, *remedy.arguments]
+    command = [sys.executable, "-m", "shoal", *own, *arguments, *remedy.arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])

@@ -112,10 +112,10 @@ def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> 
                 given=f"--set {text}", conflict="a setting is name=value", remedy=f"write --set {name or 'name'}=VALUE"
             )
         name = name.strip()
-        held = dict(pairs).get(name, value)
-        if held != value:
+        previous = dict(pairs).get(name, value)
+        if previous != value:
             raise SettingError(
-                given=f"{written(name, held)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
+                given=f"{written(name, previous)} --set {text}", conflict=f"{name} is set twice", remedy="write one"
             )
         pairs.append((name, value))
     dotted = module.name if module.name != JobModule.of_file(module.path).name else None
@@ -155,8 +155,8 @@ def load(request: JobRequest) -> LoadedJob:
         digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
         return LoadedJob(job, name, settings, digest, handed.code, files=tuple(files))
     module = request.module
-    found = code(module, name, imported_from(module.folders))
-    return LoadedJob(job, name, settings, file_sha256(request.path), found, module.name, tuple(files))
+    digests = code(module, name, imported_from(module.folders))
+    return LoadedJob(job, name, settings, file_sha256(request.path), digests, module.name, tuple(files))
 
 
 def _fetched(handed: HandedJob, request: JobRequest) -> Any:
@@ -212,15 +212,15 @@ def _execute(module: JobModule) -> Any:
         raise
     except SystemExit as error:
         place = place_of(error)
-        found = JobFileError(
+        failure = JobFileError(
             given=str(module.path),
             conflict=f"it ended the program while it was imported (SystemExit: {error.code}){place}; a file that "
             "parses its own options at import reads those of `shoal`",
             remedy="make the options parameters of the job function, and give them with --set NAME=VALUE; call "
             'parse_args() and exit() below `if __name__ == "__main__":` only',
         )
-        found.traceback_text = traceback_of(error)
-        raise found from error
+        failure.traceback_text = traceback_of(error)
+        raise failure from error
     except Exception as error:
         raise _raised(str(module.path), error) from error
 
@@ -290,17 +290,17 @@ def setting_of(name: str, value: Any) -> Setting:
     if isinstance(value, str) and value[:1] not in ("[", "{") and value.lower() not in _NONE:
         return value
     try:
-        held = json.loads(json.dumps(value))
+        json_value = json.loads(json.dumps(value))
     except (TypeError, ValueError):
-        held = None
-    if (held is None and value is not None) or not _has_text_keys(value):
+        json_value = None
+    if (json_value is None and value is not None) or not _has_text_keys(value):
         raise SettingError(
             given=f"{name}={value!r:.80}",
             conflict="a setting is a number, a text, a list or a dict with texts as keys, "
             f"and no {'other dict' if isinstance(value, dict) else type(value).__name__}",
             remedy="make that in the job function, or in a function that calls it: shoal.run(lambda: job(...))",
         )
-    return {"value": held}
+    return {"value": json_value}
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -357,14 +357,14 @@ def _raised(where: str, error: Exception) -> JobFileError:
     place = place_of(error)
     if isinstance(error, SyntaxError):
         place = f" at {error.filename}:{error.lineno}"
-    told = remedy(error, has_line=bool(place))
-    found = JobFileError(
+    what_to_do = remedy(error, has_line=bool(place))
+    failure = JobFileError(
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",
-        remedy=told if NO_PACKAGE in str(error) else f"{told}; the file must run by itself under `python`",
+        remedy=what_to_do if NO_PACKAGE in str(error) else f"{what_to_do}; the file must run by itself under `python`",
     )
-    found.traceback_text = traceback_of(error)
-    return found
+    failure.traceback_text = traceback_of(error)
+    return failure
 
 
 def least_grains(module: JobModule) -> int | None:
@@ -377,14 +377,14 @@ def least_grains(module: JobModule) -> int | None:
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
         return None
-    found = [FEW_GRAINS]  # the default number of grains is never smaller
+    numbers = [FEW_GRAINS]  # the default number of grains is never smaller
     for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
         if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
             return None
-        found.append(keyword.value.value)
+        numbers.append(keyword.value.value)
     if any(_mentions_grains(node) for tree in trees for node in ast.walk(tree)):
         return None
-    return min(found)
+    return min(numbers)
 
 
 def parameters_of(target: str) -> list[str]:
@@ -395,10 +395,12 @@ def parameters_of(target: str) -> list[str]:
         body = ast.parse(located(text).path.read_bytes()).body
     except (OSError, SyntaxError, ValueError, JobFileError):
         return []
-    found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
-    if found is None:
+    definition = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+    if definition is None:
         return []
-    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    return [
+        argument.arg for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs)
+    ]
 
 
 def _mentions_grains(node: ast.AST) -> bool:

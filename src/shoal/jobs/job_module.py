@@ -85,9 +85,9 @@ class JobModule:
         package = ".".join(self.name.split(".")[: self.num_packages - (self.path.name == _INIT)])
         if package:
             self._refuse_other(importlib.import_module(package))
-        found = sys.modules.get(self.name)
-        if found is not known and _file_of(found) == os.path.abspath(self.path):
-            return found  # its package has just imported it
+        imported = sys.modules.get(self.name)
+        if imported is not known and _file_of(imported) == os.path.abspath(self.path):
+            return imported  # its package has just imported it
         loader = _SourceLoader(self.name, os.path.abspath(self.path)) if self.path.suffix == ".py" else None
         inner = [os.path.dirname(os.path.abspath(self.path))] if self.path.name == _INIT else None
         spec = importlib.util.spec_from_file_location(
@@ -141,8 +141,8 @@ class _SourceLoader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
-        found: types.CodeType = self.source_to_code(self.get_data(path), path)
-        return found
+        compiled: types.CodeType = self.source_to_code(self.get_data(path), path)
+        return compiled
 
 
 def split_target(target: str) -> tuple[str, str | None]:
@@ -188,12 +188,12 @@ def _spec(parts: list[str], places: list[str] | None) -> importlib.machinery.Mod
     """Find a module's spec without importing its packages. `places`: folders of the packages, None at the top level."""
     folders = places if places is not None else [os.getcwd(), *sys.path]
     # Use the last name only: for a dotted name, a namespace package would need its parent to be imported.
-    found = importlib.machinery.PathFinder.find_spec(parts[-1], folders)
-    others = [] if found is not None else [f for f in sys.meta_path if f is not importlib.machinery.PathFinder]
+    spec = importlib.machinery.PathFinder.find_spec(parts[-1], folders)
+    others = [] if spec is not None else [f for f in sys.meta_path if f is not importlib.machinery.PathFinder]
     for finder in others:  # for example finders of editable installs
         with contextlib.suppress(AttributeError, ImportError):
-            found = found or finder.find_spec(".".join(parts), places)
-    return found
+            spec = spec or finder.find_spec(".".join(parts), places)
+    return spec
 
 
 def _missing(text: str, path: Path, parts: list[str] | None = None) -> JobFileError:
@@ -223,7 +223,7 @@ def _modules_beside(parts: list[str]) -> list[str]:
 def imported_from(folders: Iterable[str]) -> list[str]:
     """Return the files of modules that this process has imported from these folders or their subfolders."""
     starts = tuple(os.path.join(folder, "") for folder in folders)
-    files = (_file_of(found) for found in list(sys.modules.values()))
+    files = (_file_of(module) for module in list(sys.modules.values()))
     return [file for file in files if file is not None and file.startswith(starts)]
 
 

@@ -76,10 +76,10 @@ def place_of(given: object) -> Path:
 def importable_module(given: object) -> str | None:
     """Return the module from which other processes can import a job function by name, or None."""
     name, module = function_name(given), getattr(given, "__module__", None)
-    found = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
-    if name is None or found is None or not str(getattr(found, "__file__", None)).endswith(".py"):
+    imported = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    if name is None or imported is None or not str(getattr(imported, "__file__", None)).endswith(".py"):
         return None
-    return module if getattr(found, name, None) is given else None
+    return module if getattr(imported, name, None) is given else None
 
 
 def hand_over(given: object, folder: Path) -> HandedJob:

@@ -42,9 +42,9 @@ def sources(module: JobModule, also: Iterable[str] = ()) -> Iterator[tuple[Path,
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue
-        found = list(_imported(tree, path, roots))  # before the yield: the caller may change the tree
+        imports = list(_imported(tree, path, roots))  # before the yield: the caller may change the tree
         yield path, tree
-        waiting += (file for file in found if _is_of_job(file, package))
+        waiting += (file for file in imports if _is_of_job(file, package))
 
 
 def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict[str, dict[str, str]]:
@@ -55,12 +55,12 @@ def code(module: JobModule, function: str, imported: Iterable[str] = ()) -> dict
     ignore the defaults of the job `function`'s parameters, which are settings.
     """
     path, package = Path(os.path.abspath(module.path)), module.package
-    found = {}
+    digests = {}
     for file, tree in sources(module, (file for file in imported if _is_of_job(file, package))):
         inside = next((folder for folder in module.folders if file.is_relative_to(folder)), None)
         name = JOB_FILE if file == path else str(file.relative_to(inside) if inside is not None else file)
-        found[name] = _digests(tree, function if file == path else None)
-    return found
+        digests[name] = _digests(tree, function if file == path else None)
+    return digests
 
 
 def is_installed(path: str | Path) -> bool:
@@ -136,17 +136,17 @@ def _imported(tree: ast.Module, path: Path, roots: Sequence[Path]) -> Iterator[P
 
 def _first_of(roots: Sequence[Path], parts: Sequence[str]) -> list[Path]:
     """Return the files of a dotted name in the first folder that has its first part."""
-    return next((found for found in (_files(root, parts) for root in roots) if found), [])
+    return next((files for files in (_files(root, parts) for root in roots) if files), [])
 
 
 def _files(folder: Path, parts: Sequence[str]) -> list[Path]:
-    found: list[Path] = []
+    files: list[Path] = []
     for part in parts:
         file, folder = folder / f"{part}.py", folder / part
         if (folder / _INIT).is_file():
-            found.append(folder / _INIT)
+            files.append(folder / _INIT)
         elif file.is_file():
-            return [*found, file]
+            return [*files, file]
         elif not folder.is_dir():
             break
-    return found
+    return files

@@ -28,9 +28,9 @@ def code_of(given: object) -> dict[str, dict[str, str]]:
     Functions and classes that are passed by value count individually, with the plain values that they read. The user's
     own modules count as a whole. If no source is available, for example in an interpreter, the bytecode counts.
     """
-    found = _Found()
-    found.visit(given, "the job", is_job=True)
-    return {JOB_FILE: dict(sorted(found.own.items())), **found.files}
+    digests = _Found()
+    digests.visit(given, "the job", is_job=True)
+    return {JOB_FILE: dict(sorted(digests.own.items())), **digests.files}
 
 
 class _Found:
@@ -109,7 +109,7 @@ class _Found:
         if label not in self.files:
             self.files[label] = {}
             of_file = code(JobModule.of_file(path), job)
-            self.files |= {label if n == JOB_FILE else n: found for n, found in of_file.items()}
+            self.files |= {label if n == JOB_FILE else n: digests for n, digests in of_file.items()}
         return "file"
 
     def _add(self, name: str, text: str) -> None:
@@ -120,12 +120,14 @@ class _Found:
 def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     """Yield the objects inside another object that may contain code."""
     if isinstance(value, Job):
-        told = (*FREE, *value.describe())  # a resume compares these separately
-        given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
+        separate = (*FREE, *value.describe())  # a resume compares these separately
+        given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in separate)
         yield from ((part, inner) for part, inner in given if inner is not None)
         for number, callback in enumerate(value.callbacks):  # not called in this process, so without state
-            held, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
-            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items() if part not in free)
+            attributes, free = getattr(callback, "__dict__", {}), LENGTHS.get(type(callback).__name__, ())
+            yield from (
+                (f"callbacks[{number}].{part}", inner) for part, inner in attributes.items() if part not in free
+            )
     elif isinstance(value, functools.partial):
         yield from ((name, value.func), (name, value.args), (name, value.keywords))
     elif isinstance(value, MethodType):
@@ -156,9 +158,9 @@ def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
     if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         yield from ((f"{name}.{part.name}", getattr(value, part.name)) for part in fields(kind))
     else:
-        held = getattr(value, "__dict__", {})
+        attributes = getattr(value, "__dict__", {})
         code = (FunctionType, MethodType, functools.partial, type)
-        yield from ((f"{name}.{part}", inner) for part, inner in held.items() if isinstance(inner, code))
+        yield from ((f"{name}.{part}", inner) for part, inner in attributes.items() if isinstance(inner, code))
 
 
 def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
@@ -204,10 +206,10 @@ def _node(of: CodeType) -> ast.AST | None:
     except (SyntaxError, ValueError):
         return None
     kinds = (ast.Lambda,) if of.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and _first_line(node) == of.co_firstlineno]
-    if len(found) > 1:
-        found = [node for node in found if _surrounds(node, of)]
-    named = [node for node in found if getattr(node, "name", of.co_name) == of.co_name]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and _first_line(node) == of.co_firstlineno]
+    if len(nodes) > 1:
+        nodes = [node for node in nodes if _surrounds(node, of)]
+    named = [node for node in nodes if getattr(node, "name", of.co_name) == of.co_name]
     return named[0] if len(named) == 1 else None
 
 

@@ -26,19 +26,19 @@ def files_read() -> Iterator[list[str]]:
 
     Files that a library opens during its import, and files that are also opened for writing, do not count.
     """
-    found: dict[str, None] = {}
+    read_paths: dict[str, None] = {}
     written: set[str] = set()
     paths: list[str] = []
     plain, is_active = builtins.open, True
 
     def watched(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
         opened = plain(file, mode, *arguments, **named)
-        if is_active and isinstance(file, str | os.PathLike) and len(found) < _MOST_FILES:
+        if is_active and isinstance(file, str | os.PathLike) and len(read_paths) < _MOST_FILES:
             path = os.path.abspath(os.fsdecode(file))
             if any(letter in mode for letter in "wax+"):
                 written.add(path)
-            elif path not in found and os.path.isfile(path) and _is_read_by_job():
-                found[path] = None
+            elif path not in read_paths and os.path.isfile(path) and _is_read_by_job():
+                read_paths[path] = None
         return opened
 
     builtins.open = io.open = watched
@@ -47,12 +47,12 @@ def files_read() -> Iterator[list[str]]:
     finally:
         is_active = False  # a library may still refer to `watched`
         builtins.open = io.open = plain
-        paths += (path for path in found if path not in written and not _is_library(path))
+        paths += (path for path in read_paths if path not in written and not _is_library(path))
 
 
 def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
     """Return digests by path, relative to the first of the folders that contains the file."""
-    found = {}
+    digests = {}
     for path in paths:
         inside = next((folder for folder in folders if Path(path).is_relative_to(folder)), None)
         with contextlib.suppress(OSError):
@@ -66,8 +66,8 @@ def digests_of(paths: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
                     for number in range(num_blocks):
                         file.seek((size - _BLOCK_BYTES) * number // (num_blocks - 1))
                         digest.update(file.read(_BLOCK_BYTES))
-            found[os.path.relpath(path, inside) if inside is not None else path] = digest.hexdigest()[:16]
-    return found
+            digests[os.path.relpath(path, inside) if inside is not None else path] = digest.hexdigest()[:16]
+    return digests
 
 
 def _is_read_by_job() -> bool:

@@ -52,8 +52,8 @@ class _Walk:
             return bool(one == other)
         if isinstance(one, float):
             return one == other or (math.isnan(one) and math.isnan(other))
-        found = self._values(one, other)
-        return found if found is not None else self._made_of(one, other)
+        result = self._values(one, other)
+        return result if result is not None else self._made_of(one, other)
 
     def _values(self, one: Any, other: Any) -> bool | None:
         """Compare values of known types; return None for other types."""

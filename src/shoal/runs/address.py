@@ -76,9 +76,9 @@ class RunAddress:
     @contextlib.contextmanager
     def files(self) -> Iterator[Any]:
         """Yield the file system, and convert errors of its client to OSError."""
-        found = self._reached[0]
+        file_system = self._reached[0]
         try:
-            yield found
+            yield file_system
         except OSError:
             raise
         except Exception as error:
@@ -89,8 +89,8 @@ class RunAddress:
         with self.files() as files:
             files.invalidate_cache()
             folder = self.path(*([below] if below else []))
-            found = files.find(folder)
-        return [str(PurePosixPath(path).relative_to(folder)) for path in found]
+            there = files.find(folder)
+        return [str(PurePosixPath(path).relative_to(folder)) for path in there]
 
     def fetch(self, folder: Path, known: dict[str, tuple[int, int]] | None = None) -> None:
         """Copy the directory's own files to `folder`.
@@ -163,8 +163,8 @@ class RunAddress:
         """
         with contextlib.suppress(FileNotFoundError, ValueError), self.files() as files:
             files.invalidate_cache()
-            found = json.loads(files.cat_file(self.path(name)))
-            return found if isinstance(found, dict) else None
+            document = json.loads(files.cat_file(self.path(name)))
+            return document if isinstance(document, dict) else None
         return None
 
     def remove(self, name: str) -> None:
@@ -208,8 +208,8 @@ def make_parent(files: Any, path: str) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 @contextlib.contextmanager

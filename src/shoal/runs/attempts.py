@@ -50,8 +50,8 @@ class AttemptLog:
 
     def ended(self, status: str, step: int, trained_at: float, after: dict[str, float], **more: Any) -> None:
         """Record the end of training. `trained_at`: end of the last step and of the work that followed the step."""
-        told = {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after}
-        self._add("ended", {**told, **more})
+        entry = {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after}
+        self._add("ended", {**entry, **more})
 
     def _add(self, kind: str, more: dict[str, Any]) -> None:
         if self._path is None:
@@ -121,28 +121,28 @@ class Attempt:
 
 def summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the sums by name."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.items():
-            found[name] = found.get(name, 0.0) + seconds
-    return found
+            sums[name] = sums.get(name, 0.0) + seconds
+    return sums
 
 
 def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
     """Parse the lines of an `attempts.jsonl`. Incomplete lines are skipped."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for line in lines:
         kind = line.get("kind")
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if kind == "began":
-                found.append({"began_at": float(line["at"]), **line, "undone": ()})
-            elif found and kind == "undone":
-                found[-1]["undone"] += (adapter(Undone).validate_python(line),)
-            elif found and kind == "ended":
+                entries.append({"began_at": float(line["at"]), **line, "undone": ()})
+            elif entries and kind == "undone":
+                entries[-1]["undone"] += (adapter(Undone).validate_python(line),)
+            elif entries and kind == "ended":
                 end = {key: line.get(key) for key in ("status", "step", "trained_at", "checkpoint_cpu")}
-                found[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
+                entries[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
     attempts: list[Attempt] = []
-    for entry in found:
+    for entry in entries:
         with contextlib.suppress(ValueError):
             attempts.append(adapter(Attempt).validate_python(entry))
     return tuple(sorted(attempts, key=lambda attempt: attempt.started_at))

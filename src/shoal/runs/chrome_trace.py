@@ -52,7 +52,7 @@ class RankTrace:
         """Return the events of this rank's process, in microseconds on rank 0's clock."""
         rows = _ThreadRows(self.rank)
         shift = (self.lag + self.clock) * 1e6
-        found = [self._of_own(event, rows) for event in self.own]
+        rank_events = [self._of_own(event, rows) for event in self.own]
         names: dict[tuple[Any, Any], str] = {}
         for event in self.profiled:
             if event.get("ph") == "M" and event.get("name") == "thread_name":
@@ -60,8 +60,8 @@ class RankTrace:
         for event in self.profiled:
             if event.get("ph") in ("X", "s", "f") and event.get("cat") != "Trace" and "ts" in event:
                 key = event.get("pid"), event.get("tid")
-                found.append(_moved(event, rows.pid, rows.of(key, names.get(key)), shift))
-        return [*rows.titles(self.host), *found]
+                rank_events.append(_moved(event, rows.pid, rows.of(key, names.get(key)), shift))
+        return [*rows.titles(self.host), *rank_events]
 
     def _of_own(self, event: OwnEvent, rows: _ThreadRows) -> dict[str, Any]:
         return {
@@ -93,15 +93,15 @@ class _ThreadRows:
     def titles(self, host: str) -> list[dict[str, Any]]:
         """Return metadata events: names and order of the process and of its rows."""
         own = [(self.first + row, name) for row, name in enumerate(_OWN_ROWS)]
-        told = [
+        rank_titles = [
             self._title("process_name", 0, name=f"rank {self.rank}"),
             self._title("process_labels", 0, labels=host),
             self._title("process_sort_index", 0, sort_index=self.rank),
         ]
         for tid, name in (*own, *self._found.values()):
-            told.append(self._title("thread_name", tid, name=name))
-            told.append(self._title("thread_sort_index", tid, sort_index=tid))
-        return told
+            rank_titles.append(self._title("thread_name", tid, name=name))
+            rank_titles.append(self._title("thread_sort_index", tid, sort_index=tid))
+        return rank_titles
 
     def _title(self, kind: str, tid: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": self.pid, "tid": tid or self.first, "args": args}

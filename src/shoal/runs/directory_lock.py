@@ -105,9 +105,9 @@ def _started(pid: int) -> int | None:
 class DirectoryLock:
     """Lock of this process, and of children that inherit `descriptor`, until `release`."""
 
-    def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
+    def __init__(self, folder: Path, descriptor: int, holder: Holder, new_folders: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder
-        self._made = made
+        self._made = new_folders
         self._over = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -121,9 +121,9 @@ class DirectoryLock:
         while not self._over.wait(every_seconds):
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
-                found = _read(self.folder / NAME)
-                if found is not None and found.token != self.holder.token:  # after a long pause of this host
-                    print(f"{self.folder} was taken over by {found}: this run ends", file=sys.stderr, flush=True)
+                holder = _read(self.folder / NAME)
+                if holder is not None and holder.token != self.holder.token:  # after a long pause of this host
+                    print(f"{self.folder} was taken over by {holder}: this run ends", file=sys.stderr, flush=True)
                     os._exit(ExitCode.RANK_LOST)
                 if not said and not self.folder.exists():
                     said = True
@@ -159,14 +159,14 @@ def claim(
     Raises: InUseError that names the holder; RunDirectoryError if the directory is not writable.
     """
     patience = patience or Patience()
-    made: list[Path] = []
+    new_folders: list[Path] = []
     try:
-        lock = _claim(folder, Holder.here(), _Judge(folder, say, patience), mode, made)
+        lock = _claim(folder, Holder.here(), _Judge(folder, say, patience), mode, new_folders)
     except InUseError:
-        _unmake(made)
+        _unmake(new_folders)
         raise
     except OSError as error:
-        _unmake(made)
+        _unmake(new_folders)
         raise RunDirectoryError(
             given=str(folder),
             conflict=f"nothing can be written there: {error.strerror or error}",
@@ -176,12 +176,12 @@ def claim(
     return lock
 
 
-def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Path]) -> DirectoryLock:
+def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, new_folders: list[Path]) -> DirectoryLock:
     target, aside = folder / NAME, folder / f".{NAME}-{holder.token}"
-    descriptor = _begun(aside, mode, made)
+    descriptor = _begun(aside, mode, new_folders)
     try:
         _fill(descriptor, holder)
-        while (taken := _put(aside, target, descriptor, holder)) is None:
+        while (lock_descriptor := _put(aside, target, descriptor, holder)) is None:
             other = _Other.at(target)
             if other is None:
                 continue  # the lock was released in between
@@ -190,14 +190,14 @@ def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Pa
                     os.replace(aside, target)
                     if not other.decided_here:
                         judge.settle(holder)
-                    taken = descriptor
+                    lock_descriptor = descriptor
                     break
             finally:
                 os.close(other.descriptor)
             time.sleep(judge.patience.poll_seconds)
-        if taken != descriptor:
+        if lock_descriptor != descriptor:
             os.close(descriptor)
-        return DirectoryLock(folder, taken, holder, made)
+        return DirectoryLock(folder, lock_descriptor, holder, new_folders)
     except BaseException:
         os.close(descriptor)
         raise
@@ -285,9 +285,9 @@ class _Judge:
     def settle(self, own: Holder) -> None:
         """Wait for another host that may have taken over the same lock at the same moment. Raises: InUseError."""
         time.sleep(self.patience.settling_seconds)
-        found = _read(self._folder / NAME)
-        if found is not None and found.token != own.token:
-            raise _in_use(self._folder, found)
+        holder = _read(self._folder / NAME)
+        if holder is not None and holder.token != own.token:
+            raise _in_use(self._folder, holder)
 
 
 def _in_use(folder: Path, holder: Holder) -> InUseError:
@@ -304,11 +304,11 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
     )
 
 
-def _begun(aside: Path, mode: int, made: list[Path]) -> int:
+def _begun(aside: Path, mode: int, new_folders: list[Path]) -> int:
     """Create the file `aside` and its directories; directories that were missing are added to `made`."""
     for again in range(10):
         absent = itertools.takewhile(lambda path: not path.exists(), aside.parents)
-        made.extend(path for path in absent if path not in made)
+        new_folders.extend(path for path in absent if path not in new_folders)
         aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         try:
             return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -318,8 +318,8 @@ def _begun(aside: Path, mode: int, made: list[Path]) -> int:
     raise AssertionError("returned or raised")
 
 
-def _unmake(made: list[Path]) -> None:
-    for path in made:
+def _unmake(new_folders: list[Path]) -> None:
+    for path in new_folders:
         with contextlib.suppress(OSError):  # the directory is not empty
             path.rmdir()
 
@@ -350,11 +350,11 @@ def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | No
         if error.errno not in _NO_LINKS:
             raise
     try:
-        found = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        own_descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return None
-    _fill(found, holder)
-    return found
+    _fill(own_descriptor, holder)
+    return own_descriptor
 
 
 def _lock(descriptor: int) -> bool | None:

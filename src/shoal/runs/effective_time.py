@@ -51,11 +51,11 @@ def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) ->
     Returns: the instant in seconds since the epoch, or None if no start recorded one; and the seconds.
     """
     first = [one.began_at for one in _read(attempts) if one.started_at >= began_at - _ROUNDED_SECONDS]
-    kept = 0.0
+    seconds = 0.0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         of_call = (record for record in read_steps(records) if (record.at or 0.0) >= began_at and record.step <= step)
-        kept = sum(productive_seconds(record) for record in of_call)
-    return min(first, default=None), kept
+        seconds = sum(productive_seconds(record) for record in of_call)
+    return min(first, default=None), seconds
 
 
 def call_began_at(request: RunRequest) -> float:

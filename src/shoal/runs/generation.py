@@ -65,22 +65,22 @@ class Fence:
             place.mkdir(exist_ok=True)
             if after is not None:
                 after.check()
-            found = cls(folder, newest(folder) + 1)
-            said = {"generation": found.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
+            fence = cls(folder, newest(folder) + 1)
+            said = {"generation": fence.generation, "world_size": world_size, "reason": reason, "resizable": resizable}
             said |= {"gpus": gpus} if resizable else {}
             said |= {"host": socket.gethostname(), "pid": os.getpid(), "began_at": round(time.time(), 3)}
-            with contextlib.suppress(FileExistsError), open(found._path, "x", encoding="utf-8") as file:
+            with contextlib.suppress(FileExistsError), open(fence._path, "x", encoding="utf-8") as file:
                 file.write(json.dumps(said) + "\n")
-                found.check()
-                found._fence_others_out(place)
-                return found
+                fence.check()
+                fence._fence_others_out(place)
+                return fence
         except OSError as error:
             raise RunDirectoryError(
                 given=str(folder),
                 conflict=f"nothing can be written there: {error.strerror or error}",
                 remedy="give a directory that can be written to",
             ) from None
-        raise found._error()
+        raise fence._error()
 
     def _fence_others_out(self, place: Path) -> None:
         """Remove the files of earlier generations, and then their temporary files."""
@@ -88,8 +88,8 @@ class Fence:
             if path.name.isdecimal() and int(path.name) < self.generation:
                 path.unlink(missing_ok=True)
         for aside in place.parent.glob(".*.tmp"):
-            found = _ASIDE.search(aside.name)
-            if found is not None and int(found[1]) < self.generation:
+            match = _ASIDE.search(aside.name)
+            if match is not None and int(match[1]) < self.generation:
                 aside.unlink(missing_ok=True)
 
     @property

@@ -21,9 +21,9 @@ class TraceSteps:
     @classmethod
     def parse(cls, text: str) -> TraceSteps:
         """Parse `10-12` or `10`. Raises: CommandError."""
-        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(text))
-        first = int(found[1]) if found else 0
-        last = int(found[2] or found[1]) if found else 0
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(text))
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else 0
         if not 1 <= first <= last:
             raise CommandError(
                 given=f"--trace {text}",

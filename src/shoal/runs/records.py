@@ -127,9 +127,9 @@ class StepRecord:
         document = json.loads(line)
         document["ranks"] = {name: Spread(**value) for name, value in document["ranks"].items()}
         if document.get("by_rank"):
-            told = document["by_rank"]
-            waits = {int(rank): of for rank, of in told["waits"].items()}  # JSON keys are strings
-            document["by_rank"] = RankTimes(told["steps"], told["busy_seconds"], waits)
+            by_rank = document["by_rank"]
+            waits = {int(rank): of for rank, of in by_rank["waits"].items()}  # JSON keys are strings
+            document["by_rank"] = RankTimes(by_rank["steps"], by_rank["busy_seconds"], waits)
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in document.items() if key in known})
 

@@ -159,10 +159,10 @@ class RunRequest:
     def _resuming(self, resume: bool = True, **changes: Any) -> RunRequest:
         """Return the request that continues this call's run, with the memory format that the run has chosen."""
         following = replace(self, course=replace(self.course, resume=resume), **changes)
-        kept, name = RunDirectory(self.where.out).plan, "execution.channels_last"
-        if self.origin(name) is not Origin.DEFAULT or not kept.exists():
+        plan_file, name = RunDirectory(self.where.out).plan, "execution.channels_last"
+        if self.origin(name) is not Origin.DEFAULT or not plan_file.exists():
             return following
-        channels_last = read_plan(kept).execution.channels_last
+        channels_last = read_plan(plan_file).execution.channels_last
         plan = following.what.plan.with_sections(execution={"channels_last": channels_last})
         judged = following.what.judged
         if judged is not None:
@@ -254,8 +254,8 @@ def dumped(value: object) -> str:
 def loaded(kind: type[T], text: str) -> T:
     """Parse a value that `dumped` wrote. Raises: LaunchError."""
     try:
-        found: T = adapter(cast(Any, kind)).validate_python(json.loads(text))
-        return found
+        value: T = adapter(cast(Any, kind)).validate_python(json.loads(text))
+        return value
     except ValueError as error:
         raise LaunchError(
             given=f"a {kind.__name__} that another process of this run wrote",

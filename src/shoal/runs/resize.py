@@ -69,9 +69,9 @@ def resized(plan: Plan, devices: int, job: Mapping[str, Any], gpus: int) -> Plan
     if conflict is not None:
         remedy = "stop the run, and go on with another plan: shoal run ... --resume --plan"
         raise PlanError(given=given, conflict=conflict, remedy=remedy)
-    found, grains = relaid(plan, devices), job.get("grains")
-    if isinstance(grains, int) and grains > 0 and found.degrees.divides_grains > grains:
+    new_plan, grains = relaid(plan, devices), job.get("grains")
+    if isinstance(grains, int) and grains > 0 and new_plan.degrees.divides_grains > grains:
         facts = ModelFacts(grains, -(-int(job.get("global_batch", grains)) // grains))
-        refuse(conflicts(found, facts))
-    refuse(conflicts(found))
-    return found
+        refuse(conflicts(new_plan, facts))
+    refuse(conflicts(new_plan))
+    return new_plan

@@ -76,11 +76,11 @@ class LineFile:
     def more(self, read: Callable[[str], T]) -> list[T]:
         """Return the lines since the last call, parsed by `read`. Lines that `read` rejects are counted as damaged."""
         self.replaced = False
-        found: list[T] = []
+        values: list[T] = []
         try:
             file = self.path.open("rb")
         except OSError:
-            return found
+            return values
         with file:
             at = self._place(file)
             file.seek(at)
@@ -89,10 +89,10 @@ class LineFile:
                     break
                 self._offset += len(line)
                 with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                    found.append(read(line.decode("utf-8")))
+                    values.append(read(line.decode("utf-8")))
                     continue
                 self.damaged += 1
-        return found
+        return values
 
     def _place(self, file: Any) -> int:
         now = os.fstat(file.fileno())
@@ -129,8 +129,8 @@ class RunReader:
         self._grow(self._lines["attempts"], self._attempts, _object)
         self._grow(self._lines["events"], self._events, _object)
         saved = (read_json(files.saved) or {}).get("step")
-        now, held, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
-        if held and attempts:
+        now, trains_now, attempts = self._clock(), is_held(files.path), attempts_of(self._attempts)
+        if trains_now and attempts:
             newest = self._records[-1].at if self._records else None
             since, lost = held_since(files.path) or 0.0, 0.0
             for event in self._events:
@@ -152,16 +152,16 @@ class RunReader:
             attempts=attempts,
             events=tuple(self._events),
             saved_step=saved if isinstance(saved, int) else None,
-            is_held=held,
+            is_held=trains_now,
             address=self._address,
             damaged={name: lines.damaged for name, lines in self._lines.items() if lines.damaged},
         )
 
     def _grow(self, lines: LineFile, into: list[T], read: Callable[[str], T]) -> None:
-        found = lines.more(read)
+        new_values = lines.more(read)
         if lines.replaced:
             into.clear()
-        into.extend(found)
+        into.extend(new_values)
 
 
 def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:

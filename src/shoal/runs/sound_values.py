@@ -115,15 +115,15 @@ def sound_plan(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sound(document: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    sound = {}
     for name, value in document.items():
         try:
             if name in kinds:
                 adapter(kinds[name]).validate_json(json.dumps(value), strict=True)
-            found[name] = value
+            sound[name] = value
         except (ValidationError, TypeError):  # for example a date, which exists in TOML but not in JSON
             continue
-    return found
+    return sound
 
 
 @cache

@@ -58,7 +58,7 @@ def accepted_changes(
     Raises: JobMismatchError for differences, unless `accepted`.
     """
     now = json.loads(json.dumps(now))
-    given, held, free = [], [], []
+    given, previous, free = [], [], []
     for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
         if name == "code":
             given += [f"another {place}" for place in changed(saved[name], now[name])]
@@ -78,15 +78,17 @@ def accepted_changes(
                 free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
             else:
                 given += [f"the setting {text}" for text in texts]
-                held += [f"{'other' if field.endswith('s') else 'another'} {field}" for field in fields_changed or ()]
+                previous += [
+                    f"{'other' if field.endswith('s') else 'another'} {field}" for field in fields_changed or ()
+                ]
         else:
             given.append(f"{name} = {now[name]}")
-            held.append(f"{name} = {saved[name]}")
+            previous.append(f"{name} = {saved[name]}")
     if not given or accepted:
         return [*free, *(f"the job was changed, as accepted: {text}" for text in given)]
     raise JobMismatchError(
         given="\n".join(given),
-        conflict="the run to resume has " + ", ".join(held or ["begun with other code, settings, data or files"]),
+        conflict="the run to resume has " + ", ".join(previous or ["begun with other code, settings, data or files"]),
         remedy="resume with the job and settings that the run began with, or others, given with --set, of "
         "its length alone; add "
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
@@ -131,20 +133,20 @@ def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | No
 
 def _of_no_length(callback: Any) -> Any:
     """Return a copy of a callback without lengths, which a resume may change."""
-    found = copy.copy(callback)
+    without_length = copy.copy(callback)
     for name in LENGTHS.get(type(callback).__name__, ()):
-        setattr(found, name, None)
-    return found
+        setattr(without_length, name, None)
+    return without_length
 
 
 def _left_behind() -> list[Any]:
     """Return values that a job's code may set outside of the job: in the environment, torch and its own modules."""
-    found: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    values: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
     for name, module in sorted(sys.modules.items()):
         place = getattr(module, "__file__", None)
         if place and not any(folder in Path(place).parents for folder in _PACKAGES):
-            found.append((name, _plain(module, _DEPTH)))
-    return found
+            values.append((name, _plain(module, _DEPTH)))
+    return values
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -198,13 +200,13 @@ class Lengths:
 
     @property
     def _now(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.engine.job.describe()["length"]
-        return found
+        length: dict[str, Any] = self.engine.job.describe()["length"]
+        return length
 
     @property
     def _before(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.saved.get("length") or self._now
-        return found
+        length: dict[str, Any] = self.saved.get("length") or self._now
+        return length
 
     @property
     def _changed(self) -> bool:

@@ -181,8 +181,8 @@ def introduce(
     threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
     reporter.note(f"shoal {__version__}: {request.what.job.target}:{loaded.function} -> {request.where.shown}")
     is_default = request.origin("layout") in (Origin.DEFAULT, Origin.CHOSEN)
-    asked = "all GPUs, or one process without" if is_default else "as asked"
-    reporter.note(f"  devices     {where}{threads} ({asked})")
+    chosen_by = "all GPUs, or one process without" if is_default else "as asked"
+    reporter.note(f"  devices     {where}{threads} ({chosen_by})")
     reporter.note(f"  layout      {described(plan)}")
     share = -(-job.num_grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
@@ -276,5 +276,5 @@ def _compressed(engine: Engine) -> str:
         return ""
     if compression.fell_back is not None:
         return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
-    held = " with error feedback" if compression.feedback else ""
-    return f", compressed to {compression.scheme}{held}"
+    feedback = " with error feedback" if compression.feedback else ""
+    return f", compressed to {compression.scheme}{feedback}"

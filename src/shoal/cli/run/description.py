@@ -61,8 +61,8 @@ def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str
     """Return the entry of job.json on external initial weights, from this call or the resumed run."""
     if engine.taken is not None:
         return engine.taken.to_json()
-    found: dict[str, Any] | None = (saved or {}).get("initial_weights")
-    return found
+    entry: dict[str, Any] | None = (saved or {}).get("initial_weights")
+    return entry
 
 
 def without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:

@@ -36,10 +36,10 @@ class DeviceRange:
 
 def range_of(options: RunOptions) -> DeviceRange | None:
     """Return the range in the options, or None if they have none. Raises: CommandError for an invalid range."""
-    found = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
-    if found is None:
+    match = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
+    if match is None:
         return None
-    limits = DeviceRange(int(found[1]), int(found[2]))
+    limits = DeviceRange(int(match[1]), int(match[2]))
     if not 1 <= limits.least <= limits.most:
         raise CommandError(
             given=f"--devices {limits}", conflict="the first is the least number, from 1", remedy="write --devices 4:16"
@@ -74,10 +74,10 @@ def with_number(options: RunOptions, environment: Environment | None) -> RunOpti
         if options.resume or options.resume_if_exists:
             print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
             return replace(options, devices=most)
-        found = in_child(lambda: _planned(options, replace(limits, most=most)))
-        if "error" in found:
-            raise from_json(found["error"])
-        plan = loaded(Plan, found["plan"]) if found["plan"] is not None else None
+        choice = in_child(lambda: _planned(options, replace(limits, most=most)))
+        if "error" in choice:
+            raise from_json(choice["error"])
+        plan = loaded(Plan, choice["plan"]) if choice["plan"] is not None else None
         number = plan.num_processes if plan is not None else most
         why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
         print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
@@ -116,10 +116,10 @@ def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:
 
     try:
         with inside_run(os.environ):
-            asked = PlanOptions(
+            plan_options = PlanOptions(
                 job=str(options.job), set=options.set, max_devices=limits.most, precision=options.precision
             )
-            points = answered(asked).curve.points
+            points = answered(plan_options).curve.points
     except (Exception, SystemExit) as caught:
         return {"error": to_json(as_shoal_error(caught), 0, "")}
     fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= limits.most]

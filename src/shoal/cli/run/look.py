@@ -40,10 +40,10 @@ def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: Text
     if signals.received:
         return None
     try:
-        found: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise no_answer(code) from None
-    return found
+    return result
 
 
 def main(path: str) -> None:
@@ -51,7 +51,7 @@ def main(path: str) -> None:
     from shoal.training.setup.preflight import look
 
     folder = Path(path)
-    found = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
-    (folder / _FOUND).write_text(json.dumps(found), encoding="utf-8")
+    result = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
+    (folder / _FOUND).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # do not wait for threads that the job's code started

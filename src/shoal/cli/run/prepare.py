@@ -163,16 +163,16 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     devices = whole_number("devices", options.devices, 1)
     wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
-    kept = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
-    saved = read_json(kept.job) if options.resume else None
+    directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
+    saved = read_json(directory.job) if options.resume else None
     if saved:
         job = replace(job, settings=tuple({**saved.get("given", {}), **dict(job.settings)}.items()))
     course, origins = course_of(options, saved)
     if options.plan:
         given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
         origin = Origin.FILE
-    elif options.resume and kept.plan.exists():
-        given, origin = read_plan(kept.plan), Origin.RUN
+    elif options.resume and directory.plan.exists():
+        given, origin = read_plan(directory.plan), Origin.RUN
     else:
         given, origin = Plan(), Origin.DEFAULT
     origins |= dict.fromkeys(("plan", *_OF_PLANS), origin)
@@ -203,7 +203,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
                 remedy='leave --bad-samples out, or train with server.mode = "none"',
             )
     what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))
-    where = Where(kept.path, options.address, numbered=None if options.out or options.resume else name)
+    where = Where(directory.path, options.address, numbered=None if options.out or options.resume else name)
     return RunRequest(what, where, course, options.started_at, origins)
 
 

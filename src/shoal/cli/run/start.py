@@ -118,7 +118,7 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     ended_at, before = time.time(), request.what.plan.num_processes
     events = Events(directory.events, request.where.fence)
     try:
-        found = request.resized(devices, ended_at)
+        following = request.resized(devices, ended_at)
     except ShoalError as error:
         print(f"note: not resized\n{error.render()}", file=sys.stderr)
         return replace(request, course=replace(request.course, resume=True), lost_at=ended_at)
@@ -126,4 +126,4 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     events.add("resized", after_step=step, processes=devices, done=f"from {before} to {devices} processes")
     now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
     print(f"note: the run goes on with {now}, from step {step}", file=sys.stderr)
-    return found
+    return following

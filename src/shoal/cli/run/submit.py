@@ -35,18 +35,18 @@ def submitted(
     Raises: CommandError for an invalid engine or option; PlanError; RunDirectoryError if the directory has a run.
     """
     engine, _, own = options.on.partition(":")
-    found = launcher(engine)
+    engine_launcher = launcher(engine)
     request = request.with_devices(devices_here())
     request.check_plan()
     submission = submission_of(options, request, own, least)
     if options.dry_run:
-        for name, text in found.render(submission).items():
+        for name, text in engine_launcher.render(submission).items():
             print(f"# {name}\n{text.rstrip()}")
         return 0
     request.check()
     signals = signals or Signals(impatient=False)
     with signals.handled():
-        return found.start(submission, signals)
+        return engine_launcher.start(submission, signals)
 
 
 def submission_of(options: RunOptions, request: RunRequest, own: str = "", least: int | None = None) -> Submission:

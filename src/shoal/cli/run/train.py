@@ -142,7 +142,7 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
     """Load the job. Return a function that returns it or raises its error, to be called when all ranks have met."""
     seed_loading()
     try:
-        found = replace(load(request.what.job), draws=request.what.job.by_value or has_drawn_since_loading())
+        loaded = replace(load(request.what.job), draws=request.what.job.by_value or has_drawn_since_loading())
     except (Exception, SystemExit) as caught:
         error = as_shoal_error(caught)
 
@@ -150,7 +150,7 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
             raise error
 
         return fail
-    return lambda: found
+    return lambda: loaded
 
 
 def _compared(request: RunRequest) -> list[str] | None:
@@ -180,12 +180,12 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
     request, job = call.request, call.loaded.job
     if request.what.judged is None and job.grains is None:  # choosing grains may read samples: open the data only once
         job = together(mesh, lambda: opened(job))
-    found = request.what.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
-    loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(found, job))))
+    judged = request.what.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
+    loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(judged, job))))
     if mesh.rank == 0:
         _warn(loaded.job, request, unprepared)
     shake_hands(mesh, loaded, request)
-    return found.plan, replace(call, loaded=loaded, notes=found.notes, why_grains=found.why_grains)
+    return judged.plan, replace(call, loaded=loaded, notes=judged.notes, why_grains=judged.why_grains)
 
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
@@ -233,10 +233,10 @@ def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
 
 
 def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Options:
-    kept, course = RunDirectory(request.where.out), request.course
+    directory, course = RunDirectory(request.where.out), request.course
     return Options(
-        checkpoints=kept.checkpoints,
-        saved=kept.saved,
+        checkpoints=directory.checkpoints,
+        saved=directory.saved,
         fence=request.where.fence,
         remote=RemotePlace(request.where.address) if request.where.address is not None else None,
         checkpoint_every=course.checkpoint_every,
@@ -244,7 +244,7 @@ def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Opti
         telemetry=not course.no_telemetry,
         bad_samples=course.bad_samples or 0,
         check_replicas=course.check_replicas,
-        mtbf_seconds=mtbf_seconds(kept.events, call_began_at(request), time.time()),
+        mtbf_seconds=mtbf_seconds(directory.events, call_began_at(request), time.time()),
         take_workers=request.origin("data.workers") is Origin.DEFAULT,
         may_copy=request.origin("memory.shared") is not Origin.FILE,
         chooses_format=request.origin("execution.channels_last") is Origin.DEFAULT,
@@ -308,14 +308,14 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
-        taken = engine.taken if state is None else None  # restarted ranks have the same options but a state
-        for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):
+        initial = engine.taken if state is None else None  # restarted ranks have the same options but a state
+        for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(initial.lines() if initial else ())):
             reporter.note(complaint)
         together(
             mesh,
             lambda: write_description(directory, engine, description, request.where.fence) if mesh.rank == 0 else None,
         )
-        if taken is not None:  # saved, so that a resume does not need the source
+        if initial is not None:  # saved, so that a resume does not need the source
             engine.keeper.save(engine.first_state(), wait=True)
         try:
             introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
@@ -326,8 +326,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                     reporter.note(said)
             result.log = log = _tell_start(call, engine, (state, num_steps))
             result.began_at = time.time()
-            kept = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
-            records = RecordWriter(kept, log.undone, request.where.fence)
+            records_file = directory.records if mesh.rank == 0 and not request.course.no_telemetry else None
+            records = RecordWriter(records_file, log.undone, request.where.fence)
             with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)

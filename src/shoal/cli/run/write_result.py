@@ -120,8 +120,8 @@ class Result:
         if self.restarts:
             files = RunDirectory(self.path.parent)
             since = self.call_began_at or self.started_at
-            first, kept = earlier_starts(files.attempts, files.records, since, self.resumed_from or 0)
-            began_at, seconds = min(began_at, first or began_at), seconds + kept
+            first, earlier_seconds = earlier_starts(files.attempts, files.records, since, self.resumed_from or 0)
+            began_at, seconds = min(began_at, first or began_at), seconds + earlier_seconds
         whole = (self.trained_at or time.time()) - began_at
         return round(min(1.0, seconds / whole), 6) if whole > 0.0 and seconds > 0.0 else None
 
@@ -190,21 +190,21 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
     meter, mesh = engine.observer, engine.mesh
     if not isinstance(meter, StepMeter) or not meter.attached:
         return {}
-    found = meter.to_json()
-    if found is not None:
+    measurement = meter.to_json()
+    if measurement is not None:
         computation = MicrobatchPolicy.from_json(
             outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()}
         )
-        grains = engine.order.grains(found["step"] - 1)
+        grains = engine.order.grains(measurement["step"] - 1)
         shares = Shares(engine.job.num_grains, grains, computation.effective_grains, engine.buffers.num_values)
         try:
             step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
             compression = engine.strategy.compression
             ended = compression.fell_back if compression is not None else None
-            is_compressed = ended is None or ended["step"] >= found["step"]
+            is_compressed = ended is None or ended["step"] >= measurement["step"]
             plan = engine.plan if is_compressed else engine.plan.uncompressed
-            found["predicted"] = predicted(plan, step, mesh.rank)
+            measurement["predicted"] = predicted(plan, step, mesh.rank)
         except Exception as error:  # a failed prediction must not cost a finished run its result
-            found["predicted"] = None
+            measurement["predicted"] = None
             warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
-    return blocks(mesh.gather_json(found))
+    return blocks(mesh.gather_json(measurement))
