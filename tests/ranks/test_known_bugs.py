@@ -30,8 +30,8 @@ from shoal.errors import ShoalError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.parallel import base
-from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
+from shoal.parallel.shard.update_division import UpdateDivision
 from shoal.plans.grains import random_key
 from shoal.runs.records import StepRecord
 from shoal.training.observe.record_writer import RecordWriter
@@ -386,7 +386,7 @@ def test_the_training_of_plain_torch(name: str, wanted: Trained, tmp_path: Path)
 
 # What is planted into the engine, where, and what then differs.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "norm of one rank's part": (Strategy, "norm", lambda self, own: own, "zero 3 on 3", "norm 0"),
+    "norm of one rank's part": (UpdateDivision, "norm", lambda self, own: own, "zero 3 on 3", "norm 0"),
     "norm counts what is not cut on every rank": (
         ShardedModel,
         "counts",
