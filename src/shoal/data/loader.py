@@ -285,8 +285,8 @@ class MapLoader(Loader):
         self._workers, self._pin_memory = workers, pin_memory
         self._fetcher = _Fetcher(source, order, self._quarantine)
         self._per_microbatch = order.num_grains
-        told, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
-        self._processes = SampleWorkers(self._data_loader, told, limit) if workers else None
+        report, limit = self._workers_anew, float(self._reading.pop("timeout", 0.0) or 0.0)
+        self._processes = SampleWorkers(self._data_loader, report, limit) if workers else None
         self._next = 0
         self._known: dict[int, list[_Digested]] = {}
 
@@ -371,10 +371,9 @@ class MapLoader(Loader):
     def _fetch(self, request: _Request) -> Fetched:
         if self._processes is None:
             return self._noted(self._fetcher.fetch(request))
-        found = self._processes.next(request)
-        if isinstance(found, ShoalError):
-            raise found
-        fetched: Fetched = found
+        fetched: Fetched | ShoalError = self._processes.next(request)
+        if isinstance(fetched, ShoalError):
+            raise fetched
         if self._quarantine is not None:
             read = (fetched.replaced.get(i, i) for ids in request.ids for i in ids.tolist())
             if not self._quarantine.known.keys().isdisjoint(read):  # not known when the worker started

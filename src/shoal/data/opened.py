@@ -62,14 +62,24 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
     """
     mistakes = [*_batches(loader, collate, global_batch)]
     dataset, shuffle = loader.dataset, None
+    drops = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
     if hasattr(dataset, "__len__") and not is_stream(dataset):
-        found = _order(loader, global_batch)
-        if len(found) == 3:
-            mistakes.append(found)
+        order = _order(loader, global_batch)
+        if len(order) == 3:
+            mistakes.append(order)
         else:
-            dataset, shuffle = found
-            mistakes += _dropped(loader, len(dataset))
-    elif _drops(loader):
+            dataset, shuffle = order
+            size, num_samples = _batch_size(loader), len(dataset)
+            if drops and size and num_samples % size:
+                whole = num_samples - num_samples % size
+                mistakes.append(
+                    (
+                        f"drop_last=True and {num_samples} samples in batches of {size}",
+                        "every sample is read: a short last batch is weighed by what it has",
+                        f"leave drop_last out, or give {whole} samples: torch.utils.data.Subset",
+                    )
+                )
+    elif drops:
         mistakes.append(("drop_last=True", "a stream's last step may be short, and is weighed so", "leave it out"))
     if mistakes:
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
@@ -100,10 +110,6 @@ def _batch_size(loader: Any) -> Any:
     return loader.batch_sampler.batch_size
 
 
-def _drops(loader: Any) -> bool:
-    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-
-
 def _batches(loader: Any, collate: Collate | None, global_batch: int | None) -> Iterator[_Mistake]:
     if not _is_torchs(getattr(type(loader).__iter__, "__module__", "")):
         kind = type(loader).__name__
@@ -120,11 +126,15 @@ def _batches(loader: Any, collate: Collate | None, global_batch: int | None) -> 
             "which samples are in a step follows from the seed, the epoch and the step",
             "leave batch_sampler out, and write shuffle=True or False",
         )
-    elif global_batch is not None and _batch_size(loader) != global_batch and not _is_distributed(loader):
+    elif (
+        global_batch is not None
+        and (size := _batch_size(loader)) != global_batch
+        and not isinstance(_sampler(loader), DistributedSampler)
+    ):
         yield (
-            f"batch_size={_batch_size(loader)}",
+            f"batch_size={size}",
             f"a step consumes global_batch={global_batch} samples, whatever the number of ranks and of microbatches",
-            f"write batch_size={global_batch} there, or global_batch={_batch_size(loader)} in the job",
+            f"write batch_size={global_batch} there, or global_batch={size} in the job",
         )
     own = loader.collate_fn
     if collate is not None and loader.batch_sampler is not None and own not in (collate, default_collate):
@@ -133,10 +143,6 @@ def _batches(loader: Any, collate: Collate | None, global_batch: int | None) -> 
             "a batch is made by one function",
             "leave one of them out",
         )
-
-
-def _is_distributed(loader: Any) -> bool:
-    return isinstance(_sampler(loader), DistributedSampler)
 
 
 def _sampler(loader: Any) -> Any:
@@ -158,7 +164,7 @@ def _order(loader: Any, global_batch: int | None) -> tuple[Any, bool] | _Mistake
         return dataset, True
     if _known(sampler, SubsetRandomSampler):
         return Subset(dataset, list(sampler.indices)), True
-    if _is_distributed(loader):
+    if isinstance(sampler, DistributedSampler):
         size = "" if global_batch is None else f"batch_size={global_batch}, "
         return (
             f"sampler=DistributedSampler(num_replicas={sampler.num_replicas}, ...)",
@@ -176,16 +182,6 @@ def _order(loader: Any, global_batch: int | None) -> tuple[Any, bool] | _Mistake
         "the order of samples follows from the seed, the epoch and the step, whatever was read before",
         "write shuffle=True or False; a fixed order is a dataset: torch.utils.data.Subset(dataset, list(sampler))",
     )
-
-
-def _dropped(loader: Any, num_samples: int) -> Iterator[_Mistake]:
-    size = _batch_size(loader)
-    if _drops(loader) and size and num_samples % size:
-        yield (
-            f"drop_last=True and {num_samples} samples in batches of {size}",
-            "every sample is read: a short last batch is weighed by what it has",
-            f"leave drop_last out, or give {num_samples - num_samples % size} samples: torch.utils.data.Subset",
-        )
 
 
 def _without_effect(loader: Any) -> Iterable[str]:
@@ -219,14 +215,14 @@ def open_data(
         return data
     data = built(name, data)
     if is_loader(data):
-        found = take_apart(name, data, collate, global_batch)
+        source = take_apart(name, data, collate, global_batch)
     else:
         refuse_batches(name, data)
-        found = Opened(source_of(name, data, collate), collate)
-    if shuffle is None or isinstance(found.source, MapSource):
-        return found
-    said = f"{name}: shuffle={shuffle} has no effect: a stream is read in its own order"
-    return replace(found, notes=(*found.notes, said))
+        source = Opened(source_of(name, data, collate), collate)
+    if shuffle is None or isinstance(source.source, MapSource):
+        return source
+    note = f"{name}: shuffle={shuffle} has no effect: a stream is read in its own order"
+    return replace(source, notes=(*source.notes, note))
 
 
 def open_evaluations(job: Job) -> dict[str, Opened]:

@@ -71,10 +71,10 @@ class Parquet:
     def __getitems__(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         # In order of rows, so that each row group is read once even if the cache has room for one only.
         order = sorted(range(len(ids)), key=lambda k: ids[k])
-        found: list[dict[str, Any]] = [{}] * len(ids)
+        samples: list[dict[str, Any]] = [{}] * len(ids)
         for k in order:
-            found[k] = self[ids[k]]
-        return found
+            samples[k] = self[ids[k]]
+        return samples
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Parquet, (self.folder, self.columns, self._cache_bytes))  # each data worker opens its own files

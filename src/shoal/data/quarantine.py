@@ -46,7 +46,7 @@ class Quarantine:
 
     def add(self, bad: Mapping[int, str]) -> dict[int, str]:
         """Add samples. Return the new ones."""
-        new = {i: said for i, said in bad.items() if i not in self.known}
+        new = {i: text for i, text in bad.items() if i not in self.known}
         self.known |= new
         return new
 

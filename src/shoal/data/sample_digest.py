@@ -43,8 +43,8 @@ def words_of_steps(parts: Sequence[tuple[int, Sequence[int], Sequence[Ids]]]) ->
     table[:, 1] = np.concatenate([grains for _, grains, _ in parts])
     table[:, 2:] = np.concatenate([own for _, _, ids in parts for own in ids]).reshape(len(table), -1)
     words = np.frombuffer(b"".join(_hashed(table)), dtype="<u4").reshape(-1, DIGEST_WORDS).astype(np.uint64)
-    found: list[list[float]] = np.add.reduceat(words, np.cumsum([0, *counts[:-1]])).astype(np.float64).tolist()
-    return found
+    sums: list[list[float]] = np.add.reduceat(words, np.cumsum([0, *counts[:-1]])).astype(np.float64).tolist()
+    return sums
 
 
 def _hashed(table: npt.NDArray[np.int64]) -> list[bytes]:

@@ -28,17 +28,17 @@ class SampleWorkers:
     """Worker processes that return one batch per request.
 
     `load`: creates torch's DataLoader for the requests from a given one on.
-    `told`: receives a sentence and the lost seconds when the processes were restarted.
-    `given_seconds`: time limit for one batch from the user's own loader.
+    `report`: receives a sentence and the lost seconds when the processes were restarted.
+    `limit_seconds`: time limit for one batch from the user's own loader.
     """
 
     def __init__(
         self,
         load: Callable[[Any], DataLoader[Any]],
-        told: Callable[[str, float], None],
-        given_seconds: float = 0.0,
+        report: Callable[[str, float], None],
+        limit_seconds: float = 0.0,
     ) -> None:
-        self._load, self._told, self._given = load, told, given_seconds
+        self._load, self._report, self._limit_seconds = load, report, limit_seconds
         self._batches: Iterator[Any] | None = None
         self._watch: _Watch | None = None
         self._longest = 0.0
@@ -59,7 +59,7 @@ class SampleWorkers:
             self._in_a_row += 1
             if self._in_a_row > _MOST_IN_A_ROW:
                 raise _failed(f"{why}, {self._in_a_row} times in a row", dead)
-            self._told(why, time.monotonic() - began)
+            self._report(why, time.monotonic() - began)
 
     def _start(self, request: Any) -> None:
         here = threading.current_thread() is threading.main_thread()
@@ -97,7 +97,7 @@ class SampleWorkers:
 
     def _limit(self) -> float:
         learned = max(_LEAST_SECONDS, _TIMES * self._longest) if self._longest else _FIRST_SECONDS
-        return max(learned, self._given) * _TIMES_AGAIN**self._in_a_row
+        return max(learned, self._limit_seconds) * _TIMES_AGAIN**self._in_a_row
 
     def _kill(self) -> None:
         """Kill the processes, since stopped or deadlocked ones ignore other signals."""

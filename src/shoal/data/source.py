@@ -208,7 +208,21 @@ class SampleSource(MapSource):
         for ids, (samples, batch), (others, other) in zip(grains, first, again, strict=True):
             which = [i for i, a, b in zip(ids.tolist(), samples, others, strict=True) if not _same(a, b)]
             if which or not _same(batch, other):
-                raise self._not_repeated(f"sample {which[0]}" if which else "the batch that collate makes of samples")
+                attributes = getattr(self.data, "__dict__", {}).items()
+                own = [name for name, value in attributes if isinstance(value, _GENERATORS)]
+                where = (
+                    f"its attribute {own[0]!r}, a generator of its own"
+                    if own
+                    else "a generator of its own, or the clock"
+                )
+                what = f"sample {which[0]}" if which else "the batch that collate makes of samples"
+                raise DataError(
+                    given=f"{what} of {self.name}, read twice and not the same",
+                    conflict=f"{type(self.data).__name__} draws from what shoal cannot seed ({where}); in exact mode "
+                    "each sample has to be the same, whichever process reads it and whatever that has read before",
+                    remedy="draw from torch's, numpy's or Python's global generators, which shoal seeds for each "
+                    "grain, or make the generator from the sample's index in __getitem__",
+                )
         if drew[0] and not drew[1]:
             raise DataError(
                 given=f"samples of {self.name} that draw random numbers in their first reading and no more",
@@ -217,17 +231,6 @@ class SampleSource(MapSource):
                 remedy="keep the sample and draw in each reading, or make the generator from the sample's index in "
                 "__getitem__",
             )
-
-    def _not_repeated(self, what: str) -> DataError:
-        own = [name for name, value in getattr(self.data, "__dict__", {}).items() if isinstance(value, _GENERATORS)]
-        source = f"its attribute {own[0]!r}, a generator of its own" if own else "a generator of its own, or the clock"
-        return DataError(
-            given=f"{what} of {self.name}, read twice and not the same",
-            conflict=f"{type(self.data).__name__} draws from what shoal cannot seed ({source}); in exact mode each "
-            "sample has to be the same, whichever process reads it and whatever that has read before",
-            remedy="draw from torch's, numpy's or Python's global generators, which shoal seeds for each grain, or "
-            "make the generator from the sample's index in __getitem__",
-        )
 
     def read(self, ids: list[int]) -> list[Any]:
         """Return samples in order. Raises: DataError that names the unreadable sample."""
@@ -366,10 +369,10 @@ def small_batch(source: Source, collate: Collate | None, bad_samples: int = 0, c
             "samples, and an iterator cannot go back",
             remedy="give an iterable that starts anew at each iter()",
         )
-    found = list(itertools.islice(samples, count))
+    first = list(itertools.islice(samples, count))
     if state is not None and hasattr(source, "load_state_dict"):
         source.load_state_dict(state)
-    return collate_samples(collate or default_collate, found, "train_data")
+    return collate_samples(collate or default_collate, first, "train_data")
 
 
 def built(name: str, data: Any) -> Any:
@@ -397,35 +400,34 @@ def source_of(name: str, data: Any, collate: Collate | None) -> Source:
     if is_stream(data):
         stream: Iterable[Any] = data
         return stream
-    source = _map_source(name, data, collate)
+    source: MapSource
+    if type(data) is TensorDataset:
+        data = tuple(data.tensors)
+    leaves = _leaves(data)
+    arrays = [isinstance(leaf, torch.Tensor | np.ndarray) for leaf in leaves]
+    if any(arrays):
+        if not all(arrays) or any(leaf.ndim == 0 for leaf in leaves):
+            raise DataError(
+                given=f"{name} of {', '.join(type(leaf).__name__ for leaf in leaves)}",
+                conflict="tensors that belong together hold one row per sample each",
+                remedy="give tensors only, each with at least one dim; or a dataset with __getitem__",
+            )
+        rows = TensorSource(name, data)
+        source = rows if collate is None else SampleSource(name, _Rows(data, len(rows)), collate)
+    else:
+        _refuse_several(name, data)
+        if not (hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__"))):
+            raise DataError(
+                given=f"{name} of type {type(data).__name__}",
+                conflict="it has neither a length with __getitem__ nor __iter__",
+                remedy="give a dataset, tensors with one row per sample, an iterable, or a function that returns one",
+            )
+        source = SampleSource(name, data, collate)
     if len(source) == 0:
         raise DataError(
             given=f"{name} with 0 samples", conflict="a step needs samples", remedy=f"check what {name} reads"
         )
     return source
-
-
-def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
-    if type(data) is TensorDataset:
-        data = tuple(data.tensors)
-    arrays = [isinstance(t, torch.Tensor | np.ndarray) for t in _leaves(data)]
-    if any(arrays):
-        if not all(arrays) or any(t.ndim == 0 for t in _leaves(data)):
-            raise DataError(
-                given=f"{name} of {', '.join(type(t).__name__ for t in _leaves(data))}",
-                conflict="tensors that belong together hold one row per sample each",
-                remedy="give tensors only, each with at least one dim; or a dataset with __getitem__",
-            )
-        rows = TensorSource(name, data)
-        return rows if collate is None else SampleSource(name, _Rows(data, len(rows)), collate)
-    _refuse_several(name, data)
-    if hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__")):
-        return SampleSource(name, data, collate)
-    raise DataError(
-        given=f"{name} of type {type(data).__name__}",
-        conflict="it has neither a length with __getitem__ nor __iter__",
-        remedy="give a dataset, tensors with one row per sample, an iterable, or a function that returns one",
-    )
 
 
 def _refuse_several(name: str, data: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import default_collate
@@ -21,7 +21,13 @@ from shoal.errors import DataError, JobError
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
 
-_Held = tuple[Grain, Ids, list[Any]]
+
+class _GrainSamples(NamedTuple):
+    """A grain with the ids and values of its samples."""
+
+    grain: Grain
+    ids: Ids
+    samples: list[Any]
 
 
 class _Reader:
@@ -37,15 +43,15 @@ class _Reader:
         if self._samples is None:
             tell_epoch(self._name, self._stream, 0)  # a stream has a single epoch
             self._samples = iter(self._stream)
-        found: list[Any] = []
+        samples: list[Any] = []
         try:
             for sample in itertools.islice(self._samples, wanted):
-                found.append(sample)  # one by one, so that an error states the sample's number
+                samples.append(sample)  # one by one, so that an error states the sample's number
         except Exception as error:
-            given = f"sample {self.count + len(found)} of {self._name}"
-            raise raised(given, "the stream", error, "mend the stream") from error
-        self.count += len(found)
-        return found
+            where = f"sample {self.count + len(samples)} of {self._name}"
+            raise raised(where, "the stream", error, "mend the stream") from error
+        self.count += len(samples)
+        return samples
 
     def state(self) -> dict[str, Any]:
         own = self._stream.state_dict() if hasattr(self._stream, "state_dict") else None
@@ -79,11 +85,11 @@ class StreamLoader(Loader):
         self._per_microbatch = order.num_grains
         self._slots = range(order.num_grains) if self._sharded else range(1)
         mine = share([Grain(i, 0, 1) for i in self._slots], place.rank, place.num_ranks)
-        held = [g.index for g in mine] if self._sharded else [0]
-        opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in held}  # type: ignore[attr-defined]
+        own = [g.index for g in mine] if self._sharded else [0]
+        opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in own}  # type: ignore[attr-defined]
         self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
-        self._pending: list[_Held] | None = None
-        self._first: list[_Held] = []  # grains of the pending step that this rank has read, of any rank
+        self._pending: list[_GrainSamples] | None = None
+        self._first: list[_GrainSamples] = []  # grains of the pending step that this rank has read, of any rank
         self.samples: list[Any] | None = None  # all samples of the pending step, if every rank reads them
         self._state = self._read_state()
 
@@ -97,8 +103,8 @@ class StreamLoader(Loader):
             self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
         if not self._pending:
             return None
-        count = len(microbatches([grain for grain, _, _ in self._pending], self._per_microbatch))
-        return StepData(step, 0, count, self._microbatches(step, self._pending))
+        runs = microbatches(self._pending, self._per_microbatch)
+        return StepData(step, 0, len(runs), (self._microbatch(step, run) for run in runs))
 
     def most_microbatches(self, step: int) -> int:
         """Raise JobError, since a stream's number of microbatches is unknown."""
@@ -137,8 +143,8 @@ class StreamLoader(Loader):
                 return  # the stream is shorter now
             step += 1
 
-    def _read_shards(self, step: int, grains: list[Grain]) -> list[_Held]:
-        found = []
+    def _read_shards(self, step: int, grains: list[Grain]) -> list[_GrainSamples]:
+        read = []
         for grain in grains:
             reader = self._readers.get(grain.index)
             if reader is None:
@@ -148,37 +154,32 @@ class StreamLoader(Loader):
             if samples:
                 ordinals = np.arange(first, first + len(samples), dtype=np.int64)
                 ids = ordinals * self._order.num_grains + grain.index
-                found.append((Grain(grain.index, grain.start, len(samples)), ids, samples))
-        self._first = found
-        return found
+                read.append(_GrainSamples(Grain(grain.index, grain.start, len(samples)), ids, samples))
+        self._first = read
+        return read
 
-    def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
+    def _read_all(self, step: int, grains: list[Grain]) -> list[_GrainSamples]:
         first = self._readers[0].count
         samples = self.samples = self._read(step, 0, sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
         self._first = [
-            (g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size])
+            _GrainSamples(g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size])
             for g in present
         ]
         return share(self._first, self._place.rank, self._place.num_ranks)
 
-    def _microbatches(self, step: int, found: list[_Held]) -> Iterator[Microbatch]:
-        for run in microbatches([grain for grain, _, _ in found], self._per_microbatch):
-            wanted = {grain.index for grain in run}
-            yield self._microbatch(step, [held for held in found if held[0].index in wanted])
-
-    def _microbatch(self, step: int, held: list[_Held]) -> Microbatch:
-        rows = [sample for _, _, samples in held for sample in samples]
-        self._seed("data", step, held[0][0].index)
+    def _microbatch(self, step: int, parts: list[_GrainSamples]) -> Microbatch:
+        rows = [sample for part in parts for sample in part.samples]
+        self._seed("data", step, parts[0].grain.index)
         batch = collate_samples(self._collate, rows, "train_data")
 
         def read(grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
-            known = {i: sample for _, own, samples in held for i, sample in zip(own.tolist(), samples, strict=True)}
+            known = {i: sample for part in parts for i, sample in zip(part.ids.tolist(), part.samples, strict=True)}
             pairs = zip(grains, ids, strict=True)
-            return self._microbatch(step, [(grain, own, [known[i] for i in own.tolist()]) for grain, own in pairs])
+            again = [_GrainSamples(grain, own, [known[i] for i in own.tolist()]) for grain, own in pairs]
+            return self._microbatch(step, again)
 
-        grains, ids = tuple(grain for grain, _, _ in held), tuple(i for _, i, _ in held)
-        return Microbatch(step, grains, ids, batch, read)
+        return Microbatch(step, tuple(part.grain for part in parts), tuple(part.ids for part in parts), batch, read)
 
     def _seed(self, *parts: int | str) -> None:
         """Seed the generators for streams and collate functions that draw random numbers."""

@@ -141,6 +141,11 @@ def compiler_deferred() -> Iterator[None]:
             del torch._dynamo
 
 
+# Optimizers that compute each element from that element's gradient and state alone. torch has fused kernels for their
+# steps on every device.
+BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer is one of torch.optim's own classes."""
     return type(optimizer).__module__.startswith("torch.optim.")

@@ -28,8 +28,9 @@ from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, open_copied, places
 from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.distributed.process_setup import BY_ELEMENT
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.shard.parameter_pieces import BY_ELEMENT, ParameterPieces
+from shoal.parallel.shard.parameter_pieces import ParameterPieces
 from shoal.parallel.shard.update_division import Parts, UpdateDivision, error_of, owners
 from shoal.plans.accounting.partition import shared_part
 

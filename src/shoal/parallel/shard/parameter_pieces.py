@@ -22,9 +22,6 @@ from shoal.distributed.collectives.shared_memory.staging import LINE_BYTES
 from shoal.distributed.mesh import Mesh
 from shoal.plans.accounting.partition import PIECE_ROW, level
 
-# Optimizers that compute each element from that element's gradient and state alone.
-BY_ELEMENT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
 # dtype of each state tensor that has its parameter's shape, by index of the parameter and key of the tensor.
 Kinds = dict[str, dict[str, str]]
 

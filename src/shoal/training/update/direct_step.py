@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.distributed.process_setup import is_hooked
+from shoal.distributed.process_setup import BY_ELEMENT, is_hooked
 from shoal.training.update.fused_step import can_fuse
 
 # The steps as torch defines them. A class with a replaced `step` uses the replacement.
 _STEPS: dict[type[torch.optim.Optimizer], Any] = {
     kind: getattr(kind.step, "__wrapped__", kind.step) if getattr(kind.step, "hooked", False) else kind.step
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    for kind in BY_ELEMENT
 }
 # Instance attributes that change what an optimizer's step does.
 _OWN = {"step", "grad_scale", "found_inf"}

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.distributed.process_setup import is_hooked, is_torchs
+from shoal.distributed.process_setup import BY_ELEMENT, is_hooked, is_torchs
 from shoal.parallel.model.sharded_model import laid_out, local
 
 # One kernel over all parameters replaces several passes over each parameter: a step of SGD with momentum on 5.8 M
 # parameters reads and writes half as much.
-_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-_ON_CUDA = ("SGD", "Adam", "AdamW")
+_ON_CUDA = tuple(kind.__name__ for kind in BY_ELEMENT)
+_FUSED = (*_ON_CUDA, "Adagrad")
 _CPU, _DEVICES = {"cpu"}, {"cpu", "cuda"}
 _FUSED_DTYPES = {torch.float32, torch.float64}
 _PLAIN = (nn.Parameter, Tensor)
