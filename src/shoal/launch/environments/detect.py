@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, INSIDE, LAUNCHER_PID, RESTARTS, Environment
 from shoal.launch.environments.kubernetes import KUBERNETES
-from shoal.launch.environments.open_mpi import OPEN_MPI
-from shoal.launch.environments.pmi import PMI
-from shoal.launch.environments.ray import RAY
+from shoal.launch.environments.mpi import OPEN_MPI, PMI
 from shoal.launch.environments.reader import EnvironmentReader, numbers_of
 from shoal.launch.environments.slurm import SLURM
-from shoal.launch.environments.spark import SPARK
-from shoal.launch.environments.torchrun import TORCHRUN
+from shoal.launch.environments.torchrun import RAY, SPARK, TORCHRUN
 
 # Innermost first: each engine may be started inside the engines after it.
 READERS = (RAY, SPARK, TORCHRUN, OPEN_MPI, PMI, KUBERNETES, SLURM)
@@ -26,37 +23,53 @@ _UNKNOWN = (("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),)
 def detected(variables: Mapping[str, str]) -> Environment | None:
     """Return the environment that an engine has set for this process, or None without an engine.
 
-    The process is a rank or starts the ranks of its host. The first of `READERS` that finds an environment wins.
+    The process is a rank or starts the ranks of its host. The first of `READERS` that reads an environment wins.
     Raises: LaunchError if another reader disagrees, if variables are missing or invalid, or if an unsupported launcher
     has set them, since each process would then train alone.
     """
-    found = _read(variables)
-    if not found:
-        _refuse_unknown(variables)
+    readings = _read(variables)
+    if not readings:
+        for launcher, rank, size in _UNKNOWN:
+            if variables.get(size, "1") != "1":
+                raise LaunchError(
+                    given=f"{rank}={variables.get(rank, '')}, {size}={variables[size]}",
+                    conflict=f"{launcher} has started several processes, and each would train the whole job by itself",
+                    remedy="start one process, with --devices for the ranks of a host, or start the ranks with "
+                    "torchrun, srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+                )
         return None
-    inner, environment = found[0]
-    for outer, said in found[1:]:
-        if not _agree(environment, said, nested=inner.nests and _is_started(inner, variables)):
-            raise _contradiction((inner, environment), (outer, said), variables)
+    inner, environment = readings[0]
+    for outer, other in readings[1:]:
+        if not _agree(environment, other, nested=inner.nests and _is_started(inner, variables)):
+            ranks = [
+                f"rank {one.rank} of {one.world_size} by {reader.title}"
+                for reader, one in ((inner, environment), (outer, other))
+            ]
+            names = [f"{reader.rank_name} and {reader.size_name}" for reader in (inner, outer)]
+            raise LaunchError(
+                given=" and ".join(f"{reader.shown(variables)} ({reader.title})" for reader in (inner, outer)),
+                conflict=f"two environments disagree: this process is {ranks[0]}, and {ranks[1]}",
+                remedy=f"unset {names[0]} where {outer.title} starts the ranks, or {names[1]} where {inner.title} does",
+            )
     return environment
 
 
 def _read(variables: Mapping[str, str]) -> list[tuple[EnvironmentReader, Environment]]:
     """Return the environments in the variables, the innermost first. Raises: LaunchError."""
-    found: list[tuple[EnvironmentReader, Environment]] = []
+    readings: list[tuple[EnvironmentReader, Environment]] = []
     for reader in READERS:
         try:
-            said = reader.read(variables)
+            environment = reader.read(variables)
         except LaunchError:
-            if found and _is_started(found[0][0], variables):
+            if readings and _is_started(readings[0][0], variables):
                 continue  # variables of the engine that started the inner launcher
             raise
-        if said is None:
+        if environment is None:
             continue
-        found.append((reader, said))
+        readings.append((reader, environment))
         if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own launcher, which knew of the others
             break
-    return found
+    return readings
 
 
 def joined(variables: Mapping[str, str]) -> Environment | None:
@@ -76,8 +89,10 @@ def has_launcher(variables: Mapping[str, str]) -> bool:
 
     A person may set RANK and WORLD_SIZE, and start each rank in a terminal of its own.
     """
-    found = _read(variables)
-    return bool(found) and (ENGINE in variables or LAUNCHER_PID in variables or _is_started(found[0][0], variables))
+    if LAUNCHER_PID in variables or ENGINE in variables:
+        return True
+    readings = _read(variables)
+    return bool(readings) and _is_started(readings[0][0], variables)
 
 
 def restarts(variables: Mapping[str, str]) -> int:
@@ -115,30 +130,3 @@ def _agree(inner: Environment, outer: Environment, *, nested: bool) -> bool:
     if (inner.rank, inner.world_size) == (outer.rank, outer.world_size):
         return True
     return nested and outer.local_world_size == 1 and inner.num_hosts >= outer.num_hosts
-
-
-def _contradiction(
-    inner: tuple[EnvironmentReader, Environment],
-    outer: tuple[EnvironmentReader, Environment],
-    variables: Mapping[str, str],
-) -> LaunchError:
-    shown = [f"{reader.shown(variables)} ({reader.title})" for reader, _ in (inner, outer)]
-    said = [f"rank {found.rank} of {found.world_size} by {reader.title}" for reader, found in (inner, outer)]
-    names = [f"{reader.rank_name} and {reader.size_name}" for reader, _ in (inner, outer)]
-    return LaunchError(
-        given=" and ".join(shown),
-        conflict=f"two environments disagree: this process is {said[0]}, and {said[1]}",
-        remedy=f"unset {names[0]} where {outer[0].title} starts the ranks, or {names[1]} where {inner[0].title} does",
-    )
-
-
-def _refuse_unknown(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError if an unsupported launcher has started this process as one of several."""
-    for launcher, rank, size in _UNKNOWN:
-        if variables.get(size, "1") != "1":
-            raise LaunchError(
-                given=f"{rank}={variables.get(rank, '')}, {size}={variables[size]}",
-                conflict=f"{launcher} has started several processes, and each would train the whole job by itself",
-                remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, "
-                "srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
-            )

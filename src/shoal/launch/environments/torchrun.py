@@ -1,8 +1,12 @@
-"""Environment of torchrun, shoal's launchers, and others that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+"""Environment of torchrun, shoal's launchers, and others that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+A rank that shoal's own launcher has started in a Ray actor or a Spark task has the engine's name in its variables too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, LISTEN_FD, OWN_GPU, RESTARTS, RUN_KEY, Environment
@@ -13,21 +17,24 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTARTS)
 
 
-def read(variables: Mapping[str, str]) -> Environment | None:
-    """Read the rank from torchrun's variables, unless shoal's launcher has marked it as a rank of Ray or Spark."""
-    engine = variables.get(ENGINE, "torchrun").partition(":")[0]
-    if engine in ("ray", "spark"):
-        return None
-    return read_ranks(variables, engine)
-
-
-def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
+def _read(variables: Mapping[str, str], engines: Collection[str] = ()) -> Environment | None:
     """Read the rank from RANK and WORLD_SIZE; None if neither is set.
 
-    Raises: LaunchError that names all missing or invalid variables.
+    `engines`: those whose ranks are read; none: all but Ray and Spark. Raises: LaunchError that names all missing or
+    invalid variables.
     """
+    engine = variables.get(ENGINE, "torchrun").partition(":")[0]
+    if engine not in engines if engines else engine in ("ray", "spark"):
+        return None
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
-        _refuse_local_alone(variables)
+        alone = {name: variables[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in variables}
+        if any(text not in ("0", "1") for text in alone.values()) or alone.get("LOCAL_RANK") == "1":
+            raise LaunchError(
+                given=", ".join(f"{name}={text}" for name, text in alone.items()),
+                conflict="this is one of several processes, but RANK and WORLD_SIZE are not set",
+                remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, "
+                "srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+            )
         return None
     left = " ".join(name for name in _NEEDED if name in variables)
     refuse_missing(
@@ -60,16 +67,6 @@ def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
     )
 
 
-def _refuse_local_alone(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError for a local rank without a rank: one of several processes that have no numbers."""
-    alone = {name: variables[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in variables}
-    if any(text not in ("0", "1") for text in alone.values()) or alone.get("LOCAL_RANK") == "1":
-        raise LaunchError(
-            given=", ".join(f"{name}={text}" for name, text in alone.items()),
-            conflict="this is one of several processes, but RANK and WORLD_SIZE are not set",
-            remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, srun "
-            "or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
-        )
-
-
-TORCHRUN = EnvironmentReader("torchrun", "RANK", "WORLD_SIZE", read, nests=True)
+TORCHRUN = EnvironmentReader("torchrun", "RANK", "WORLD_SIZE", _read, nests=True)
+RAY = EnvironmentReader("Ray", "RANK", "WORLD_SIZE", partial(_read, engines=("ray",)), nests=True)
+SPARK = EnvironmentReader("Spark", "RANK", "WORLD_SIZE", partial(_read, engines=("spark",)), nests=True)

@@ -166,7 +166,8 @@ class PodWatch:
         """Wait until the run has ended and return its exit code. Raises: LaunchError if the pods cannot start."""
         try:
             while True:
-                pods = self._pods()
+                selected = self.kubectl.json("pods", "--selector", self.run.watched[1])
+                pods: list[dict[str, Any]] = selected.get("items", [])
                 self._show_logs(pods)
                 self._refuse_hopeless(pods)
                 code = self._ended(pods)
@@ -182,10 +183,6 @@ class PodWatch:
                     self._logs.wait(_LOOK_SECONDS)
                 self._logs.kill()
                 self._logs.wait()
-
-    def _pods(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.kubectl.json("pods", "--selector", self.run.watched[1]).get("items", [])
-        return found
 
     def _ended(self, pods: list[dict[str, Any]]) -> int | None:
         """Return the exit code once the object is complete or has failed, else None."""

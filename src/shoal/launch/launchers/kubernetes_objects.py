@@ -245,11 +245,13 @@ class PodRun:
     def _runtime(self) -> Object:
         """Return the TrainJob's own runtime. Only a runtime can specify that a lost pod restarts all pods."""
         at = self.settings
+        job = self._job(0, self._pod(env=[], command=()))
+        own = {name: value for name, value in job.items() if name not in ("completions", "parallelism")}
         replicated = {
             "name": _CONTAINER,
             "template": {
                 "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-                "spec": self._runtime_job(),
+                "spec": own,  # Trainer sets its completions, image and command
             },
         }
         rules = [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
@@ -263,11 +265,6 @@ class PodRun:
             "metadata": self._metadata(),
             "spec": {"mlPolicy": {"numNodes": at.pods, "torch": {}}, "template": {"spec": job_set}},
         }
-
-    def _runtime_job(self) -> Object:
-        """Return the runtime's Job specification. Trainer sets its completions, image and command."""
-        job = self._job(0, self._pod(env=[], command=()))
-        return {name: value for name, value in job.items() if name not in ("completions", "parallelism")}
 
     def _patch(self) -> Object:
         pod = {

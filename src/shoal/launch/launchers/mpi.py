@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.errors import CommandError, LaunchError, ShoalError
 from shoal.launch.launchers.base import Submission
@@ -111,9 +112,8 @@ def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
 def _variables(submission: Submission, options: list[str]) -> dict[str, str]:
     """Return the rendezvous: the port, and the first host that the options name, if any."""
     port = _FIRST_PORT + sum(byte * 31**n for n, byte in enumerate(str(submission.out).encode())) % _NUM_PORTS
-    found = {"MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
     first = os.environ.get("MASTER_ADDR") or _first_host(options)
-    return found | ({"MASTER_ADDR": first} if first else {})
+    return {"MASTER_PORT": os.environ.get("MASTER_PORT", str(port)), **({"MASTER_ADDR": first} if first else {})}
 
 
 def _host_of_rank_0(mpirun: _Mpirun, number: int, options: list[str]) -> str | None:
@@ -121,8 +121,8 @@ def _host_of_rank_0(mpirun: _Mpirun, number: int, options: list[str]) -> str | N
 
     None also if mpirun fails: the start of the ranks will report the cause.
     """
-    told = 'echo "shoal: ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $(uname -n)"'
-    words = [mpirun.path, "-n", str(number), *options, "sh", "-c", told]
+    script = 'echo "shoal: ${OMPI_COMM_WORLD_RANK:-$PMI_RANK} $(uname -n)"'
+    words = [mpirun.path, "-n", str(number), *options, "sh", "-c", script]
     try:
         pipe = subprocess.PIPE
         ended = subprocess.run(words, stdout=pipe, stdin=subprocess.DEVNULL, text=True, timeout=_PLACE_SECONDS)
@@ -141,16 +141,13 @@ def _first_host(options: list[str]) -> str | None:
         if name in _LISTS:
             return value.partition(",")[0].partition(":")[0] or None
         if name in _FILES:
-            return _first_line(value)
+            try:
+                lines = [line.partition("#")[0].split() for line in Path(value).read_text("utf-8").splitlines()]
+            except OSError as error:
+                raise CommandError(
+                    given=f"a host file {value}",
+                    conflict=f"it cannot be read: {error}",
+                    remedy="give the file of hosts",
+                ) from None
+            return next((words[0].partition(":")[0] for words in lines if words), None)
     return None
-
-
-def _first_line(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line.partition("#")[0].split() for line in file]
-    except OSError as error:
-        raise CommandError(
-            given=f"a host file {path}", conflict=f"it cannot be read: {error}", remedy="give the file of hosts"
-        ) from None
-    return next((words[0].partition(":")[0] for words in lines if words), None)

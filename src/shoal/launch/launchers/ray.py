@@ -172,8 +172,12 @@ class RayRun:
         return restarted(self.submission, self.signals, self._once)
 
     def _once(self, restarts: int) -> tuple[int, ShoalError | None]:
-        ends = self._trained(restarts)
-        return verdict(ends, self.signals)
+        """Run one start of all ranks to its end."""
+        try:
+            self._start(restarts)
+        except self.ray.exceptions.RayActorError as error:
+            return verdict([RankEnd(0, "a Ray node", gone=_gone(error))], self.signals)
+        return verdict(self._watched(), self.signals)
 
     def close(self) -> None:
         """End the actors and release their resources."""
@@ -213,14 +217,6 @@ class RayRun:
                 print(f"waiting for room on the Ray cluster: free are {_resources(free)}", file=sys.stderr)
         return group
 
-    def _trained(self, restarts: int) -> list[RankEnd]:
-        """Run one start of all ranks to its end."""
-        try:
-            self._start(restarts)
-        except self.ray.exceptions.RayActorError as error:
-            return [RankEnd(0, "a Ray node", gone=_gone(error))]
-        return self._watched()
-
     def _start(self, restarts: int) -> None:
         """Start actors and, in each actor, its rank. Raises: LaunchError; RayActorError."""
         self._end_actors()
@@ -238,7 +234,13 @@ class RayRun:
         try:
             places: list[str] = ray.get([actor.place.remote() for actor in self._actors])
         except ray.exceptions.RayTaskError as error:
-            raise _not_importable(error) from None
+            said = str(error).strip().split("\n")[-1][:300]
+            raise LaunchError(
+                given="an actor for each rank",
+                conflict=f"a node of the cluster cannot start it: {said}",
+                remedy='pip install "shoal[ray]" on every node, the same version as here; or put it into the '
+                "runtime_env",
+            ) from None
         self._hosts = places
         address = _LOOPBACK if len(set(places)) == 1 else places[0]
         port = ray.get(self._actors[0].listen.remote(address))
@@ -260,11 +262,10 @@ class RayRun:
         """Wait for the ends of all ranks. A failure of one rank ends the others after a grace period."""
         ends: dict[int, RankEnd] = {}
         looks: dict[Any, int] = {actor.look.remote(_LOOK_SECONDS): i for i, actor in enumerate(self._actors)}
-        failed, told = math.inf, 0
+        failed, handed_on = math.inf, 0
         while looks:
-            asked = len(self.signals.received)
-            if asked > told:
-                told = asked
+            if len(self.signals.received) > handed_on:
+                handed_on = len(self.signals.received)
                 self._tell(signal.SIGKILL if self.signals.twice else signal.SIGTERM, ends)
             ready, _ = self.ray.wait(list(looks), num_returns=1, timeout=_LOOK_SECONDS)
             for reference in ready:
@@ -328,12 +329,3 @@ def _resources(found: Mapping[str, float]) -> str:
 def _gone(error: Exception) -> str:
     said = " ".join(str(error).split())[:300]
     return f"was lost with its actor: {said}"
-
-
-def _not_importable(error: Exception) -> ShoalError:
-    said = str(error).strip().split("\n")[-1][:300]
-    return LaunchError(
-        given="an actor for each rank",
-        conflict=f"a node of the cluster cannot start it: {said}",
-        remedy='pip install "shoal[ray]" on every node, the same version as here; or put it into the runtime_env',
-    )

@@ -218,21 +218,23 @@ class _SlurmJob:
     number: str
     signals: Signals
     tails: list[_Tail]
-    _said: str = ""
-    _handed_on: int = 0
+    _shown: str = ""
     _seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def follow(self) -> int:
         """Wait until all tasks have ended and return the highest exit code."""
+        handed_on = 0
         while True:
             for tail in self.tails:
                 tail.show()
-            waiting = self._look()
-            if not waiting:
+            if not self._look():
                 break
             if signal.SIGHUP in self.signals.received:  # the terminal is closed; the job continues under Slurm
                 return int(ExitCode.DONE)
-            self._hand_on()
+            if len(self.signals.received) > handed_on:
+                handed_on = len(self.signals.received)
+                words = ["scancel", *(["--signal=KILL"] if self.signals.twice else []), self.number]
+                subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL)
             time.sleep(_LOOK_SECONDS)
         time.sleep(_LOOK_SECONDS / 4)  # for the last lines
         for tail in self.tails:
@@ -251,30 +253,21 @@ class _SlurmJob:
         self._seen.update({task["JobId"]: task for task in tasks if "JobId" in task})
         if not tasks:  # Slurm has removed the job or does not answer
             return shown.returncode != 0 and "Invalid job id" not in shown.stderr
-        said = "; ".join(sorted({_told(task) for task in tasks}))
-        if said != self._said:
-            self._said = said
-            print(f"slurm job {self.number}: {said}", file=sys.stderr, flush=True)
-        return any(task.get("JobState") not in (*_ENDED, _FAILED) or _is_requeued(task) for task in tasks)
-
-    def _hand_on(self) -> None:
-        received = [number for number in self.signals.received if number != signal.SIGHUP]
-        if len(received) <= self._handed_on:
-            return
-        self._handed_on = len(received)
-        words = ["scancel", self.number] if not self.signals.twice else ["scancel", "--signal=KILL", self.number]
-        subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL)
+        states = "; ".join(sorted({_described(task) for task in tasks}))
+        if states != self._shown:
+            self._shown = states
+            print(f"slurm job {self.number}: {states}", file=sys.stderr, flush=True)
+        for task in tasks:
+            is_requeued = task.get("JobState") in ("PREEMPTED", "NODE_FAIL") and task.get("Requeue") == "1"
+            if is_requeued or task.get("JobState") not in (*_ENDED, _FAILED):
+                return True
+        return False
 
 
-def _told(task: dict[str, str]) -> str:
+def _described(task: dict[str, str]) -> str:
     state, reason = task.get("JobState", "?").lower(), task.get("Reason", "None")
     where = f" on {task['NodeList']}" if state == "running" else ""
     return f"{state}{where}" + (f" ({reason})" if reason not in ("None", "") else "")
-
-
-def _is_requeued(task: dict[str, str]) -> bool:
-    """Check whether Slurm will restart a task that has ended."""
-    return task.get("JobState") in ("PREEMPTED", "NODE_FAIL") and task.get("Requeue") == "1"
 
 
 def _code(task: dict[str, str]) -> int:

@@ -161,22 +161,22 @@ class SparkRun:
     _channel: TaskChannel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.asked = self.submission
+        self._wanted = self.submission
         host = self.session.sparkContext.getConf().get("spark.driver.host", "127.0.0.1")
         self._channel = TaskChannel(host, self._secret, _show)
 
     def train(self) -> int:
         """Run stages until the run ends and return its exit code. Spark itself never restarts a stage with results."""
-        return restarted(self.submission, self.signals, self._once)
 
-    def _once(self, _: int) -> tuple[int, ShoalError | None]:
-        there = _slots(self.session.sparkContext)
-        if there is not None:
-            self.submission = self.asked.with_what_is_there(there)
-        # Before each stage: another executor may replace a lost one, but Spark itself retries only after 15 s.
-        _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
-        ends = self._trained()
-        return verdict(ends, self.signals)
+        def once(_: int) -> tuple[int, ShoalError | None]:
+            there = _slots(self.session.sparkContext)
+            if there is not None:
+                self.submission = self._wanted.with_what_is_there(there)
+            # Before each stage: another executor may replace a lost one, but Spark itself retries only after 15 s.
+            _refuse_without_slots(self.session.sparkContext, self.submission.num_processes)
+            return verdict(self._trained(), self.signals)
+
+        return restarted(self.submission, self.signals, once)
 
     def close(self) -> None:
         """Close the connections to the tasks."""
@@ -184,22 +184,21 @@ class SparkRun:
 
     def _trained(self) -> list[RankEnd]:
         """Run one barrier stage to its end."""
-        found: list[list[RankEnd]] = []
+        stages: list[list[RankEnd]] = []
         from pyspark import InheritableThread
 
         group = f"shoal-{secrets.token_hex(4)}"
-        work = InheritableThread(target=lambda: found.append(self._stage(group)), daemon=True)
+        work = InheritableThread(target=lambda: stages.append(self._stage(group)), daemon=True)
         work.start()
-        told, told_at = 0, 0.0
+        handed_on, since = 0, 0.0
         while work.is_alive():
             work.join(_LOOK_SECONDS)
-            asked = len(self.signals.received)
-            if asked > told:
-                told, told_at = asked, time.monotonic()
+            if len(self.signals.received) > handed_on:
+                handed_on, since = len(self.signals.received), time.monotonic()
                 self._channel.tell(signal.SIGKILL if self.signals.twice else signal.SIGTERM)
-            if told and time.monotonic() - told_at > 2 * _PATIENCE_SECONDS:
+            if handed_on and time.monotonic() - since > 2 * _PATIENCE_SECONDS:
                 self.session.sparkContext.cancelJobGroup(group)
-        return found[0]
+        return stages[0]
 
     def _stage(self, group: str) -> list[RankEnd]:
         at, context = self.submission, self.session.sparkContext

@@ -93,11 +93,6 @@ class TaskChannel:
         host, port = self._listener.address
         return str(host), int(port)
 
-    @property
-    def restarts(self) -> int:
-        """The number of restarts of the ranks."""
-        return max(self._starts.values(), default=1) - 1
-
     def tell(self, number: int) -> None:
         """Send a signal to every rank."""
         with self._lock:

@@ -24,8 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from shoal.hardware.detect import GPU_FOLDER
 from shoal.launch.environment import FORK_FD, LAUNCHER_PID
@@ -112,11 +111,11 @@ class ForkServer:
         """
         if not self._ready:
             return None
-        asked = {"variables": dict(variables), "descriptors": list(descriptors), "output": output is not None}
-        handed = [*descriptors.values(), *([output] if output is not None else [])]
+        request = {"variables": dict(variables), "descriptors": list(descriptors), "output": output is not None}
+        sent = [*descriptors.values(), *([output] if output is not None else [])]
         self._newest, self._refused = None, False
         try:
-            socket.send_fds(self._requests, [json.dumps(asked).encode()], handed)
+            socket.send_fds(self._requests, [json.dumps(request).encode()], sent)
         except OSError:
             self._lose()
         while self._ready and self._newest is None and not self._refused:
@@ -125,37 +124,33 @@ class ForkServer:
 
     def hear(self, seconds: float | None = 0.0) -> None:
         """Read the server's messages. Wait at most `seconds` for the first message, or without limit if None."""
-        while self._ready is not False and self._has_told(seconds):
+        while self._ready is not False:
+            look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll; select has few files
+            look.register(self._requests, select.POLLIN)
+            if not look.poll(None if seconds is None else math.ceil(seconds * 1000)):
+                return
             text = b""
             with contextlib.suppress(OSError):  # the server may have died with a request unread
                 text = self._requests.recv(_MOST_BYTES)
             if not text:
                 self._lose()
                 return
-            self._take(json.loads(text))
+            message = json.loads(text)
+            if "ready" in message:
+                self._ready = True
+            elif "status" in message:
+                self._processes.pop(message["pid"]).returncode = message["status"]
+            elif message["pid"] is None:
+                self._refused = True
+            else:
+                self._newest = self._processes[message["pid"]] = ForkedProcess(self, message["pid"])
             seconds = 0.0
-
-    def _has_told(self, seconds: float | None) -> bool:
-        """Check whether a message arrives within `seconds`. `select.select` fails in processes with many files."""
-        look = select.poll()  # a new object: a handler of Ctrl-Z may interrupt another poll
-        look.register(self._requests, select.POLLIN)
-        return bool(look.poll(None if seconds is None else math.ceil(seconds * 1000)))
 
     def close(self) -> None:
         """End the server and its ranks."""
         if sys.platform == "linux":
             self._lose()
             self._requests.close()
-
-    def _take(self, told: dict[str, Any]) -> None:
-        if "ready" in told:
-            self._ready = True
-        elif "status" in told:
-            self._processes.pop(told["pid"]).returncode = told["status"]
-        elif told["pid"] is None:
-            self._refused = True
-        else:
-            self._newest = self._processes[told["pid"]] = ForkedProcess(self, told["pid"])
 
     def _lose(self) -> None:
         """Kill the server and its remaining ranks, since nothing would report their ends."""
@@ -188,15 +183,6 @@ def fresh_interpreter(
 # ---------------------------------------------------------------------------------------------------- in the server
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """Variables, descriptors and output of a rank that a forked process becomes."""
-
-    variables: dict[str, str]
-    inherited: dict[str, int]
-    output: int | None
-
-
 def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
     """Make this process a fork server that has called `load`. The call returns only in each forked process.
 
@@ -213,12 +199,11 @@ def become_rank(load: Callable[[], object], *, holds_signals: bool) -> None:
             if not _loaded(load):
                 os._exit(0)
             requests.send(b'{"ready": true}')
-            rank = _forked(requests)
+            is_rank = _serve(requests)
         except BaseException:  # of an import, for example: fresh interpreters will show the error
             os._exit(1)
-    if rank is None:
+    if not is_rank:
         os._exit(0)
-    _take_on(rank)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if not holds_signals:
@@ -237,38 +222,30 @@ def _loaded(load: Callable[[], object]) -> bool:
     load()
     gc.collect()
     gc.freeze()  # otherwise a collection in a rank would copy every page
-    still = _num_threads() == threads and threading.active_count() == 1
-    return alone and still and _tells_of_ends() and not _has_used_a_gpu()
-
-
-def _tells_of_ends() -> bool:
-    """Check for pidfd_open, which reports the end of a process. Old kernels and some containers lack it."""
+    if not alone or _num_threads() != threads or threading.active_count() != 1:
+        return False
     try:
-        os.close(os.pidfd_open(os.getpid()))
+        os.close(os.pidfd_open(os.getpid()))  # reports the end of a process; old kernels and some containers lack it
     except (AttributeError, OSError):
         return False
-    return True
-
-
-def _has_used_a_gpu() -> bool:
-    """Check whether torch would refuse GPUs in a fork, as after torch.cuda.is_available(). Only a fork can tell."""
+    # torch refuses GPUs in a fork, as after torch.cuda.is_available(). Only a fork can tell.
     cuda = sys.modules["torch"].cuda
     if cuda.is_initialized():
-        return True
-    if not GPU_FOLDER.exists():
         return False
+    if not GPU_FOLDER.exists():
+        return True
     pid = os.fork()
     if not pid:
         os._exit(cuda._is_in_bad_fork())
-    return os.waitpid(pid, 0)[1] != 0
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _forked(requests: socket.socket) -> _Rank | None:
-    """Serve fork requests. Return the new rank in each child, and None in the server once the launcher is gone."""
+def _serve(requests: socket.socket) -> bool:
+    """Serve fork requests. Return True in each child, which is a rank, and False once the launcher is gone."""
     running: dict[int, int] = {}  # process id by a descriptor that becomes readable when the process ends
     while True:
         ready = select.select([requests.fileno(), *running], [], [])[0]
@@ -283,19 +260,22 @@ def _forked(requests: socket.socket) -> _Rank | None:
         if requests.fileno() in ready:
             text, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_DESCRIPTORS)
             if not text:
-                return None
-            asked, server = json.loads(text), str(os.getpid())
+                return False
+            request, server = json.loads(text), str(os.getpid())
             sys.stdout.flush()  # the child must not write the buffered text a second time
             sys.stderr.flush()
+            child: int | None = None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only numpy's exist
-                child = _fork()
+                with contextlib.suppress(OSError):  # the system can create no more processes
+                    child = os.fork()
             if child == 0:
                 for descriptor in running:
                     os.close(descriptor)
-                output = descriptors.pop() if asked["output"] else None
-                inherited = dict(zip(asked["descriptors"], descriptors, strict=True))
-                return _Rank({**asked["variables"], LAUNCHER_PID: server}, inherited, output)
+                output = descriptors.pop() if request["output"] else None
+                numbers = {n: str(number) for n, number in zip(request["descriptors"], descriptors, strict=True)}
+                _become_fresh({**request["variables"], LAUNCHER_PID: server, **numbers}, output)
+                return True
             requests.send(json.dumps({"pid": child}).encode())
             if child is not None:
                 running[os.pidfd_open(child)] = child
@@ -303,21 +283,13 @@ def _forked(requests: socket.socket) -> _Rank | None:
                 os.close(descriptor)
 
 
-def _fork() -> int | None:
-    """Call os.fork; None if the system can create no more processes."""
-    with contextlib.suppress(OSError):
-        return os.fork()
-    return None
-
-
-def _take_on(rank: _Rank) -> None:
+def _become_fresh(variables: Mapping[str, str], output: int | None) -> None:
     """Turn this fork of the server into the process that a fresh interpreter would be."""
     os.setsid()
-    if rank.output is not None:
+    if output is not None:
         for standard in (1, 2):
-            os.dup2(rank.output, standard)
-        os.close(rank.output)
-    os.environ.update(rank.variables)
-    os.environ.update({name: str(descriptor) for name, descriptor in rank.inherited.items()})
+            os.dup2(output, standard)
+        os.close(output)
+    os.environ.update(variables)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # otherwise ranks draw the same if nobody seeds; `random` reseeds itself

@@ -18,7 +18,7 @@ from tests.unit.launch.environments.recorded import (
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, LAUNCHER_PID, RESTARTS, Environment
 from shoal.launch.environments.detect import detected, has_launcher, joined, restarts
-from shoal.launch.environments.pmi import _proxy
+from shoal.launch.environments.mpi import _proxy
 from shoal.launch.environments.slurm import _first_host
 
 LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
