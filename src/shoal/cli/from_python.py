@@ -38,7 +38,7 @@ from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:
     from shoal.planner.answer.display import Answer
-    from shoal.planner.search.candidates import Candidate
+    from shoal.planner.search.search import Candidate
 
 PathText = str | os.PathLike[str]
 JobLike = PathText | Job | Callable[..., Any]

@@ -44,9 +44,8 @@ from shoal.planner.predict.segments import segments
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import Batches, is_small, profile_job
 from shoal.planner.search.aims import Aim
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import Choice, NothingFitsError, Rejected, choose, counted, gib
-from shoal.planner.search.search import Wanted
+from shoal.planner.search.search import Candidate, Wanted
 from shoal.planner.search.space import Illegal, Space, counts
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan, described, plan_text

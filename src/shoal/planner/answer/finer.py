@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from shoal.planner.answer.outlook import Case
 from shoal.planner.search.aims import Aim, Limit
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib
-from shoal.planner.search.search import Wanted
+from shoal.planner.search.search import Candidate, Wanted
 from shoal.plans.plan import described
 
 # Smallest gain in step time that justifies advice to use more grains, which changes the run.

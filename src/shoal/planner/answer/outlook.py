@@ -16,10 +16,9 @@ from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.search.aims import TIE, Aim, Limit
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import counted, gib, simplest
 from shoal.planner.search.costs import costs_of
-from shoal.planner.search.search import Notes, Search, Wanted
+from shoal.planner.search.search import Candidate, Notes, Search, Wanted
 from shoal.planner.search.space import Space
 from shoal.plans.legal import conflicts
 from shoal.plans.plan import Plan

@@ -11,8 +11,8 @@ from shoal.planner.answer.outlook import GRAPH, STORAGE_BYTES_PER_SECOND
 from shoal.planner.answer.utilisation import lost_shares, unaligned_products, wide_products
 from shoal.planner.predict.error_bar import ANY, ErrorBar, error_bar, likeness, of_device
 from shoal.planner.search.aims import TOLD_APART
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import GIB, gib
+from shoal.planner.search.search import Candidate
 from shoal.plans.plan import described
 from shoal.report.quantities import dollars, rate, seconds
 

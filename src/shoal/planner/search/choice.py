@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import PlanError
 from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Limit, written_time
-from shoal.planner.search.candidates import Candidate
-from shoal.planner.search.search import Notes, Search, Wanted
+from shoal.planner.search.search import Candidate, Notes, Search, Wanted
 from shoal.planner.search.space import Degrees, Illegal, simplicity
 
 GIB = 1 << 30

@@ -18,12 +18,40 @@ from typing import NamedTuple
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import TIE, Aim, Key, Limit
 from shoal.planner.search.bounds import Bounds, LayoutClass, ScheduleFamily
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.costs import Costs
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees, Space, simplicity
 from shoal.plans.plan import Plan
 
 _NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return self.plan.layout.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.prediction.step_seconds
+
+    @property
+    def rank(self) -> tuple[float, tuple[int, ...]]:
+        """Sort key among candidates: seconds, then simplicity."""
+        return self.seconds, simplicity(self.plan)
+
+    @property
+    def place(self) -> Degrees:
+        """The degrees of the plan, with data x shard as one number."""
+        at = self.plan.layout
+        return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
 
 
 class Wanted(NamedTuple):

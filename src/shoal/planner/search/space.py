@@ -244,11 +244,6 @@ class Space:
         limit = 1 if self.base.execution.exact else self.max_grains or share
         return [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
 
-    def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
-        """Yield the schedules of a group (grains, recomputation, sequence) on a place's ranks."""
-        own = self.orders(place.cut.pipeline, -(-self.share(place) // group[0]))
-        return (MicrobatchSchedule(*group, *order) for order in own)
-
     def orders(self, pipeline: int, microbatches: int) -> tuple[tuple[str, int], ...]:
         """Return the pairs (schedule, stages per rank) that are defined for these ranks and microbatches."""
         return _orders(self.num_layers, pipeline, microbatches)

@@ -9,11 +9,10 @@ from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
-from shoal.planner.search.bounds import ScheduleFamily
 from shoal.planner.search.choice import choose, gib
 from shoal.planner.search.costs import costs_of
 from shoal.planner.search.search import Search
-from shoal.planner.search.space import Degrees, Space, counts
+from shoal.planner.search.space import Degrees, MicrobatchSchedule, Space, counts
 from shoal.plans.plan import Plan
 
 LAYERS, HEADS, POSITIONS = 4, 4, 512
@@ -32,7 +31,8 @@ def least_missing(search: Search, place: Degrees) -> float:
     """What the plan that needs least of a place lacks, one by one."""
     space, share, costs = search.space, search.space.share(place), search.costs(place.devices)
     kinds = product(space.sizes(share), space.recomputes, space.sequences(place.cut))
-    ways = (way for kind in kinds for way in space.ways(place, ScheduleFamily(*kind)))
+    orders = ((kind, order) for kind in kinds for order in space.orders(place.cut.pipeline, -(-share // kind[0])))
+    ways = (MicrobatchSchedule(*kind, *order) for kind, order in orders)
     return min(costs.least_bytes(plan) for way in ways for plan in space.plans(place, way)) - costs.memory_bytes
 
 

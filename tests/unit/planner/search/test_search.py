@@ -25,10 +25,9 @@ from shoal.planner.predict.lower_bounds import Blocks, BlockSize, BlockStates, P
 from shoal.planner.predict.workload import Prediction, Program, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.bounds import ScheduleFamily
-from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
 from shoal.planner.search.costs import Costs, MicrobatchSeconds, costs_of
-from shoal.planner.search.search import Search, Wanted
+from shoal.planner.search.search import Candidate, Search, Wanted
 from shoal.planner.search.space import (
     Degrees,
     Level,
@@ -128,13 +127,19 @@ class Invented(Costs):
         return self
 
 
+def ways(space: Space, place: Degrees, family: ScheduleFamily) -> Iterator[MicrobatchSchedule]:
+    """The schedules of a family at a place."""
+    for order in space.orders(place.cut.pipeline, -(-space.share(place) // family.grains)):
+        yield MicrobatchSchedule(*family, *order)
+
+
 def every_plan(space: Space) -> Iterator[Plan]:
     """All plans of a space, one by one."""
     for cut in space.cuts:
         for place in space.places(cut):
             share = space.share(place)
             for size, recompute, sequence in product(space.sizes(share), space.recomputes, space.sequences(cut)):
-                for way in space.ways(place, ScheduleFamily(size, recompute, sequence)):
+                for way in ways(space, place, ScheduleFamily(size, recompute, sequence)):
                     yield from space.plans(place, way)
 
 
@@ -406,7 +411,7 @@ def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
     search = Search(space, costs_of(work, cluster), work.grain_size)
     for place in (p for places in search.by_devices.values() for p in places):
         for least, family in search.bounds.families(search.classes([place])[0].layouts):
-            for way in space.ways(place, family):
+            for way in ways(space, place, family):
                 for plan in space.plans(place, way):
                     found = search.costs(place.devices).predict(plan)
                     assert least + search.costs(place.devices).beside(place) <= found.step_seconds * (1 + 1e-9), (
