@@ -77,9 +77,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
 
     trace_forked(make, plan, folder, num_steps, num_threads, options=options)
     outcome = read_outcome(folder / "parallel")
-    plan = plan.with_format(channels_last=outcome.channels_last)
-    if not outcome.shares_memory:
-        plan = plan.with_copies
+    plan = plan.with_choices(channels_last=outcome.channels_last, shared=None if outcome.shares_memory else False)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(plan.execution.exact, cores())

@@ -145,19 +145,23 @@ class CompletePlan(Plan):
         """The same plan on one process, without servers."""
         return self.model_copy(update={"layout": LayoutSection(), "server": ServerSection()})
 
-    @property
-    def with_copies(self) -> Self:
-        """The same plan with a copy of the parameters for each rank."""
-        return self.model_copy(update={"memory": self.memory.model_copy(update={"shared": False})})
+    def with_choices(
+        self, *, workers: int | None = None, channels_last: bool | None = None, shared: bool | None = None
+    ) -> Self:
+        """Return the same plan with a run's own choices; None leaves a setting unchanged.
 
-    def with_format(self, *, channels_last: bool) -> Self:
-        """Return the same plan with another memory format of images; for fast mode."""
-        execution = self.execution.model_copy(update={"channels_last": channels_last})
-        return self.model_copy(update={"execution": execution})
-
-    def with_workers(self, workers: int) -> Self:
-        """Return the same plan with `workers` data-loading processes per rank; for a plan without servers."""
-        return self.model_copy(update={"data": DataSection(workers=workers)})
+        `workers`: data-loading processes per rank, for a plan without servers. `channels_last`: memory format of
+        images, for fast mode. `shared`: whether the ranks of a host share one copy of the parameters.
+        """
+        data = self.data if workers is None else DataSection(workers=workers)
+        execution = {} if channels_last is None else {"channels_last": channels_last}
+        memory = {} if shared is None else {"shared": shared}
+        update = {
+            "data": data,
+            "execution": self.execution.model_copy(update=execution),
+            "memory": self.memory.model_copy(update=memory),
+        }
+        return self.model_copy(update=update)
 
 
 @dataclass(frozen=True)

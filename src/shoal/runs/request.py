@@ -166,7 +166,7 @@ class RunRequest:
         plan = following.what.plan.with_sections(execution={"channels_last": channels_last})
         judged = following.what.judged
         if judged is not None:
-            judged = replace(judged, plan=judged.plan.with_format(channels_last=channels_last))
+            judged = replace(judged, plan=judged.plan.with_choices(channels_last=channels_last))
         what = replace(following.what, plan=plan, judged=judged)
         return replace(following, what=what, origins={**self.origins, name: Origin.RUN})
 

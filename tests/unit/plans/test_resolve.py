@@ -174,7 +174,9 @@ def test_a_loss_scale_without_effect_is_told() -> None:
 
 def test_a_complete_plan_is_a_plan_of_its_own_kind() -> None:
     plan = complete(of(layout={"data": 2}, collectives={"compression": "int8"}), 8, 4)
-    assert type(plan) is type(plan.uncompressed) is type(plan.alone) is type(plan.with_workers(2)) is CompletePlan
+    assert (
+        type(plan) is type(plan.uncompressed) is type(plan.alone) is type(plan.with_choices(workers=2)) is CompletePlan
+    )
     assert plan.uncompressed == complete(of(layout={"data": 2}), 8, 4)
-    assert (plan.alone.degrees.world_size, plan.with_workers(2).data.workers) == (1, 2)
+    assert (plan.alone.degrees.world_size, plan.with_choices(workers=2).data.workers) == (1, 2)
     assert type(plan.with_sections(layout={"data": 4})) is Plan  # another, which nobody has judged

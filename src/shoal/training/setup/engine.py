@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,6 @@ from shoal.checkpoint.store import NewestMark, Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader
 from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of
-from shoal.data.order import Order
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
@@ -63,10 +62,9 @@ from shoal.training.microbatch.step import StepRunner
 from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observer import Observer
+from shoal.training.setup.choices import choose
 from shoal.training.setup.default_grains import outline, with_grains
 from shoal.training.setup.lazy_modules import whole
-from shoal.training.setup.memory_format_choice import agreed_format
-from shoal.training.setup.one_copy_choice import CopyNeed, copy_need, is_small, need_here
 from shoal.training.setup.preflight import compare_data, compare_models, judged
 from shoal.training.setup.seeded_model import construct_twice, unlike_ranks
 from shoal.training.step_clock import StepClock, StepListener
@@ -87,11 +85,6 @@ if TYPE_CHECKING:
 _MOST_WHOLE, _WHOLE_SECONDS = 1 << 22, 10.0
 # Runs with at least this number of metrics report the metrics' cost.
 _MANY_METRICS = 3
-# Note for runs that did not request the shared copy.
-_ONE_COPY = (
-    "the ranks share one copy of the model and the optimizer's state; to give each its own, run with --plan and a copy "
-    "of this run's plan.toml in which [memory] shared = false"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,51 +199,129 @@ class Options:
 
 def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """Build the engine of a run. Raises: errors of the job's parts on any rank, on all ranks. Collective: all ranks."""
-    precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
+    # 1. Data.
     job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
-    together(mesh, lambda: _judge(data, plan, mesh))
-    plan, notes = _with_workers(plan, data, options)
+    mapped_source = data.source if isinstance(data.source, MapSource) else None
+    together(mesh, lambda: _check_data(data, plan, mesh))
+    workers = plan.data.workers  # this rank's proposal
+    if options.take_workers and not plan.serves and mapped_source is not None and data.workers is not None:
+        workers = data.workers
     seen: list[str] = []
     if options.checks_seed and plan.divides_model:
         seen = together(mesh, lambda: look_at_whole(job, plan, options) if mesh.rank == 0 else [])
-    sharded_model, pipeline, unseeded = _hold(job, plan, mesh, precision, data, options=options)
+    compare_data(mesh, data.source, workers)
+
+    # 2. Model and optimizer.
+    precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
+    sharded_model, pipeline, unseeded = _build_model(job, plan, mesh, precision, data, options=options)
     unseeded = (*unseeded, *seen)
-    if options.chooses_format and not (plan.execution.exact or plan.divides_model):
-        chosen = agreed_format(job, sharded_model, precision, data)
-        plan = plan.with_format(channels_last=chosen.channels_last)
-        precision, notes = replace(precision, channels_last=chosen.channels_last), (*notes, *chosen.notes)
-    taken = _taken(options, sharded_model)
     model, divided = sharded_model.model, sharded_model.divided
-    together(mesh, lambda: _refuse_dtypes(sharded_model))
+    # Before other code, such as an optimizer, copies the parameters.
+    initial = options.initial_weights
+    taken = take_weights(initial, sharded_model) if initial is not None else None
+    parameters, optimizer = together(mesh, lambda: _build_optimizer(job, plan, sharded_model))
+
+    # 3. Choices: the complete plan of this run.
+    requested = plan
+    plan, notes, copies_notes = choose(
+        requested,
+        job,
+        sharded_model,
+        optimizer,
+        data=data,
+        precision=precision,
+        workers=workers,
+        chooses_format=options.chooses_format,
+        may_copy=options.may_copy,
+        checks_replicas=bool(options.check_replicas),
+    )
+    precision = replace(precision, channels_last=plan.execution.channels_last)
+    if requested.shares_memory and not plan.shares_memory:
+        sharded_model = ShardedModel(sharded_model.mesh, model, hooks=sharded_model.hooks)
+
+    # 4. Step: strategy, update and loss.
+    exact, compiles = plan.execution.exact, plan.execution.compile != "none"
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
-    parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model, plan))
-    together(mesh, lambda: _take_hooks(sharded_model, plan))  # the optimizer's function may have registered some
-    left = without_optimizer([optimizer], parameters.named)
-    plan, sharded_model, copied = _with_copies(plan, sharded_model, (job, optimizer), options)
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
-    updates = _of_first_server(plan, parameters) if plan.serves else strategy.update_division.updates
-    together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, updates))
+    updated = {id(p) for p in parameters if strategy.update_division.updates(p)}
+    if plan.serves:  # what the first parameter server updates
+        from shoal.parallel.data.pushed import divide_parameters
+
+        names = set(divide_parameters({name: p.nbytes for name, p in parameters.named}, plan.server.num_servers)[0])
+        updated = {id(p) for name, p in parameters.named if name in names}
+    together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, lambda p: id(p) in updated))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    stepper = Stepper(optimizer, job, exact=plan.execution.exact, captured=plan.execution.cuda_graph)
+    stepper = Stepper(optimizer, job, exact=exact, captured=plan.execution.cuda_graph)
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, stepper=stepper)
-    evaluate = pipeline.evaluate if pipeline is not None else None
-    computed = {"divided": divided, "syncs_every_microbatch": strategy.syncs_every_microbatch, "evaluate": evaluate}
-    evaluations, said = _evaluations(job, mesh, options, precision=precision, **computed)
     order = order_of(data, job, job.length, job.shuffle is not False)
-    loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
-    policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    compiles = plan.execution.compile != "none"
-    how: dict[str, Any] = {"cut": plan.shards_model, "exact": plan.execution.exact, "compiles": compiles}
-    how["writing"] = sharded_model.division.writing
-    how["gathers"] = plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1
+    buffers = StepBuffers(
+        model,
+        sharded_model.counts_buffer,
+        declared=job.buffers,
+        slots=plan.layout.data * plan.layout.shard,
+        # Only with mapped data the grains of each step are known ahead.
+        last_grain=(lambda step: order.grains(step)[-1].index) if mapped_source is not None else None,
+    )
+    buffers.move(sharded_model.mesh.data_rank)
+    evaluate = pipeline.evaluate if pipeline is not None else None
+    computer = LossComputer(
+        job,
+        model,
+        precision,
+        MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch),
+        evaluate,
+        divided=divided,
+        cut=plan.shards_model,
+        exact=exact,
+        compiles=compiles,
+        writing=sharded_model.division.writing,
+        gathers=plan.shards_model and plan.layout.tensor * plan.layout.context * plan.layout.pipeline == 1,
+    )
+
+    # 5. Around the step: evaluation, reading, callbacks, checkpoints.
+    evaluation_data = together(mesh, lambda: open_evaluations(job))
+    evaluator = EvaluationSets(
+        {
+            name: Evaluator(
+                job,
+                mesh,
+                precision,
+                own,
+                {"loss": job.loss, **job.metrics},
+                name=said_of(name),
+                divided=divided,
+                syncs_every_microbatch=strategy.syncs_every_microbatch,
+                evaluate=evaluate,
+                most_samples=options.eval_samples,
+                heartbeat=options.heartbeat,
+            )
+            for name, own in evaluation_data.items()
+        }
+    )
+    computer.evaluation = None if compiles else functools.partial(evaluator.first_sums, model)
+
+    def open_loader() -> Loader:
+        given = f"length={job.length} with a stream as train_data"
+        refuse_epochs(data, job.length, given, "write length=shoal.Steps(...) or shoal.Samples(...)")
+        return loader_of(data, order, mesh, plan.data.workers)
+
+    loader = together(mesh, open_loader)
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
-    computer = LossComputer(job, model, precision, policy, evaluate, divided=divided, **how)
-    computer.evaluation = None if compiles else functools.partial(evaluations.first_sums, model)
-    shares, kept = plan.shares_memory, callbacks or None
-    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=kept, has_one_copy=shares)
+    shares = plan.shares_memory
+    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None, has_one_copy=shares)
+    mark, store = NewestMark(options.saved, options.fence), None
+    if options.checkpoints is not None:
+        store = Store(options.checkpoints, options.keep_checkpoints, mark, options.fence, options.remote)
+    notes = (
+        *notes,
+        *unseeded,
+        *(note for own in evaluation_data.values() for note in own.notes),
+        *copies_notes,
+        *without_optimizer([optimizer], parameters.named),
+        *_without_effect(mesh, options, is_stream=mapped_source is None, shares=shares),
+    )
     return Engine(
         job=job,
         plan=plan,
@@ -262,21 +333,62 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         parameters=parameters,
         strategy=strategy,
         computer=computer,
-        buffers=_buffers(job, plan, sharded_model, order if isinstance(data.source, MapSource) else None),
+        buffers=buffers,
         updater=updater,
         loader=loader,
         order=order,
-        evaluator=evaluations,
-        keeper=_keeper(mesh, trained, options),
-        replicas=_replica_check(mesh, sharded_model, updater, plan, options),
+        evaluator=evaluator,
+        keeper=Keeper(mesh, store, trained, options.checkpoint_every, options.mtbf_seconds),
+        replicas=ReplicaCheck(
+            mesh,
+            sharded_model,
+            updater,
+            options.check_replicas,
+            repeats=exact or mesh.device.type == "cpu",
+            one_copy=shares or not options.compares_replicas,
+        ),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
-        num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
+        num_train_samples=order.num_samples if mapped_source is not None else None,
         unseeded=unseeded,
-        notes=(*notes, *unseeded, *said, *copied, *left, *_notes(data, mesh, options, shared=shares)),
+        notes=notes,
         taken=taken,
     )
+
+
+def _without_effect(mesh: Mesh, options: Options, *, is_stream: bool, shares: bool) -> Iterator[str]:
+    """Yield sentences on options that have no effect or another one. `shares`: the ranks share one copy."""
+    if options.bad_samples and is_stream:
+        yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
+    if options.mtbf_seconds is not None and options.checkpoint_every is None:
+        yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
+    if options.check_replicas and shares and mesh.layout.data > 1:
+        yield f"--check-replicas {options.check_replicas}: no effect, since the ranks share one copy of the model"
+    if options.check_replicas and mesh.layout.data == 1:
+        yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
+
+
+def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple[Parameters, torch.optim.Optimizer]:
+    """Return the trainable parameters and their optimizer.
+
+    Raises: JobError for what checkpoints, the layout or the servers of the plan cannot have.
+    """
+    for name, (_, tensor) in sharded_model.tensors().items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise JobError(
+                given=f"{name} in {str(tensor.dtype).removeprefix('torch.')}",
+                conflict="safetensors, the format of checkpoints, has no such dtype",
+                remedy="use another, as complex64, or of complex128 its torch.view_as_real in float64",
+            )
+    parameters = Parameters(sharded_model.model)
+    optimizer = build_optimizer(job.optimizer, parameters)
+    refuse_on_parts(optimizer, sharded_model)
+    if plan.serves:
+        refuse_served(optimizer)
+    sharded_model.hooks.take(sharded_model.model)  # the optimizer's function may have registered some
+    refuse_hooks(sharded_model.hooks, sharded_model.division.parts, plan)
+    return parameters, optimizer
 
 
 def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
@@ -313,110 +425,7 @@ def look_at_whole(job: Job, plan: CompletePlan, options: Options) -> list[str]:
     return list(seen.get("notes", ()))
 
 
-def _buffers(job: Job, plan: CompletePlan, sharded_model: ShardedModel, order: Order | None) -> StepBuffers:
-    """Return the buffers that a step may change. `order`: set if the grains of each step are known ahead."""
-    found = StepBuffers(
-        sharded_model.model,
-        sharded_model.counts_buffer,
-        declared=job.buffers,
-        slots=plan.layout.data * plan.layout.shard,
-        last_grain=(lambda step: order.grains(step)[-1].index) if order is not None else None,
-    )
-    found.move(sharded_model.mesh.data_rank)
-    return found
-
-
-def _notes(data: Opened, mesh: Mesh, options: Options, *, shared: bool) -> Iterator[str]:
-    if options.bad_samples and not isinstance(data.source, MapSource):
-        yield f"--bad-samples {options.bad_samples}: no effect, since a stream has no other sample for the place"
-    if options.mtbf_seconds is not None and options.checkpoint_every is None:
-        yield f"a rank was lost every {options.mtbf_seconds:.0f} s: checkpoints come as often as that makes worth while"
-    if options.check_replicas and shared and mesh.layout.data > 1:
-        yield f"--check-replicas {options.check_replicas}: no effect, since the ranks share one copy of the model"
-    if options.check_replicas and mesh.layout.data == 1:
-        yield f"--check-replicas {options.check_replicas}: no effect, since no two ranks have the same of the model"
-
-
-def _replica_check(
-    mesh: Mesh, sharded_model: ShardedModel, updater: Updater, plan: Plan, options: Options
-) -> ReplicaCheck:
-    repeats = plan.execution.exact or mesh.device.type == "cpu"
-    one_copy = plan.shares_memory or not options.compares_replicas
-    return ReplicaCheck(mesh, sharded_model, updater, options.check_replicas, repeats=repeats, one_copy=one_copy)
-
-
-def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel, plan: Plan) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(job.optimizer, parameters)
-    refuse_on_parts(optimizer, sharded_model)
-    if plan.serves:
-        refuse_served(optimizer)
-    return optimizer
-
-
-def _of_first_server(plan: Plan, parameters: Parameters) -> Callable[[nn.Parameter], bool]:
-    """Return a predicate for parameters that the first parameter server updates."""
-    from shoal.parallel.data.pushed import divide_parameters
-
-    sizes = {name: p.nbytes for name, p in parameters.named}
-    names = set(divide_parameters(sizes, plan.server.num_servers)[0])
-    own = {id(p) for name, p in parameters.named if name in names}
-    return lambda parameter: id(parameter) in own
-
-
-def _take_hooks(sharded_model: ShardedModel, plan: Plan) -> None:
-    sharded_model.hooks.take(sharded_model.model)
-    refuse_hooks(sharded_model.hooks, sharded_model.division.parts, plan)
-
-
-def _with_copies(
-    plan: CompletePlan, sharded_model: ShardedModel, made: tuple[Job, torch.optim.Optimizer], options: Options
-) -> tuple[CompletePlan, ShardedModel, list[str]]:
-    """Give each rank a copy of the parameters if a shared copy cannot work. Return the plan, the model and notes.
-
-    Raises: JobError if the user requests a shared copy that the job does not allow.
-    Collective: all ranks, JSON gathers if the plan shares one copy.
-    """
-    if not plan.shares_memory:
-        return plan, sharded_model, []
-    mesh, model, (job, optimizer) = sharded_model.mesh, sharded_model.model, made
-    lacking = need_here()
-    need = lacking or copy_need(model, optimizer, job.callbacks, [*sharded_model.hooks.by_name])
-    # The plan may come from another machine.
-    if not options.may_copy and not any(mesh.gather_json(lacking is not None)):
-        together(mesh, lambda: need.refuse() if need is not None else None)
-        return plan, sharded_model, []
-    if need is None and options.check_replicas:
-        need = CopyNeed("--check-replicas", "it compares the copies")
-    told = mesh.gather_json([None if need is None else f"{need.what}: {need.why}", is_small(model)])
-    why = next((why for why, _ in told if why is not None), None)
-    if why is None and not any(small for _, small in told):
-        return plan, sharded_model, [_ONE_COPY]
-    # No note about a small model, unless the user's plan requests the shared copy.
-    is_untold = why is None or (told[0][1] and options.may_copy)
-    notes = [] if is_untold else [f"each rank has a copy of the model and the optimizer's state: {why}"]
-    return plan.with_copies, ShardedModel(mesh, model, hooks=sharded_model.hooks), notes
-
-
-def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
-    """Build the evaluation of the job's sets, with notes. `how`: arguments of an Evaluator. Collective: all ranks."""
-    data = together(mesh, lambda: open_evaluations(job))
-    how |= {"most_samples": options.eval_samples, "heartbeat": options.heartbeat}
-    functions = {"loss": job.loss, **job.metrics}
-    by_name = {
-        name: Evaluator(job, mesh, data=own, metrics=functions, name=said_of(name), **how) for name, own in data.items()
-    }
-    return EvaluationSets(by_name), [note for own in data.values() for note in own.notes]
-
-
-def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
-    folder = options.checkpoints
-    mark = NewestMark(options.saved, options.fence)
-    own = (options.keep_checkpoints, mark, options.fence, options.remote)
-    store = Store(folder, *own) if folder is not None else None
-    return Keeper(mesh, store, trained, options.checkpoint_every, options.mtbf_seconds)
-
-
-def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
+def _check_data(data: Opened, plan: Plan, mesh: Mesh) -> None:
     """Check the data against the plan, and warn about settings without effect. Raises: PlanError."""
     source = data.source
     if plan.execution.cuda_graph:
@@ -443,9 +452,10 @@ class _ModelOfRank(NamedTuple):
     notes: tuple[str, ...] = ()  # about the origin of its initial values
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options) -> _ModelOfRank:
+def _build_model(
+    job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, *, options: Options
+) -> _ModelOfRank:
     """Build the model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
-    compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
         pair = LossPair(job.loss, precision)
@@ -466,24 +476,6 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened, 
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     whole_model = ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks)
     return _ModelOfRank(whole_model, notes=tuple(notes or unlike))
-
-
-def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
-    """Load initial weights from elsewhere, before other code, such as an optimizer, copies the parameters."""
-    wanted = options.initial_weights
-    return take_weights(wanted, sharded_model) if wanted is not None else None
-
-
-def _refuse_dtypes(sharded_model: ShardedModel) -> None:
-    """Refuse parameters and buffers of a dtype that checkpoints and traces cannot store. Raises: JobError."""
-    named = ((name, t.dtype) for name, (_, t) in sharded_model.tensors().items())
-    found = next(((name, dtype) for name, dtype in named if dtype not in DTYPE_NAMES), None)
-    if found is not None:
-        raise JobError(
-            given=f"{found[0]} in {str(found[1]).removeprefix('torch.')}",
-            conflict="safetensors, the format of checkpoints, has no such dtype",
-            remedy="use another, as complex64, or of complex128 its torch.view_as_real in float64",
-        )
 
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
@@ -515,20 +507,3 @@ def make_model(job: Job) -> nn.Module:
     refuse_wrapped(model)
     with one_thread():
         return whole(model, job)
-
-
-def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:
-    """Return the plan with a DataLoader's number of workers, unless the user set one, and notes on the data."""
-    wanted, have = data.workers, plan.data.workers
-    if wanted is None or wanted == have or not isinstance(data.source, MapSource):
-        return plan, data.notes
-    if options.take_workers and not plan.serves:
-        return plan.with_workers(wanted), data.notes
-    said = f"train_data: num_workers={wanted} has no effect: the plan has data.workers = {have}"
-    return plan, (*data.notes, said)
-
-
-def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loader:
-    given = f"length={job.length} with a stream as train_data"
-    refuse_epochs(data, job.length, given, "write length=shoal.Steps(...) or shoal.Samples(...)")
-    return loader_of(data, order, mesh, plan.data.workers)

@@ -9,7 +9,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from shoal.numerics.isolation import generators_kept
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision
-from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.microbatch.loss import LossPair
 
 _aten = torch.ops.aten
@@ -54,11 +53,6 @@ class FormatChoice:
     channels_last: bool = False
     note: str = ""
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The line, if there is one."""
-        return (self.note,) if self.note else ()
-
 
 def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened) -> FormatChoice:
     """Return the format for a job if the user does not set it. Model and generators stay unchanged.
@@ -77,13 +71,6 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
             with NoTrace(model, {"loss": job.loss}) as kept:
                 return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, kept), grains)
     return FormatChoice()
-
-
-def agreed_format(job: Job, held: ShardedModel, precision: Precision, data: Opened) -> FormatChoice:
-    """Return the `choose_format` that fits all ranks: any rank can refuse. Collective: all ranks, one JSON gather."""
-    own = choose_format(job, held.model, precision, data)
-    told = [FormatChoice(**document) for document in held.mesh.gather_json(asdict(own))]
-    return next((choice for choice in told if not choice.channels_last), told[0])
 
 
 def _tried(trial: _FormatTrial, microbatch: float) -> FormatChoice:

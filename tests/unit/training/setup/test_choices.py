@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.training.setup.one_copy_choice import is_held_elsewhere
+from shoal.training.setup.choices import is_held_elsewhere
 
 
 def test_a_tensor_that_is_let_go_of_in_a_while_is_none_that_holds_a_parameter() -> None:
