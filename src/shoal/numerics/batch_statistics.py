@@ -416,7 +416,8 @@ def _decided(block: _Block, part: Tensor, old: Tensor, num_samples: Tensor) -> T
         return _of_kind(part / num_samples.to(part.device), old)
     if block.rule not in TAKEN:
         if block.is_whole:
-            added = _from_digits(part)
+            digits = part.round().long().view(_NUM_DIGITS, -1)
+            added = torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
             return (added + old.long() if block.rule == "sum" else added).to(old.dtype)
         return _of_kind(part + numbers(old).flatten() if block.rule == "sum" else part, old)
     table = part.view(block.slots, -1).round()
@@ -445,12 +446,6 @@ def _digits(values: Tensor) -> Tensor:
     return torch.cat([*found, values]).double()
 
 
-def _from_digits(sums: Tensor) -> Tensor:
-    """Convert sums of digits to integers."""
-    digits = sums.round().long().view(_NUM_DIGITS, -1)
-    return torch.stack([digits[place] * _BASE**place for place in range(_NUM_DIGITS)]).sum(0)
-
-
 def _words(values: Tensor) -> Tensor:
     """Convert the bits of flat values to numbers of 16 bits, or of 8 bits for 1-byte dtypes, in float64."""
     values = values.resolve_conj().resolve_neg().contiguous()
@@ -474,14 +469,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _by_kind(items: Iterable[tuple[T, Tensor]]) -> list[list[T]]:
-    """Group items by the dtype and device of their tensors."""
-    found: dict[tuple[torch.dtype, torch.device], list[T]] = {}
-    for item, tensor in items:
-        found.setdefault((tensor.dtype, tensor.device), []).append(item)
-    return list(found.values())
-
-
 def _of_kind(values: Tensor, like: Tensor) -> Tensor:
     """Convert numbers to flat values of a buffer's dtype: integers are rounded, complex values come from pairs."""
     values = values.to(like.device)
@@ -493,7 +480,10 @@ def _of_kind(values: Tensor, like: Tensor) -> Tensor:
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, all tensors of a dtype at once."""
     with torch.no_grad():
-        for alike in _by_kind((pair, pair[0]) for pair in pairs):
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        for pair in pairs:
+            by_kind.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+        for alike in by_kind.values():
             if any(map(_is_lazy, chain.from_iterable(alike))):
                 for into, value in alike:
                     into.copy_(value)

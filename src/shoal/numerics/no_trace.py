@@ -126,7 +126,10 @@ class NoTrace(AbstractContextManager["NoTrace"]):
         ]
         if watched or self._gathering is not None:
             guard = _WriteGuard(watched, self._gathering)
-            if not _compiles():
+            # A process that uses torch.compile: its functions fail under a dispatch mode, then and later.
+            # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
+            frames = sys.modules.get("torch._dynamo.eval_frame")
+            if frames is None or not any(getattr(frames, "cached_backends", {0: True}).values()):
                 self._guard = self._stack.enter_context(guard)
             elif sum(tensor.nbytes for tensor in watched) <= _MOST_COPIED_BYTES:
                 guard.copy(watched)
@@ -189,7 +192,12 @@ class NoTrace(AbstractContextManager["NoTrace"]):
                 if parameter.requires_grad != required and parameter.is_leaf:
                     parameter.requires_grad_(required)
                 parameter.grad = gradient
-        _set_generators(self._generators)
+        own, cuda, pythons, numpys = self._generators
+        torch.default_generator.set_state(own)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
 
     def _restore_hooks(self) -> None:
         """Remove new hooks on modules and parameters, and put back hooks that were removed from modules.
@@ -306,13 +314,6 @@ def _mark(parameter: Tensor) -> int:
     )
 
 
-def _compiles() -> bool:
-    """Return True if this process uses torch.compile. Its functions fail under a dispatch mode, then and later."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    # torch._dynamo.disable, which optimizers use, leaves an entry that is no backend.
-    return frames is not None and any(getattr(frames, "cached_backends", {0: True}).values())
-
-
 class _WriteGuard(TorchDispatchMode):
     """Mode that copies a tensor before the first operator that writes into its memory."""
 
@@ -379,12 +380,3 @@ class _WriteGuard(TorchDispatchMode):
 def _generators() -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     return torch.default_generator.get_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    own, cuda, pythons, numpys = states
-    torch.default_generator.set_state(own)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(pythons)
-    np.random.set_state(numpys)

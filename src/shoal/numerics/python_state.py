@@ -415,11 +415,8 @@ def _is_users(kind: Any) -> bool:
     """Return True if a class, function or module is the job's own code, neither an installed library's nor shoal's."""
     module = kind if isinstance(kind, types.ModuleType) else sys.modules.get(getattr(kind, "__module__", None) or "")
     where = getattr(module, "__file__", None)
-    return where is None or (not where.startswith(_LIBRARIES) and not _is_shoals(module))
-
-
-def _is_shoals(module: Any) -> bool:
-    return str(getattr(module, "__name__", "")).partition(".")[0] == "shoal"
+    package = str(getattr(module, "__name__", "")).partition(".")[0]
+    return where is None or (not where.startswith(_LIBRARIES) and package != "shoal")
 
 
 def _kind(value: Any) -> str:

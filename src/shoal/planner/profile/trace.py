@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shoal.numerics.grouped_autocast import cast_grouped_products
 from shoal.numerics.isolation import YieldingHooks, without_modes
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
+from shoal.numerics.precision import cast_grouped_products
 from shoal.parallel.model.module_state import PLACES
 from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.value_free import ValueFree, twin

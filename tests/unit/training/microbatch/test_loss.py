@@ -20,8 +20,7 @@ from shoal.errors import JobError, LossError, UserCodeError
 from shoal.jobs.job import Job, Steps
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.losses import mse
-from shoal.numerics.precision import Precision
-from shoal.numerics.wide_products import ProductsInFloat32
+from shoal.numerics.precision import Precision, ProductsInFloat32
 from shoal.plans.plan import PrecisionSection
 from shoal.training.microbatch.look import Look
 from shoal.training.microbatch.loss import LossComputer, check_pair

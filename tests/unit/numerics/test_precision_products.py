@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.numerics.precision import Precision
-from shoal.numerics.wide_products import ProductsInFloat32, is_slow
+from shoal.numerics.precision import Precision, ProductsInFloat32, is_slow
 
 NARROW = [torch.bfloat16, torch.float16]
 
