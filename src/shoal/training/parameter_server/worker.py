@@ -88,7 +88,16 @@ class Worker:
         self._runner.run(fetched, 1.0, lambda following: [])
         self._watch.part_computed()
         clock.mark("exposed_communication")
-        sums = self._push(task)
+        strategy = self._engine.strategy
+        assert isinstance(strategy, FastPart | ExactPart)
+        for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
+            gradients = strategy.gradients(parameters, self._reduce)
+            push = {key: task[key] for key in ("step", "part", "ticket")}
+            nodes = [list(node) for node in gradients]
+            header = {"kind": "push", **push, "nodes": nodes, "used": strategy.used(parameters)}
+            answer, _ = server.ask(header, list(gradients.values()))
+            raise_if_error(answer, f"server {place}")
+        sums = strategy.sums
         seconds, spans = clock.end()
         sent, received = (now - then for now, then in zip(self._counted(), before, strict=True))
         memory = clock.peak_memory_bytes()
@@ -129,19 +138,6 @@ class Worker:
             self._versions[place] = answer["version"]
         self._watch.pulled(min(self._versions))
         return min(self._versions)
-
-    def _push(self, task: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
-        """Push the gradients to every server; return the step's sums."""
-        part = self._engine.strategy
-        assert isinstance(part, FastPart | ExactPart)
-        for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
-            gradients = part.gradients(parameters, self._reduce)
-            push = {key: task[key] for key in ("step", "part", "ticket")}
-            nodes = [list(node) for node in gradients]
-            header = {"kind": "push", **push, "nodes": nodes, "used": part.used(parameters)}
-            answer, _ = server.ask(header, list(gradients.values()))
-            raise_if_error(answer, f"server {place}")
-        return part.sums
 
     def _counted(self) -> tuple[int, int]:
         return sum(s.sent_bytes for s in self._servers), sum(s.received_bytes for s in self._servers)

@@ -115,9 +115,10 @@ class OwnGradients:
             hooks = parameter._post_accumulate_grad_hooks or {}
             engine = {key: hook for key, hook in hooks.items() if _is_of_shoal(hook)}
             changes = len(engine) < len(hooks)  # the job's hooks change what was accumulated
-            self._handles.append(parameter.register_hook(self._hook(name, parameter, changes)))
+            before, after = self._hooks(name, parameter, changes)
+            self._handles.append(parameter.register_hook(before))
             if changes:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))
                 for key, hook in engine.items():  # torch calls hooks in order: move the engine's hooks behind this one
                     del hooks[key]
                     hooks[key] = hook
@@ -126,8 +127,10 @@ class OwnGradients:
         """Reset the sums at the start of a step."""
         self.sums = {}
 
-    def _hook(self, name: str, parameter: nn.Parameter, changes: bool) -> Any:
-        def hook(gradient: Tensor) -> None:
+    def _hooks(self, name: str, parameter: nn.Parameter, changes: bool) -> tuple[Any, Any]:
+        """Return hooks for a parameter's gradient and, if the job's hooks change it, for what was accumulated."""
+
+        def before(gradient: Tensor) -> None:
             if not self.listens:
                 return
             with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -136,19 +139,16 @@ class OwnGradients:
                         self._before[name] = self.sums.get(name)
                     return
                 wide = _widened(gradient)
-                held = self.sums.get(name)
-                self.sums[name] = wide.clone() if held is None else held.add_(wide)
+                total = self.sums.get(name)
+                self.sums[name] = wide.clone() if total is None else total.add_(wide)
 
-        return hook
-
-    def _accumulated(self, name: str) -> Any:
-        def hook(parameter: Tensor) -> None:
+        def after(parameter: Tensor) -> None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 if parameter.grad is not None:
-                    before, wide = self._before[name], _widened(parameter.grad)
-                    self.sums[name] = wide.clone() if before is None else before + wide
+                    earlier, wide = self._before[name], _widened(parameter.grad)
+                    self.sums[name] = wide.clone() if earlier is None else earlier + wide
 
-        return hook
+        return before, after
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -180,7 +180,10 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
             held = load_file(folder / f"step-{step}-{rank}.safetensors")
             whole.gradients[rank] = _under("gradient/", held)
             whole.tensors |= _under("tensor/", held)
-        whole.parts[:0] = [_part(part) for part in facts["parts"]]
+        whole.parts[:0] = [
+            MicrobatchTrace(p["rank"], tuple(p["grains"]), tuple(map(tuple, p["ids"])), p["total"], p["weight"])
+            for p in facts["parts"]
+        ]
         for call, grains in facts["forward"].items():
             whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
         whole.digests[rank], whole.updates[rank] = facts["digests"], facts["updates"]
@@ -202,11 +205,6 @@ def read_changes(folder: Path, step: int) -> dict[str, Tensor]:
 
 def _changes(step: int) -> str:
     return f"changes-{step}.safetensors"
-
-
-def _part(facts: Mapping[str, Any]) -> MicrobatchTrace:
-    ids = tuple(tuple(ids) for ids in facts["ids"])
-    return MicrobatchTrace(facts["rank"], tuple(facts["grains"]), ids, facts["total"], facts["weight"])
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
