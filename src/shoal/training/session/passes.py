@@ -120,10 +120,6 @@ class UpdateWays:
             )
         if known is not None:
             known.strategy.close()
-        self._made[chosen] = self._make(optimizers, trained)
-        return self._made[chosen]
-
-    def _make(self, optimizers: list[Optimizer], trained: tuple[int, ...]) -> UpdateWay:
         base, mine = self._base, set(trained)
         exact = base.plan.execution.exact
         named = list(self._sharded_model.parameters())
@@ -133,7 +129,8 @@ class UpdateWays:
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._sharded_model, exact=exact, stepper=stepper)
         others = tuple(p for _, p in named if id(p) not in mine)
-        return UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
+        self._made[chosen] = UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
+        return self._made[chosen]
 
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._sharded_model.parameters() if p.requires_grad)

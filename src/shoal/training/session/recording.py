@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,9 +51,18 @@ class SessionRecords:
         files, base = self._files, self._base
         if files is not None:
             self._log = AttemptLog(files.attempts)
+            description = {
+                "file": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
+                "function": SESSION,
+                "settings": {},
+                **base.job.describe(),
+                "train_samples": num_samples,
+                "parameters": sum(p.numel() for _, p in sharded_model.parameters()),
+                "versions": versions(),
+            }
             try:
                 write_file(files.plan, plan_text(base.plan))
-                write_file(files.job, json.dumps(self._described(sharded_model, num_samples), indent=2) + "\n")
+                write_file(files.job, json.dumps(description, indent=2) + "\n")
                 files.result.unlink(missing_ok=True)
             except OSError as error:
                 warnings.warn(f"no records: {files.path} cannot be written: {error}", RuntimeWarning, stacklevel=4)
@@ -83,17 +91,6 @@ class SessionRecords:
             device=torch.cuda.get_device_name(base.mesh.device) if base.mesh.device.type == "cuda" else "cpu",
         )
         self._records.forget_after(state.step)
-
-    def _described(self, sharded_model: ShardedModel, num_samples: int | None) -> dict[str, Any]:
-        return {
-            "file": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else "",
-            "function": SESSION,
-            "settings": {},
-            **self._base.job.describe(),
-            "train_samples": num_samples,
-            "parameters": sum(p.numel() for _, p in sharded_model.parameters()),
-            "versions": versions(),
-        }
 
     @property
     def row(self) -> list[float]:

@@ -155,11 +155,6 @@ class Session:
         self.plan, self._job, self.mesh = found, job, mapped(found, self.mesh)
         return found
 
-    def _judge_default(self, data: Opened) -> CompletePlan:
-        """Judge the plan with the default number of grains for model and data. Collective: all ranks."""
-        chosen = decided_by_rank_0(self.mesh, GrainsChoice, lambda: grains_of(self._job, self._prepared.root(), data))
-        return self._judge(replace(self._job, grains=chosen.num_grains))
-
     @property
     def rank(self) -> int:
         """This process's rank. Print on rank 0."""
@@ -252,7 +247,10 @@ class Session:
         before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
         if self._judged is None:
             self._job = replace(self._job, grains=before.grains)
-            self._judged = self._judge_default(data)
+            chosen = decided_by_rank_0(
+                self.mesh, GrainsChoice, lambda: grains_of(self._job, self._prepared.root(), data)
+            )
+            self._judged = self._judge(replace(self._job, grains=chosen.num_grains))
         base = Base(
             mesh=self.mesh,
             plan=self._judged,
