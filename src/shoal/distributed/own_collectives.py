@@ -7,7 +7,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +35,9 @@ _NAMES = (
     "scatter",
     "send",
 )
-_SHOAL = str(Path(__file__).resolve().parents[1]) + os.sep
-_TORCH = str(Path(dist.__file__).resolve().parents[1]) + os.sep
+# Folders of shoal and torch as frames name them: by the path of the import, which may lead over links.
+_SHOAL = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.dirname(dist.__file__)) + os.sep
 # The functions of torch that authors of a loss call.
 _FOR_USERS = os.path.join(_TORCH, "distributed", "nn", "functional.py")
 

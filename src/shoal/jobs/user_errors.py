@@ -13,7 +13,7 @@ from typing import Any
 
 from shoal.errors import text_of
 
-_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # as frames name it: the import may lead over links
 _TYPED_IN = ("<stdin>", "<python-input", "<ipython-input", "<input>")  # the user's code that is in no file
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 

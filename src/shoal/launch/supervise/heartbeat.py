@@ -54,7 +54,7 @@ _WAITING, _UNLIMITED = ("exposed_communication",), ("away", "checkpoint")
 
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (\S+)')
 _COLLECTIVES = re.compile(r"(.*[\\/]torch[\\/])distributed[\\/]distributed_c10d\.py$")
-_OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # as frames name it
 
 
 class Heartbeat:
