@@ -196,7 +196,7 @@ def exact_on_rank_0() -> Told:
 
 
 def test_settings_that_depend_on_the_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 on .*: plan = \{'execution': \{'exact': False\}\}"):
+    with pytest.raises(LaunchError, match=r"rank 1 on .*: plan = \{'execution\.exact': False\}"):
         in_ranks(2, exact_on_rank_0, tmp_path / "ranks")
 
 
