@@ -63,7 +63,7 @@ class Quarantine:
 
 
 class TolerantReader:
-    """Reader of one request's samples that replaces unreadable ones."""
+    """Reader of samples that replaces each unreadable sample by another one, drawn at random from its key."""
 
     def __init__(self, source: SampleSource, quarantine: Quarantine) -> None:
         self._source, self._quarantine = source, quarantine

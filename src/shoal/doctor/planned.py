@@ -67,7 +67,8 @@ class PlannedRun:
     def best(self, told: Sequence[LostTime] = ()) -> Remedy | None:
         """Return the planner's own choice as a remedy if it saves time and differs from the remedies in `told`.
 
-        It must save time with and without this run's correction, which covers no exchanges that the run lacks.
+        The saving must hold as predicted and as corrected by this run's ratio of measured to predicted time. The
+        correction knows nothing of exchanges between ranks that this run does not make.
         """
         try:
             chosen = choose(self.plain.search(), Aim()).chosen

@@ -33,7 +33,7 @@ class ModelLook:
 
 
 class TransformersModel:
-    """A job's `model` that records properties of the module that it has built."""
+    """A job's `model` that records the Transformers class and task of the built module, to choose the loss."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make

@@ -47,7 +47,7 @@ def share(value: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """Return a number with four digits."""
+    """Return a number as text: integers in full, others with four significant digits, "-" for None."""
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 

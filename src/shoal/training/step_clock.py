@@ -108,7 +108,7 @@ class StepClock:
             self._paused = False
 
     def begin(self, step: int = 0) -> None:
-        """Start a step, counted from 1, in the span `other`."""
+        """Start the clock of step `step`; the first step is 1. Time counts as `other` until the first `mark`."""
         if self._listener is not None:
             self._listener.begins(step)
         if self.heartbeat.writes:

@@ -100,7 +100,7 @@ def _started(limits: DeviceRange, environment: Environment) -> int:
         return size
     raise LaunchError(
         given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
-        conflict="that is no number between the two",
+        conflict=f"the number of processes is not within {limits}",
         remedy="start another number, or write other limits",
     )
 

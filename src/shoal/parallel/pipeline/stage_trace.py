@@ -244,7 +244,7 @@ class StageTracer(FunctionTrace):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Return the context of the traced run."""
+        """Return a context manager. The model's operations within it are added to `trace`."""
         with sdpa_kernel(SDPBackend.MATH), self._flops, self:  # flash attention on a CPU counts no FLOPs
             yield
         self.trace.end += 1

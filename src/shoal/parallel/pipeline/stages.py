@@ -67,7 +67,7 @@ class Follower(Protocol):
     """Module that must be notified of its stubbed calls."""
 
     def begin(self) -> None:
-        """Begin a forward through a stage."""
+        """Reset what was recorded, before a stage's forward."""
 
     def stubbed(self, args: Any, kwargs: Any) -> None:
         """Record a stubbed call of the module; tensors among the arguments may be stubs."""

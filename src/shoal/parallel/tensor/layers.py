@@ -26,7 +26,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def foreign(module: nn.Module) -> Outputs | None:
-    """Return the outputs of a layer that is not torch's own, as the layer itself describes them."""
+    """Return how a layer that is not of torch divides its outputs, from its own `tensor_outputs`; None without one."""
     describe: Any = getattr(type(module), "tensor_outputs", None)
     outputs: Outputs | None = describe(module) if describe is not None else None
     return outputs

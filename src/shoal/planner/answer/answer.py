@@ -158,9 +158,9 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
 
 
 def _allows_one_copy(job: Job, model: nn.Module | None) -> bool:
-    """Check whether the ranks of a host can share one copy of the parameters by default.
+    """Return True if a plan without `memory.shared` lets the ranks of a host share one copy of the parameters.
 
-    False if only a trial could decide it. `model`: the job's model, without values.
+    Return False if only the built model could show it. `model`: the job's model on the meta device.
     """
     if model is None or is_copied(model):
         return False

@@ -10,11 +10,11 @@ from shoal.planner.profile.values import NOTHING, Amount, Operation, OperationKi
 
 
 def fused(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Fuse each chain into its last operation. The other operations then launch nothing and move no memory.
+    """Return the operations as a compiler fuses them: each chain becomes one kernel, at its last operation.
 
-    A chain is consecutive operators of kind MEMORY with the same phase and tensor cut. Each operator reads the output
-    of the one before from registers. Memory traffic is their other inputs and the last output. The backward's own
-    kernel recomputes what autograd would save within a chain.
+    A chain is consecutive operators of kind MEMORY in the same phase that tensor parallelism divides in the same way.
+    An operator reads the output of the one before it from registers. The kernel's memory traffic is the other inputs
+    and the last output. In the backward, another kernel computes again what autograd would have saved.
     """
     found: list[Operation] = []
     for key, group in groupby(operations, _chain):

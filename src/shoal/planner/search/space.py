@@ -249,9 +249,10 @@ class Space:
         return _orders(self.num_layers, pipeline, microbatches)
 
     def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
-        """Return the plan of a place and a schedule, with `shard` of the replicas along the shard axis.
+        """Return the plan with these parallel degrees and this pipeline schedule.
 
-        The sections are valid by construction, so the plan skips the checks of pydantic: a search makes many plans.
+        `shard`: degree of the shard axis. The other replicas of `place` are on the data axis.
+        The plan's sections are valid by construction, so pydantic does not check them: a search makes many plans.
         """
         values: dict[str, Any] = {
             "layout": layout_of(place, shard),

@@ -57,7 +57,7 @@ class SessionStep:
         self._loop.passes.backward(self.number, total, weight)
 
     def batches(self, *optimizers: Any) -> Iterator[Any]:
-        """Return a pass over this rank's batches of the step, after which these optimizers (default: all) update.
+        """Return an iterator over this rank's batches of the step. At its end these optimizers (default: all) update.
 
         Raises: JobError for an optimizer that was not prepared.
         """

@@ -379,7 +379,8 @@ def _build_optimizer(job: Job, plan: Plan, sharded_model: ShardedModel) -> tuple
             raise JobError(
                 given=f"{name} in {str(tensor.dtype).removeprefix('torch.')}",
                 conflict="safetensors, the format of checkpoints, has no such dtype",
-                remedy="use another, as complex64, or of complex128 its torch.view_as_real in float64",
+                remedy="use another dtype, for example complex64; or store complex128 values as "
+                "torch.view_as_real(...), in float64",
             )
     parameters = Parameters(sharded_model.model)
     optimizer = build_optimizer(job.optimizer, parameters)
