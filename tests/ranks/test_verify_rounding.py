@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.training.observe.trace.traces import StepTrace
+from shoal.training.setup.preflight import judged as complete
 from shoal.verification import Verdict
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge
@@ -146,7 +147,8 @@ def nudged(steps: Iterator[StepTrace], share: float) -> Iterator[StepTrace]:
 
 def test_a_later_step_is_computed_in_all_ways_before_it_is_called_wrong(tmp_path: Path) -> None:
     """Rounding makes of these angles a thousand times what the first step has shown, and of an error still more."""
-    made, plan = job(Steep), shoal.Plan()
+    made = job(Steep)
+    plan = complete(made, shoal.Plan()).plan
     trace_forked(lambda: made, plan, tmp_path, 2)
     traced = read_outcome(tmp_path / "parallel")
 
@@ -165,7 +167,7 @@ def test_a_kernel_that_rounds_by_threads_and_shape_is_no_divergence(
 ) -> None:
     """The ranks have one thread, and no other reference computes several grains on one."""
     monkeypatch.setattr("shoal.verification.judge.cores", lambda: 2)
-    plan = shoal.Plan.model_validate({"batch": {"grains_per_microbatch": 2}})
+    plan = complete(job(Threaded), shoal.Plan.model_validate({"batch": {"grains_per_microbatch": 2}})).plan
 
     def judged(off: float) -> Verdict:
         folder = tmp_path / str(off)
@@ -181,7 +183,7 @@ def test_a_kernel_that_rounds_by_threads_and_shape_is_no_divergence(
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, weight_decay=0.1)])
 def test_a_gradient_whose_terms_cancel_is_rounded_as_its_terms_are(optimizer: Any, tmp_path: Path) -> None:
     """Adam makes a whole step of the rest, which is judged by what Adam makes of the run's own gradient."""
-    plan = shoal.Plan()
+    plan = complete(job(Centered), shoal.Plan()).plan
 
     def judged(off: float, folder: Path) -> Verdict:
         given = {"optimizer": partial(optimizer, lr=1e-2), "length": shoal.Steps(1)}
