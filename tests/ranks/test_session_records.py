@@ -46,6 +46,7 @@ def test_each_step_has_a_record(world_size: int, tmp_path: Path, capsys: pytest.
     assert all(record.spans["forward"] > 0 and record.spans["optimizer"] > 0 for record in found.records)
     assert all(record.samples == BATCH * record.step for record in found.records)
     assert (found.result["status"], found.result["world_size"]) == ("completed", world_size)
+    assert [record.step for record in found.records if record.spans["checkpoint"] > 0] == [4, 7]  # saved as they begin
     if world_size > 1:  # the last step's measures have no meeting after them but the one at the end
         assert all("busy_seconds" in record.ranks for record in found.records)
     for command in ("report", "watch", "doctor"):
@@ -75,6 +76,7 @@ def test_an_error_is_a_failed_run(tmp_path: Path) -> None:
         trained(tmp_path, fails_at=3)
     found = read_run(tmp_path)
     assert (len(found.records), found.attempts[0].step) == (2, 2)
+    assert found.result["status"] == "failed"
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,39 +87,51 @@ def hand_over(given: object, folder: Path) -> HandedJob:
 
     Raises: CommandError if cloudpickle is required and missing; JobError if the object cannot be pickled.
     """
-    path = tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
     module = importable_module(given)
     if module is not None:
-        return HandedJob(module, None, path)
-    pickler, target = _pickler(), folder / _PICKLE
-    try:
-        with target.open("wb") as file:
-            pickler.dump(given, file)
-    except Exception as error:
-        raise JobError(
-            given=f"shoal.run({given!r:.80}, ...)",
-            conflict=f"it cannot be handed to the ranks: {type(error).__name__}: {error}",
-            remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
-            'or write the job into a file, and give its path: shoal.run("file.py:job")',
-        ) from error
+        return HandedJob(module, None, _import_path())
+    target = _pickled(
+        given,
+        folder / _PICKLE,
+        given="shoal.run({!r:.80}, ...)",
+        conflict="it cannot be handed to the ranks",
+        remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
+        'or write the job into a file, and give its path: shoal.run("file.py:job")',
+    )
     known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # the default is never smaller
-    return HandedJob(None, target, path, code_of(given), known)
+    return HandedJob(None, target, _import_path(), code_of(given), known)
 
 
 def hand_over_value(value: object, folder: Path) -> HandedJob:
     """Pickle data for other processes. Raises: CommandError, JobError as `hand_over`."""
-    target = folder / "data.pickle"
+    target = _pickled(
+        value,
+        folder / "data.pickle",
+        given="data={!r:.80}",
+        conflict="they cannot be handed to another process",
+        remedy="give a function that opens them, such as data=lambda: ...",
+    )
+    return HandedJob(None, target, _import_path())
+
+
+def _import_path() -> tuple[str, ...]:
+    """Return sys.path with absolute folders, for a process that may begin in another one."""
+    return tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
+
+
+def _pickled(value: object, target: Path, *, given: str, conflict: str, remedy: str) -> Path:
+    """Pickle a value into a file, and return its path. `given`: format of the value in an error.
+
+    Raises: CommandError; JobError.
+    """
     pickler = _pickler()
     try:
         with target.open("wb") as file:
             pickler.dump(value, file)
     except Exception as error:
-        raise JobError(
-            given=f"data={value!r:.80}",
-            conflict=f"they cannot be handed to another process: {type(error).__name__}: {error}",
-            remedy="give a function that opens them, such as data=lambda: ...",
-        ) from error
-    return HandedJob(None, target, tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path))
+        why = f"{conflict}: {type(error).__name__}: {error}"
+        raise JobError(given=given.format(value), conflict=why, remedy=remedy) from error
+    return target
 
 
 def _pickler() -> Any:

@@ -78,7 +78,8 @@ class Loop:
         """
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
         self._mesh = base.mesh
-        self._clock = StepClock(base.mesh.device, enabled=base.training.checkpoints is not None)
+        records = base.training.checkpoints is not None and base.replay is None
+        self._clock = StepClock(base.mesh.device, enabled=records)
         self.passes = BatchPasses(base, prepared, self._clock)
         self._saving = Saving(base, prepared, self.passes.sharded_model, loader, self.passes.ways.strategy)
         self._records = SessionRecords(base, self._clock, order)
@@ -240,7 +241,9 @@ class Loop:
         if meeting.differ("groups"):
             self._fail(groups_differ(self._mesh, values, step.number))
         if meeting.words[0].checkpoint:
+            self._clock.mark("checkpoint")
             self._saving.regular(self.state)
+            self._clock.mark("other")
 
     def _microbatches(self) -> Iterator[Microbatch]:
         """Yield the current step's microbatches, and keep them if another pass may read them again."""
@@ -298,6 +301,7 @@ class Loop:
         self._close_pass()
         if self._over or not self._turns:
             self._leave()
+            self._status = "failed"
             raise UserCodeError(
                 given=f"step {step.number} was not iterated to its end",
                 conflict="its batches belong to the training",
@@ -322,9 +326,9 @@ class Loop:
     def _leave(self) -> None:
         """End this rank's loop, tell the other ranks, and save the last finished step. Collective: all ranks."""
         self._close_pass()
-        self._status = "preempted"
         if self._over:
             return
+        self._status = "preempted"
         # Whether the interrupted step had all its updates, judged by the updates of earlier steps.
         live = bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
         if live:
@@ -357,10 +361,12 @@ class Loop:
 
     def _meet(self, word: Word) -> Meeting:
         """Gather all ranks' words. Raises: PeerError if another rank has left; the exception of a requested stop."""
+        self._clock.mark("exposed_communication" if self._mesh.world_size > 1 else "other")
         try:
             meeting = meet(self._mesh, word, self._records.row)
         except Exception as error:
             raise self._lost(error) from error
+        self._clock.mark("other")
         self._records.write(meeting.agreement)
         if word.leaves or not meeting.ends:
             return meeting

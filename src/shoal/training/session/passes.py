@@ -162,6 +162,15 @@ def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(trained))
 
 
+class LoopComputer(LossComputer):
+    """Computer of losses that a user's loop computes. It refuses a buffer without a rule, which no policy can find."""
+
+    def check_buffers(self, buffers: StepBuffers) -> None:
+        unknown = sorted(buffers.moved(every=self.computation.randomness == "opaque"))
+        if unknown:
+            raise without_rule(unknown[0])
+
+
 class BatchPasses:
     """Execution of passes in turn. `error`: why the last pass failed here. `torn`: an update was interrupted."""
 
@@ -224,14 +233,14 @@ class BatchPasses:
         self._observer.begin(self._count, self._passes.factor)
         self._states.begin(step)
 
-    def _computer(self, turn: int) -> LossComputer:
+    def _computer(self, turn: int) -> LoopComputer:
         """Return the computer that seeds each microbatch, differently in each pass; the loop computes the loss."""
         base, fuse = self._base, self._base.training.fuse
         job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
         policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
         by_position = policy.by_position and not base.older
         policy = replace(policy, randomness="scoped" if fuse else "opaque", by_position=by_position)
-        return LossComputer(job, self._root, base.precision, policy)
+        return LoopComputer(job, self._root, base.precision, policy)
 
     def _replay(self) -> None:
         """Restore the state of the replayed run, and reapply the loop's own changes of the groups."""
@@ -294,9 +303,6 @@ class BatchPasses:
             )
         total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._taken = True
-        unknown = sorted(self.buffers.moved(every=not self._base.training.fuse))
-        if unknown:
-            raise without_rule(unknown[0])
         self._passes.add(microbatch, total, weight, last=self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
