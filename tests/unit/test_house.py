@@ -150,8 +150,6 @@ LARGE_CLASSES = {
     "src/shoal/planner/search/costs.py: class Costs": "",
     "src/shoal/planner/search/space.py: class Space": "",
     "src/shoal/plans/plan.py: class Plan": "",
-    "src/shoal/training/callbacks/base.py: class RunControl": "",
-    "src/shoal/training/callbacks/calls.py: class CallbackCalls": "",
     "src/shoal/training/loop/trainer.py: class Trainer": "",
     "src/shoal/training/microbatch/evaluation.py: class Evaluator": "",
     "src/shoal/training/microbatch/look.py: class Look": "",

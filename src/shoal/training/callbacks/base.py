@@ -53,55 +53,46 @@ class RunFacts:
     description: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Limbs:
-    """Parts of an engine that a RunControl uses."""
-
-    sharded_model: ShardedModel
-    build: Callable[[], nn.Module]
-    gives: Callable[[str], None]
-    note: Callable[[str], None]
-    events: Events
-    barrier: HookBarrier
-
-
 class RunControl:
     """A run as a callback sees it: facts, the model, and requests that all ranks follow together.
 
     All ranks follow a request at the step boundary at which it is made, even if only one rank makes it.
+
+    Attributes:
+        job: the job that is trained.
+        plan: the plan of the run.
+        rank: this process's rank. Use rank 0 for files and networks.
+        world_size: number of ranks.
+        num_steps: number of steps of the whole run.
+        out: the run directory, or None.
+        settings: the arguments of the job function.
+        description: the content of `job.json`.
+        metric_names: names of the metrics of an evaluation.
+        divided: True if this rank lacks some of the model's parameters, as under ZeRO-2, ZeRO-3 or tensor parallelism.
     """
 
-    def __init__(self, facts: RunFacts, limbs: Limbs, state: Callable[[], RunState]) -> None:
-        self._facts, self._limbs, self._state = facts, limbs, state
-        self.asked, self.reasons = 0, dict[str, str]()
+    def __init__(
+        self,
+        facts: RunFacts,
+        model: ShardedModel,
+        build: Callable[[], nn.Module],
+        *,
+        gives: Callable[[str], None],
+        print_line: Callable[[str], None],
+        events: Events,
+        barrier: HookBarrier,
+        state: Callable[[], RunState],
+    ) -> None:
+        """Take the facts and the parts. `gives`: called before a hook gets the "model" or its "parameters"."""
+        self.job, self.plan, self.rank, self.world_size = facts.job, facts.plan, facts.rank, facts.world_size
+        self.num_steps, self.out, self.settings = facts.num_steps, facts.out, facts.settings
+        self.description, self.metric_names, self.divided = facts.description, facts.job.metric_names, model.divided
+        self._model, self._build, self._gives, self._print_line = model, build, gives, print_line
+        self._events, self._barrier, self._state = events, barrier, state
+        self.request_bits, self.reasons = 0, dict[str, str]()
         self.caller: Callback | None = None  # the callback of the running hook
         self.late = False  # the next step is already queued
         self.failed_alone = False  # an error ends this rank, and maybe no other rank: nothing can be gathered
-
-    @property
-    def job(self) -> Job:
-        """The job that is trained."""
-        return self._facts.job
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the run."""
-        return self._facts.plan
-
-    @property
-    def rank(self) -> int:
-        """This process's rank. Use rank 0 for files and networks."""
-        return self._facts.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._facts.world_size
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self._facts.num_steps
 
     @property
     def step(self) -> int:
@@ -114,33 +105,13 @@ class RunControl:
         return self._state().samples
 
     @property
-    def out(self) -> Path | None:
-        """The run directory, or None."""
-        return self._facts.out
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The arguments of the job function."""
-        return self._facts.settings
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        """The content of `job.json`."""
-        return self._facts.description
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics of an evaluation."""
-        return self._facts.job.metric_names
-
-    @property
     def model(self) -> nn.Module:
         """This rank's model, or its part. Do not change it; modes and buffers are restored after the hook."""
-        model = self._held().model
-        self._limbs.gives("model")
+        model = self._readable_model().model
+        self._gives("model")
         return model
 
-    def _held(self) -> ShardedModel:
+    def _readable_model(self) -> ShardedModel:
         if self.plan.serves:
             raise JobError(
                 given=f"a callback that asks for the model, with server.mode = {self.plan.server.mode!r}",
@@ -153,27 +124,22 @@ class RunControl:
                 conflict="the next step is under way on the device: the model is not that of this step any more",
                 remedy="return True in at_once(step) for the steps whose model it wants",
             )
-        return self._limbs.sharded_model
-
-    @property
-    def divided(self) -> bool:
-        """Whether this rank lacks some of the model's parameters, as under ZeRO-2, ZeRO-3 or tensor parallelism."""
-        return self._limbs.sharded_model.divided
+        return self._model
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator of the name and local memory of each parameter, or slice of one. Do not change them."""
-        held = self._held()
-        self._limbs.gives("parameters")
-        return ((name, local(p)) for name, p in held.parameters())
+        model = self._readable_model()
+        self._gives("parameters")
+        return ((name, local(p)) for name, p in model.parameters())
 
-    def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return `parameters` that require a gradient."""
-        self._limbs.gives("parameters")
-        return self.unwatched_parameters()
+    def trained_parameters(self, *, watched: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Return `parameters` that require a gradient.
 
-    def unwatched_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return `trained_parameters` for shoal's own callbacks, without later checks for changes."""
-        return ((name, local(p)) for name, p in self._held().parameters() if p.requires_grad)
+        `watched`: False for shoal's own callbacks, whose hooks are then not checked for changes.
+        """
+        if watched:
+            self._gives("parameters")
+        return ((name, local(p)) for name, p in self._readable_model().parameters() if p.requires_grad)
 
     def whole_model(self) -> nn.Module | None:
         """Return a copy of the model with all parameters, in eval mode, on rank 0's CPU; None on other ranks.
@@ -182,22 +148,22 @@ class RunControl:
         Raises: JobError on the calling ranks, if the model is divided and another rank's hook does not call it.
         Collective: all ranks.
         """
-        held = self._held()
-        if held.divides_state and self.world_size > 1:
+        sharded = self._readable_model()
+        if sharded.divides_state and self.world_size > 1:
             if self.failed_alone:
                 raise JobError(
                     given="run.whole_model() in an on_end whose status is failed",
                     conflict="the model is divided over the ranks, and the others may wait elsewhere",
                     remedy='write `if ending.status != "failed":` before it; the last checkpoint has the whole model',
                 )
-            self._limbs.barrier.wait("run.whole_model()")
-        found = dict(whole_tensors(held, held.tensors()))
+            self._barrier.wait("run.whole_model()")
+        values = dict(whole_tensors(sharded, sharded.tensors()))
         if self.rank != 0:
             return None
-        model = self._limbs.build().cpu()
+        model = self._build().cpu()
         named = dict([*model.named_parameters(), *model.named_buffers()])
         with torch.no_grad():
-            for name, value in found.items():
+            for name, value in values.items():
                 if value is not None:
                     named[name].copy_(value)
         return model.eval()
@@ -205,36 +171,27 @@ class RunControl:
     def note(self, text: str) -> None:
         """Print a line for people on rank 0."""
         if self.rank == 0:
-            self._limbs.note(text)
+            self._print_line(text)
 
     def incident(self, kind: str, what: str, done: str = "nothing") -> None:
         """Add a line to the run's event log on rank 0: what happened, and what was `done` about it."""
         if self.rank == 0 and self.out is not None:
             key = self.caller.key if self.caller is not None else ""
-            self._limbs.events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
+            self._events.add(kind, step=self.step, what=what, noticed=f"the callback {key}", done=done)
 
     def request_evaluation(self) -> None:
         """Request an evaluation now, unless this step was evaluated."""
-        self._ask(EVALUATE)
+        self.request_bits |= _permitted(self.caller, EVALUATE)
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint now."""
-        self._ask(CHECKPOINT)
+        self.request_bits |= _permitted(self.caller, CHECKPOINT)
 
     def request_end(self, reason: str = "") -> None:
         """Request the end of the training now. The last state is saved and evaluated, and the run is completed."""
         if self.caller is not None:
             self.reasons.setdefault(self.caller.key, reason)
-        self._ask(END)
-
-    def _ask(self, bit: int) -> None:
-        if self.caller is not None and self.caller.watches_only:
-            raise JobError(
-                given=f"a request by {self.caller.key}, which says watches_only = True",
-                conflict="ranks do not ask each other after each step what such a callback wants",
-                remedy="leave watches_only out",
-            )
-        self.asked |= bit
+        self.request_bits |= _permitted(self.caller, END)
 
 
 class Callback:
@@ -300,6 +257,17 @@ class Callback:
     def mistakes(self, job: Job) -> Iterable[tuple[str, str, str]]:
         """Return the mistakes in a job with this callback: what was given, what it conflicts with, what to write."""
         return ()
+
+
+def _permitted(caller: Callback | None, bit: int) -> int:
+    """Return the bit of a request. Raises: JobError if the calling callback only watches."""
+    if caller is not None and caller.watches_only:
+        raise JobError(
+            given=f"a request by {caller.key}, which says watches_only = True",
+            conflict="ranks do not ask each other after each step what such a callback wants",
+            remedy="leave watches_only out",
+        )
+    return bit
 
 
 def overrides(callback: Callback, hook: str) -> bool:

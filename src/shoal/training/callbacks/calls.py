@@ -30,7 +30,6 @@ from shoal.training.callbacks.base import (
     FAILED,
     Callback,
     Ending,
-    Limbs,
     RunControl,
     RunFacts,
     overrides,
@@ -52,14 +51,14 @@ class Settled:
     end: dict[str, Any] | None = None
 
 
-class CallbackCalls:
-    """Caller of one rank's callbacks. `unagreed`: True if requests are possible since the last agreement."""
+class ActiveCallbacks:
+    """One rank's callbacks, the failures that the ranks have not shared yet, and the keys that are switched off."""
 
-    def __init__(self, callbacks: Sequence[Callback] = (), mesh: Mesh | None = None) -> None:
+    def __init__(self, callbacks: Sequence[Callback], mesh: Mesh | None) -> None:
         """Raise JobError for callbacks that conflict, or that have hooks outside of their classes."""
-        self._callbacks, self._mesh = list(callbacks), mesh
+        self.all, self._mesh = list(callbacks), mesh
         seen: Counter[str] = Counter()
-        for callback in self._callbacks:
+        for callback in self.all:
             refuse_own(callback)
             name = type(callback).__name__
             seen[name] += 1
@@ -70,246 +69,90 @@ class CallbackCalls:
                 conflict="a checkpoint has one average of the weights",
                 remedy="keep one of them, or write a Callback with parameter_tensors() for the others",
             )
-        self._run: RunControl | None = None
-        self._model: ShardedModel | None = None
-        self._barrier = HookBarrier(None)
+        self.state = RunState()
         # Agreed on all ranks. Until then a failed callback is still called: its hook may gather from all ranks.
-        self._off: set[str] = set()
-        self._failures: list[dict[str, Any]] = []
-        self._errors: dict[str, ShoalError] = {}
-        self._warned: set[str] = set()
-        self._said: set[str] = set()  # keys of callbacks with a note about state that a resume lacks
-        self._state = RunState()
-        self.unagreed = False
-        self.meddled: str | None = None  # why the model no longer matches the state, and must not be saved
+        self.off: set[str] = set()
+        self.failures: list[dict[str, Any]] = []
+        self.errors: dict[str, ShoalError] = {}  # of required callbacks, by key
 
-    def __len__(self) -> int:
-        return len(self._callbacks)
+    def with_hook(self, hook: str) -> list[Callback]:
+        """Return the active callbacks whose class overrides a hook."""
+        return [c for c in self.all if c.key not in self.off and overrides(c, hook)]
 
-    # ---------------------------------------------------------------------------------------------------- the hooks
-    def begin(
-        self,
-        facts: RunFacts,
-        model: ShardedModel,
-        optimizer: torch.optim.Optimizer,
-        build: Callable[[], nn.Module],
-        *,
-        note: Callable[[str], None],
-        events: Events,
-    ) -> None:
-        """Create the callbacks' RunControl, before the first step."""
-        self._guard, self._model = ModelGuard(model, optimizer), model
-        if model.divides_state:  # otherwise nothing is gathered
-            self._barrier = HookBarrier(model.mesh)
-        limbs = Limbs(model, build, self._guard.gives, note, events, self._barrier)
-        self._run = RunControl(facts, limbs, lambda: self._state)
-
-    def start(self, state: RunState) -> None:
-        """Call `on_start`, before the first step."""
-        self._state = state
-        self._call("on_start")
-        self.states()  # a state that cannot be saved fails now, not at the first checkpoint
-        self.parameter_tensors()
-        self.unagreed |= bool(self._failures)
-
-    def stepped(self, state: RunState, record: StepRecord, *, late: bool = False) -> None:
-        """Call `on_step`. `late`: the next step is already queued, so that the model matches neither step."""
-        self._state = state
-        if self._run is not None:
-            self._run.late = late
-        try:
-            self._call("on_step", record)
-        finally:
-            if self._run is not None:
-                self._run.late = False
-
-    @property
-    def always_at_once(self) -> bool:
-        """Whether some `on_step` always has to run before the next step; decided by class, the same on all ranks."""
-        return any(not (type(c).watches_only and overrides(c, "at_once")) for c in self._stepping)
-
-    def num_late(self, step: int, most: int) -> float:
-        """Return the number of steps from `step`, counted from 1, after which no `on_step` has to run at once.
-
-        The value is at most `most`, or infinity without an `on_step`. It is this rank's alone: ranks have to agree on
-        the minimum.
-        """
-        stepping, looked_at = self._stepping, range(step, step + most)
-        if not stepping:
-            return math.inf
-        return next((n for n, at in enumerate(looked_at) if any(self._at_once(c, at) for c in stepping)), most)
-
-    @property
-    def _stepping(self) -> list[Callback]:
-        return [c for c in self._callbacks if c.key not in self._off and overrides(c, "on_step")]
-
-    def _at_once(self, callback: Callback, step: int) -> bool:
-        try:
-            return not type(callback).watches_only or bool(callback.at_once(step))
-        except (Exception, SystemExit) as error:
-            if is_lost_peer(error):
-                raise
-            self._fail(callback, "at_once", error)
-            return True
-
-    def evaluated(self, state: RunState, metrics: Mapping[str, float]) -> None:
-        """Call `on_evaluation`."""
-        self._state = state
-        self._call("on_evaluation", dict(metrics))
-
-    def saved(self, folder: Path | str) -> None:
-        """Call `on_checkpoint`."""
-        self._call("on_checkpoint", folder)
-
-    def conclude(self, mesh: Mesh, status: str, metrics: Mapping[str, float], by: Mapping[str, Any] | None) -> None:
-        """Call `on_end` of a training without error, and report failures since the last step.
-
-        Raises: as `settle`.
-        Collective: all ranks, if there are callbacks.
-        """
-        if self._callbacks:
-            self._call("on_end", Ending(status, self._state.step, dict(metrics), by["reason"] if by else None))
-            self.settle(mesh, 0)
-
-    def failed(self, error: Exception) -> None:
-        """Call `on_end` of a training that has failed, maybe on this rank alone."""
-        told = as_shoal_error(error)
-        ending = Ending("failed", self._state.step, {}, error=str(told))
-        if self._run is None:
-            return
-        if not told.everywhere:
-            self._run.failed_alone = True
-            self._barrier.leave()
-        before = len(self._failures)
-        with contextlib.suppress(JobError):  # a hook that changes the model: the run has already failed
-            self._call("on_end", ending)
-        for failure in self._failures[before:]:
-            self._run.note(f"callback {failure['key']} raised in on_end on {failure['where']}: {failure['said']}")
-
-    def _call(self, hook: str, *arguments: Any) -> None:
-        if self._run is None:
-            return
-        for callback in self._callbacks:
-            if callback.key in self._off or not overrides(callback, hook):
-                continue
-            if hook in _ASKING and not type(callback).watches_only:
-                self.unagreed = True
-            self._run.caller = callback
-            self._barrier.begin()
-            raised = True
-            try:
-                with self._guard.around(callback.key, hook):
-                    getattr(callback, hook)(self._run, *arguments)
-                raised = False
-                self._tell_of_numbers(callback)
-            except Meddled as error:  # raise at once: nothing may be computed or saved with this model
-                self.meddled = f"callback {callback.key} has changed the model"
-                raise error.told from None
-            except (Exception, SystemExit) as error:
-                if is_lost_peer(error):
-                    raise
-                self._fail(callback, hook, error)
-            finally:
-                self._barrier.end(raised)
-                self._run.caller = None
-
-    def _tell_of_numbers(self, callback: Callback) -> None:
-        """Note, once, attributes of the model that a callback sets and that a resumed run would not have."""
-        names, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
-        restores = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
-        if names and not restores and callback.key not in self._said and self._run is not None:
-            self._said.add(callback.key)
-            self._run.note(
-                f"callback {callback.key} sets {names[0]} of the model, which is in no checkpoint: a resumed run "
-                "begins with the value of model(); set it in on_start, too, from run.step"
-            )
-
-    def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
-        step, text = self._state.step, first_line(error, 300)
+    def fail(self, callback: Callback, hook: str, error: BaseException) -> None:
+        """Record that a hook has raised. Only the first failure of a callback counts until the ranks share it."""
         rank, host = (self._mesh.rank, self._mesh.host) if self._mesh is not None else (0, "")
-        said = f"{type(error).__name__}: {text}{place_of(error)}"
-        where = f"rank {rank} on {host}" if host else f"rank {rank}"
-        if any(failure["key"] == callback.key for failure in self._failures):
+        said = f"{type(error).__name__}: {first_line(error, 300)}{place_of(error)}"
+        if any(failure["key"] == callback.key for failure in self.failures):
             return
         derived = isinstance(error, MissingRankError) and error.derived
-        failure = {"key": callback.key, "hook": hook, "step": step, "where": where, "said": said, "derived": derived}
-        self._failures.append(failure)
+        self.failures.append(
+            {
+                "key": callback.key,
+                "hook": hook,
+                "step": self.state.step,
+                "where": f"rank {rank} on {host}" if host else f"rank {rank}",
+                "said": said,
+                "derived": derived,
+            }
+        )
         if callback.required and not derived:
-            self._errors[callback.key] = (
-                error if isinstance(error, ShoalError) else _raised(callback, hook, said, error)
-            )
+            own = error if isinstance(error, ShoalError) else _error_of_hook(callback, hook, said, error)
+            self.errors[callback.key] = own
 
-    # ------------------------------------------------------------------------------------------------- the requests
-    @property
-    def asked(self) -> int:
-        """Bits of the requests of this rank's callbacks."""
-        return (self._run.asked if self._run is not None else 0) | (FAILED if self._failures else 0)
 
-    def settle(self, mesh: Mesh, asked: int) -> Settled:
-        """Return the requests of all ranks' callbacks, the same on all ranks; switch off callbacks that raised.
+class CallbackStates:
+    """The callbacks of a run as checkpoints see them: states, tensors like the parameters, and `on_checkpoint`."""
 
-        Raises: on every rank, the error of a required callback.
-        Collective: all ranks, one or two JSON gathers.
-        """
-        run = self._run
-        reasons = dict(run.reasons) if run is not None else {}
-        told = mesh.gather_json({"failures": self._failures, "reasons": reasons})
-        failures = sorted((f for own in told for f in own["failures"]), key=lambda f: bool(f["derived"]))
-        self._failures = []
-        if run is not None:
-            run.asked = 0
-            run.reasons.clear()
-        lost = {f["key"]: f for f in reversed(failures) if f["key"] not in self._off}
-        self._off |= lost.keys()
-        if any(callback.required for callback in self._callbacks if callback.key in lost):
-            raise_together(mesh, next((self._errors[key] for key in lost if key in self._errors), None))
-        for key, failure in reversed(lost.items()):
-            if run is not None:
-                run.note(
-                    f"callback {key} raised in {failure['hook']} after step {failure['step']} on {failure['where']}: "
-                    f"{failure['said']}; it is switched off on all ranks, and the training goes on"
-                )
-        end = None
-        if asked & END:
-            key, reason = next(iter((k, r) for own in told for k, r in own["reasons"].items()), ("", ""))
-            end = {"callback": key, "reason": reason, "step": self._state.step}
-        return Settled(bool(asked & EVALUATE), bool(asked & CHECKPOINT), end)
+    def __init__(self, active: ActiveCallbacks, saved: Callable[[Path | str], None]) -> None:
+        self._active, self.saved = active, saved
+        self.model: ShardedModel | None = None  # until the run has begun
+        self.note: Callable[[str], None] = lambda line: None
+        self._warned: set[str] = set()
 
-    # --------------------------------------------------------------------------------------------------- evaluation
-    @property
-    def average(self) -> EMA | None:
-        """The callback with averaged weights that are evaluated as well, or None."""
-        for callback in self._callbacks:
-            if isinstance(callback, EMA) and callback.evaluate and callback.key not in self._off:
-                return callback
-        return None
-
-    # -------------------------------------------------------------------------------------------------- checkpoints
     def states(self) -> dict[str, Mapping[str, Any]]:
         """Return the states of the active callbacks by key. A state that cannot be saved counts as a failure."""
-        return self._gathered("state_dict", _refuse_unsaveable)
+
+        def refuse_unsaveable(key: str, state: Mapping[str, Any]) -> None:
+            encode(state, key, "callback", lambda path, tensor: {TENSOR: path})
+
+        return self._collected("state_dict", refuse_unsaveable)
 
     def parameter_tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the parameter tensors of the active callbacks by key. Invalid tensors count as a failure."""
-        if self._model is None:  # the run has not begun
+        if self.model is None:
             return {}
-        shapes = {name: local(p).shape for name, p in self._model.parameters()}
-        return self._gathered("parameter_tensors", lambda _, found: _refuse_uncut(found, shapes))
+        shapes = {name: local(p).shape for name, p in self.model.parameters()}
 
-    def _gathered(self, method: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> dict[str, Mapping[str, Any]]:
-        found: dict[str, Mapping[str, Any]] = {}
-        for callback in (c for c in self._callbacks if c.key not in self._off and overrides(c, method)):
+        def refuse_uncut(key: str, tensors: Mapping[str, Any]) -> None:
+            for name, tensor in tensors.items():
+                if name not in shapes or not isinstance(tensor, Tensor) or tensor.shape != shapes[name]:
+                    is_tensor = isinstance(tensor, Tensor)
+                    got = f"of shape {list(tensor.shape)}" if is_tensor else f"of type {type(tensor).__name__}"
+                    own = f"that parameter has {list(shapes[name])} here" if name in shapes else ""
+                    raise UserCodeError(
+                        given=f"parameter_tensors() with {name!r} {got}",
+                        conflict=own or "no parameter has that name",
+                        remedy="give a tensor for names and shapes of run.parameters() alone; others go into "
+                        "state_dict()",
+                    )
+
+        return self._collected("parameter_tensors", refuse_uncut)
+
+    def _collected(self, method: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> dict[str, Mapping[str, Any]]:
+        values: dict[str, Mapping[str, Any]] = {}
+        for callback in self._active.with_hook(method):
             try:
                 own = dict(getattr(callback, method)())
                 refuse(callback.key, own)
-                found[callback.key] = own
+                values[callback.key] = own
             except Exception as error:
-                self._fail(callback, method, error)
-        return found
+                self._active.fail(callback, method, error)
+        return values
 
     def restore(self, states: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """Restore states, and return lines about callbacks without one. Raises: UserCodeError if a callback cannot."""
-        mine = {callback.key: callback for callback in self._callbacks}
+        mine = {callback.key: callback for callback in self._active.all}
         for key, callback in mine.items():
             try:
                 if key in states:
@@ -319,12 +162,11 @@ class CallbackCalls:
             except ShoalError:
                 raise
             except Exception as error:
-                raise _raised(
-                    callback, "load_state_dict", f"{type(error).__name__}: {text_of(error)}", error
-                ) from error
-        kept = {k for k, c in mine.items() if overrides(c, "state_dict") or overrides(c, "parameter_tensors")}
+                said = f"{type(error).__name__}: {text_of(error)}"
+                raise _error_of_hook(callback, "load_state_dict", said, error) from error
+        stateful = {k for k, c in mine.items() if overrides(c, "state_dict") or overrides(c, "parameter_tensors")}
         saved = states.keys() | tensors.keys()
-        lines = [f"callback {key} begins anew: the checkpoint has no state of it" for key in sorted(kept - saved)]
+        lines = [f"callback {key} begins anew: the checkpoint has no state of it" for key in sorted(stateful - saved)]
         return lines + [
             f"the state of callback {key} is left: this job has no such callback" for key in sorted(saved - mine.keys())
         ]
@@ -341,13 +183,210 @@ class CallbackCalls:
                     f"callback {key} has another state on rank {', '.join(ranks)} than on rank 0, whose is kept; "
                     "write a state that follows from steps and metrics alone"
                 )
-        if self._run is not None:
-            for line in lines:
-                self._run.note(line)
+        for line in lines:
+            self.note(line)
         return lines
 
 
-def _raised(callback: Callback, hook: str, said: str, error: BaseException) -> ShoalError:
+class CallbackCalls:
+    """Caller of one rank's callbacks. `unagreed`: True if requests are possible since the last agreement."""
+
+    def __init__(self, callbacks: Sequence[Callback] = (), mesh: Mesh | None = None) -> None:
+        """Raise JobError for callbacks that conflict, or that have hooks outside of their classes."""
+        self._active = ActiveCallbacks(callbacks, mesh)
+        self.for_checkpoints = CallbackStates(self._active, lambda folder: self._call("on_checkpoint", folder))
+        self._run: RunControl | None = None
+        self._barrier = HookBarrier(None)
+        self._noted: set[str] = set()  # keys of callbacks with a note about state that a resume lacks
+        self.unagreed = False
+        self.meddled: str | None = None  # why the model no longer matches the state, and must not be saved
+
+    def __len__(self) -> int:
+        return len(self._active.all)
+
+    def begin(
+        self,
+        facts: RunFacts,
+        model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        build: Callable[[], nn.Module],
+        *,
+        note: Callable[[str], None],
+        events: Events,
+    ) -> None:
+        """Create the callbacks' RunControl, before the first step."""
+        self._guard = ModelGuard(model, optimizer)
+        if model.divides_state:  # otherwise nothing is gathered
+            self._barrier = HookBarrier(model.mesh)
+        self._run = RunControl(
+            facts,
+            model,
+            build,
+            gives=self._guard.gives,
+            print_line=note,
+            events=events,
+            barrier=self._barrier,
+            state=lambda: self._active.state,
+        )
+        self.for_checkpoints.model, self.for_checkpoints.note = model, self._run.note
+
+    def start(self, state: RunState) -> None:
+        """Call `on_start`, before the first step."""
+        self._active.state = state
+        self._call("on_start")
+        self.for_checkpoints.states()  # a state that cannot be saved fails now, not at the first checkpoint
+        self.for_checkpoints.parameter_tensors()
+        self.unagreed |= bool(self._active.failures)
+
+    def stepped(self, state: RunState, record: StepRecord, *, late: bool = False) -> None:
+        """Call `on_step`. `late`: the next step is already queued, so that the model matches neither step."""
+        self._active.state = state
+        if self._run is not None:
+            self._run.late = late
+        try:
+            self._call("on_step", record)
+        finally:
+            if self._run is not None:
+                self._run.late = False
+
+    @property
+    def always_at_once(self) -> bool:
+        """True if some `on_step` always has to run before the next step. The same on all ranks: classes decide it."""
+        stepping = self._active.with_hook("on_step")
+        return any(not (type(c).watches_only and overrides(c, "at_once")) for c in stepping)
+
+    def num_late(self, step: int, most: int) -> float:
+        """Return the number of steps from `step`, counted from 1, after which no `on_step` has to run at once.
+
+        The value is at most `most`, or infinity without an `on_step`. It is this rank's alone: ranks have to agree on
+        the minimum.
+        """
+        stepping = self._active.with_hook("on_step")
+        if not stepping:
+            return math.inf
+        for number in range(most):
+            for callback in stepping:
+                try:
+                    at_once = not type(callback).watches_only or bool(callback.at_once(step + number))
+                except (Exception, SystemExit) as error:
+                    if is_lost_peer(error):
+                        raise
+                    self._active.fail(callback, "at_once", error)
+                    at_once = True
+                if at_once:
+                    return number
+        return most
+
+    def evaluated(self, state: RunState, metrics: Mapping[str, float]) -> None:
+        """Call `on_evaluation`."""
+        self._active.state = state
+        self._call("on_evaluation", dict(metrics))
+
+    def conclude(self, mesh: Mesh, status: str, metrics: Mapping[str, float], by: Mapping[str, Any] | None) -> None:
+        """Call `on_end` of a training without error, and report failures since the last step.
+
+        Raises: as `settle`.
+        Collective: all ranks, if there are callbacks.
+        """
+        if self._active.all:
+            self._call("on_end", Ending(status, self._active.state.step, dict(metrics), by["reason"] if by else None))
+            self.settle(mesh, 0)
+
+    def failed(self, error: Exception) -> None:
+        """Call `on_end` of a training that has failed, maybe on this rank alone."""
+        shown = as_shoal_error(error)
+        ending = Ending("failed", self._active.state.step, {}, error=str(shown))
+        if self._run is None:
+            return
+        if not shown.everywhere:
+            self._run.failed_alone = True
+            self._barrier.leave()
+        before = len(self._active.failures)
+        with contextlib.suppress(JobError):  # a hook that changes the model: the run has already failed
+            self._call("on_end", ending)
+        for failure in self._active.failures[before:]:
+            self._run.note(f"callback {failure['key']} raised in on_end on {failure['where']}: {failure['said']}")
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        if self._run is None:
+            return
+        for callback in self._active.all:
+            if callback.key in self._active.off or not overrides(callback, hook):
+                continue
+            if hook in _ASKING and not type(callback).watches_only:
+                self.unagreed = True
+            self._run.caller = callback
+            self._barrier.begin()
+            raised = True
+            try:
+                with self._guard.around(callback.key, hook):
+                    getattr(callback, hook)(self._run, *arguments)
+                raised = False
+                # Attributes of the model that the callback sets, and that a resumed run would not have.
+                names, self._guard.set_numbers = sorted(self._guard.set_numbers), set()
+                restores = overrides(callback, "on_start") or overrides(callback, "load_state_dict")
+                if names and not restores and callback.key not in self._noted:
+                    self._noted.add(callback.key)
+                    self._run.note(
+                        f"callback {callback.key} sets {names[0]} of the model, which is in no checkpoint: a resumed "
+                        "run begins with the value of model(); set it in on_start, too, from run.step"
+                    )
+            except Meddled as error:  # raise at once: nothing may be computed or saved with this model
+                self.meddled = f"callback {callback.key} has changed the model"
+                raise error.error from None
+            except (Exception, SystemExit) as error:
+                if is_lost_peer(error):
+                    raise
+                self._active.fail(callback, hook, error)
+            finally:
+                self._barrier.end(raised)
+                self._run.caller = None
+
+    @property
+    def request_bits(self) -> int:
+        """Bits of the requests of this rank's callbacks."""
+        return (self._run.request_bits if self._run is not None else 0) | (FAILED if self._active.failures else 0)
+
+    def settle(self, mesh: Mesh, request_bits: int) -> Settled:
+        """Return the requests of all ranks' callbacks, the same on all ranks; switch off callbacks that raised.
+
+        Raises: on every rank, the error of a required callback.
+        Collective: all ranks, one or two JSON gathers.
+        """
+        run, active = self._run, self._active
+        reasons = dict(run.reasons) if run is not None else {}
+        rows = mesh.gather_json({"failures": active.failures, "reasons": reasons})
+        failures = sorted((f for row in rows for f in row["failures"]), key=lambda f: bool(f["derived"]))
+        active.failures = []
+        if run is not None:
+            run.request_bits = 0
+            run.reasons.clear()
+        lost = {f["key"]: f for f in reversed(failures) if f["key"] not in active.off}
+        active.off |= lost.keys()
+        if any(callback.required for callback in active.all if callback.key in lost):
+            raise_together(mesh, next((active.errors[key] for key in lost if key in active.errors), None))
+        for key, failure in reversed(lost.items()):
+            if run is not None:
+                run.note(
+                    f"callback {key} raised in {failure['hook']} after step {failure['step']} on {failure['where']}: "
+                    f"{failure['said']}; it is switched off on all ranks, and the training goes on"
+                )
+        end = None
+        if request_bits & END:
+            key, reason = next(iter((k, r) for row in rows for k, r in row["reasons"].items()), ("", ""))
+            end = {"callback": key, "reason": reason, "step": active.state.step}
+        return Settled(bool(request_bits & EVALUATE), bool(request_bits & CHECKPOINT), end)
+
+    @property
+    def average(self) -> EMA | None:
+        """The callback with averaged weights that are evaluated as well, or None."""
+        for callback in self._active.all:
+            if isinstance(callback, EMA) and callback.evaluate and callback.key not in self._active.off:
+                return callback
+        return None
+
+
+def _error_of_hook(callback: Callback, hook: str, said: str, error: BaseException) -> ShoalError:
     if isinstance(error, Exception) and isinstance(as_shoal_error(error), MemoryError):
         return as_shoal_error(error)
     return UserCodeError(
@@ -355,21 +394,3 @@ def _raised(callback: Callback, hook: str, said: str, error: BaseException) -> S
         conflict=f"its {hook} raised {said}",
         remedy="mend it, or leave it out; required = False lets the training go on without it",
     )
-
-
-def _refuse_unsaveable(key: str, state: Mapping[str, Any]) -> None:
-    """Raise UserCodeError for a state that cannot be stored in a checkpoint."""
-    encode(state, key, "callback", lambda path, tensor: {TENSOR: path})
-
-
-def _refuse_uncut(found: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise UserCodeError for values that are not tensors in the shape of this rank's parameters."""
-    for name, tensor in found.items():
-        if name not in shapes or not isinstance(tensor, Tensor) or tensor.shape != shapes[name]:
-            got = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
-            needed = f"that parameter has {list(shapes[name])} here" if name in shapes else "no parameter has that name"
-            raise UserCodeError(
-                given=f"parameter_tensors() with {name!r} {got}",
-                conflict=needed,
-                remedy="give a tensor for names and shapes of run.parameters() alone; others go into state_dict()",
-            )

@@ -48,7 +48,7 @@ class EMA(Callback):
         self._averages: dict[str, Tensor] = {}
 
     def on_start(self, run: RunControl) -> None:
-        own = dict(run.unwatched_parameters())
+        own = dict(run.trained_parameters(watched=False))
         for name in self._averages.keys() - own.keys():  # frozen since the checkpoint
             del self._averages[name]
         for name, weights in own.items():
@@ -77,14 +77,14 @@ class EMA(Callback):
     def in_place(self) -> Iterator[None]:
         """Return a context in which the model has the averaged weights."""
         with torch.no_grad():
-            kept = [weights.clone() for _, weights in self._order]
+            own_weights = [weights.clone() for _, weights in self._order]
             for average, weights in self._order:
                 weights.copy_(average)
         try:
             yield
         finally:
             with torch.no_grad():
-                for (_, weights), before in zip(self._order, kept, strict=True):
+                for (_, weights), before in zip(self._order, own_weights, strict=True):
                     weights.copy_(before)
 
     def metric_names(self, names: tuple[str, ...]) -> tuple[str, ...]:

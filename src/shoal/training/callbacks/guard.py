@@ -23,8 +23,8 @@ _CHUNK = 1 << 22  # elements per chunk of a checksum: 32 MiB
 class Meddled(Exception):  # noqa: N818 - it carries the error
     """Change of a parameter, buffer or learning rate by a hook."""
 
-    def __init__(self, told: ShoalError) -> None:
-        self.told = told
+    def __init__(self, error: ShoalError) -> None:
+        self.error = error
 
 
 class _Armed(NamedTuple):
@@ -159,14 +159,10 @@ class ModelGuard:
             module.training = training
         written = None
         with torch.no_grad():
-            for (
-                name,
-                buffer,
-                kept,
-            ) in armed.buffers:  # always: torch's version counter misses writes of batch statistics
-                if written is None and not self._has_run and not same_bits(buffer, kept):
+            for name, buffer, value in armed.buffers:  # all: torch's version counter misses writes of batch statistics
+                if written is None and not self._has_run and not same_bits(buffer, value):
                     written = name
-                buffer.copy_(kept)
+                buffer.copy_(value)
         return written
 
 

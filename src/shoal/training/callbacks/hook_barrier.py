@@ -43,8 +43,8 @@ class HookBarrier:
         self._met = (0, 0)  # hook and number of the last barrier that this rank has passed
         self._gone = False
         if self._mesh is not None and self._store is not None:
-            told = [self._mesh.host, _process_numbers(), os.getpid()]
-            self._store.set(f"process {self._mesh.rank}", json.dumps(told))
+            process = [self._mesh.host, _process_numbers(), os.getpid()]
+            self._store.set(f"process {self._mesh.rank}", json.dumps(process))
 
     def begin(self) -> None:
         """Record the beginning of a hook."""
@@ -64,8 +64,8 @@ class HookBarrier:
         if self._mesh is not None and self._store is not None:
             how = _GONE if self._gone else how
             with contextlib.suppress(dist.DistError, RuntimeError):  # rank 0 is gone, and has its own error
-                told = [self._hook, self._calls, how, self._raised, self._met]
-                self._store.set(str(self._mesh.rank), json.dumps(told))
+                row = [self._hook, self._calls, how, self._raised, self._met]
+                self._store.set(str(self._mesh.rank), json.dumps(row))
 
     def wait(self, what: str) -> None:
         """Wait until every rank is at the same barrier. `what`: the call that waits, for messages.
@@ -83,25 +83,21 @@ class HookBarrier:
         while ahead:
             ahead = [rank for rank in ahead if not self._has_come(self._store, rank, what)]
             for rank in ahead:
-                self._refuse_ended(self._mesh, self._store, rank, what)
+                if not self._store.check([f"process {rank}"]):
+                    continue
+                host, numbers, pid = json.loads(self._store.get(f"process {rank}"))
+                is_visible = (host, numbers) == (self._mesh.host, _process_numbers())
+                if is_visible and has_ended(pid) and not self._has_come(self._store, rank, what):
+                    raise PeerError(
+                        given=f"rank {rank} (process {pid})",
+                        conflict=f"it ended while rank {self._mesh.rank} waited for it in {what}",
+                        remedy="look at what that rank said; --resume goes on from the newest checkpoint",
+                    )
             if ahead and time.monotonic() > until:
                 raise _missing(what, self._mesh.rank, ahead[0], "has not come within 10 minutes")
             time.sleep(pause if ahead else 0.0)
             pause = min(2 * pause, _LATEST_SECONDS)
         self._met = self._hook, self._calls
-
-    def _refuse_ended(self, mesh: Mesh, store: Store, rank: int, what: str) -> None:
-        """Raise PeerError if a rank's process is visible from here and has ended."""
-        if not store.check([f"process {rank}"]):
-            return
-        host, numbers, pid = json.loads(store.get(f"process {rank}"))
-        seen = (host, numbers) == (mesh.host, _process_numbers())
-        if seen and has_ended(pid) and not self._has_come(store, rank, what):
-            raise PeerError(
-                given=f"rank {rank} (process {pid})",
-                conflict=f"it ended while rank {mesh.rank} waited for it in {what}",
-                remedy="look at what that rank said; --resume goes on from the newest checkpoint",
-            )
 
     def _has_come(self, store: Store, rank: int, what: str) -> bool:
         """Return True if a rank is at this rank's barrier. Raises: MissingRankError if it will not come."""

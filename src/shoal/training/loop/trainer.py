@@ -223,7 +223,7 @@ class Trainer:
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
         stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
-        asked = self._parts.callbacks.asked | self._incidents.asked
+        asked = self._parts.callbacks.request_bits | self._incidents.asked
         return Report(has_data, error, stop, due, asked, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:

@@ -140,8 +140,8 @@ class Conductor:
         self._retreat.keep_if_best()
         if self._records.waiting and self._between.evaluates_after(step):
             self._between.evaluate(self.state)
-        while self._engine.callbacks.asked:
-            self._between.serve(self.state, self._engine.callbacks.asked)
+        while self._engine.callbacks.request_bits:
+            self._between.serve(self.state, self._engine.callbacks.request_bits)
         self._clock.begin()  # exclude the evaluation from the step's time
         self._records.write()
         if self._between.ended_by is not None or step >= self._num_steps:
@@ -235,7 +235,7 @@ class Conductor:
             )
         keeper = self._engine.keeper
         is_due = keeper.every_steps is None and keeper.due(self.state.step)
-        if self._around.stop_requested() or is_due or self._retreat.due or self._engine.callbacks.asked:
+        if self._around.stop_requested() or is_due or self._retreat.due or self._engine.callbacks.request_bits:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
 
     def _end(self, member: Member, text: str) -> None:

@@ -95,7 +95,7 @@ class Retreat:
             loss,
             model_tensors(model),
             optimizer_state(optimizer, model),
-            copy.deepcopy(self._engine.callbacks.states()),
+            copy.deepcopy(self._engine.callbacks.for_checkpoints.states()),
         )
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
@@ -120,7 +120,9 @@ class Retreat:
         vars(state).update(vars(kept.state), server=asdict(guard))
         load_model(self._engine.model, kept.model)
         load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
-        self._engine.callbacks.restore(kept.callbacks, {})  # no parameter tensors: these are on the servers
+        self._engine.callbacks.for_checkpoints.restore(
+            kept.callbacks, {}
+        )  # no parameter tensors: these are on the servers
         self._servers.load(state.step)
         self.era += 1
         desk.restart(self.rules, state.step)

@@ -310,7 +310,14 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, open_loader)
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     shares = plan.shares_memory
-    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None, has_one_copy=shares)
+    trained = Trained(
+        sharded_model,
+        optimizer,
+        loader,
+        strategy,
+        callbacks=callbacks.for_checkpoints if callbacks else None,
+        has_one_copy=shares,
+    )
     mark, store = NewestMark(options.saved, options.fence), None
     if options.checkpoints is not None:
         store = Store(options.checkpoints, options.keep_checkpoints, mark, options.fence, options.remote)

@@ -46,9 +46,9 @@ def main() -> int:
             metrics = [(entry["step"], entry["metrics"]) for entry in rest if "metrics" in entry]
             if metrics:
                 service.log(metrics)
-            found = next((entry["result"] for entry in rest if "result" in entry), None)
-            if found is not None:
-                result = found
+            own_result = next((entry["result"] for entry in rest if "result" in entry), None)
+            if own_result is not None:
+                result = own_result
                 break
             try:
                 rest = next(batches)
@@ -77,11 +77,11 @@ def _entries() -> Iterator[list[dict[str, Any]]]:
     threading.Thread(target=read, daemon=True).start()
     ended = False
     while not ended:
-        found = [lines.get()]
-        while len(found) < _MOST_TOGETHER and not lines.empty():
-            found.append(lines.get())
-        ended = None in found
-        entries = [json.loads(line) for line in found if line is not None]
+        lines_now = [lines.get()]
+        while len(lines_now) < _MOST_TOGETHER and not lines.empty():
+            lines_now.append(lines.get())
+        ended = None in lines_now
+        entries = [json.loads(line) for line in lines_now if line is not None]
         if entries:
             yield entries
 

@@ -26,19 +26,12 @@ class TrackedRun:
     about: Mapping[str, Any]
     first_step: int
 
-    def flat(self) -> Iterator[tuple[str, Any]]:
-        """Yield settings, plan and job as one level of dotted names."""
-        yield from _flat(self.about, "")
 
-
-def _package(name: str) -> Any:
-    return importlib.import_module(name)
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested settings, plan and job as one level of dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -66,8 +59,8 @@ class TensorBoard(Service):
         """Open the event files, and hide entries of steps that are trained again."""
         folder = Path(run.where) / run.name if run.where else (run.out or Path()) / "tensorboard"
         purge = run.first_step + 1 if run.first_step else None
-        self._writer = _package("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
-        rows = "\n".join(f"| {name} | {value} |" for name, value in run.flat())
+        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
+        rows = "\n".join(f"| {name} | {value} |" for name, value in flat(run.about))
         self._writer.add_text("run", f"| | |\n|---|---|\n{rows}", run.first_step)
         return str(folder)
 
@@ -86,7 +79,7 @@ class MLflow(Service):
     """A run of an MLflow experiment. WHERE is a tracking URI; default: MLFLOW_TRACKING_URI or MLflow's own default."""
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
-        self._client, self._entities = (_package(f"mlflow.{name}") for name in ("client", "entities"))
+        self._client, self._entities = (importlib.import_module(f"mlflow.{name}") for name in ("client", "entities"))
         self._client = self._client.MlflowClient(tracking_uri=run.where)
         known = identity or os.environ.get("MLFLOW_RUN_ID")
         if known is not None:
@@ -101,18 +94,18 @@ class MLflow(Service):
             create = self._client.create_experiment
             experiment = str(create(title) if known_experiment is None else known_experiment.experiment_id)
         self._id = str(self._client.create_run(experiment, run_name=name).info.run_id)
-        params = [self._entities.Param(key, str(value)[:500]) for key, value in run.flat()]
+        params = [self._entities.Param(key, str(value)[:500]) for key, value in flat(run.about)]
         for first in range(0, len(params), 100):  # the server's limit per request
             self._client.log_batch(self._id, params=params[first : first + 100])
         return self._id
 
     def log(self, metrics: Metrics) -> None:
         now = int(time.time() * 1000)
-        found = [
+        entries = [
             self._entities.Metric(name, value, now, step) for step, values in metrics for name, value in values.items()
         ]
-        for first in range(0, len(found), 1000):
-            self._client.log_batch(self._id, metrics=found[first : first + 1000])
+        for first in range(0, len(entries), 1000):
+            self._client.log_batch(self._id, metrics=entries[first : first + 1000])
 
     def close(self, result: Mapping[str, Any]) -> None:
         for name, value in result.items():
@@ -126,7 +119,7 @@ class WeightsAndBiases(Service):
 
     def open(self, run: TrackedRun, identity: str | None) -> str:
         known: dict[str, Any] = {"id": identity, "resume": "allow"} if identity is not None else {}
-        self._run = _package("wandb").init(
+        self._run = importlib.import_module("wandb").init(
             project=run.where or os.environ.get("WANDB_PROJECT", "shoal"),
             name=os.environ.get("WANDB_NAME", run.name),
             dir=os.environ.get("WANDB_DIR", str(run.out or Path())),
@@ -150,8 +143,10 @@ class Trackio(Service):
     def open(self, run: TrackedRun, identity: str | None) -> str:
         project = run.where or os.environ.get("TRACKIO_PROJECT", "shoal")
         name = identity or os.environ.get("TRACKIO_NAME", run.name)
-        config = json.loads(json.dumps(dict(run.flat()), default=str))
-        self._run = _package("trackio").init(project=project, name=name, config=config, resume="allow", embed=False)
+        config = json.loads(json.dumps(dict(flat(run.about)), default=str))
+        self._run = importlib.import_module("trackio").init(
+            project=project, name=name, config=config, resume="allow", embed=False
+        )
         return str(name)
 
     def log(self, metrics: Metrics) -> None:
@@ -159,8 +154,7 @@ class Trackio(Service):
             self._run.log(dict(values), step=step)
 
     def close(self, result: Mapping[str, Any]) -> None:
-        found = {f"result/{name}": value for name, value in result.items()}
-        self._run.log(found)
+        self._run.log({f"result/{name}": value for name, value in result.items()})
         self._run.finish()
 
 

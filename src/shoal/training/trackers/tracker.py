@@ -56,7 +56,7 @@ class Tracker(Callback):
     def __init__(self, name: TrackerName, every: int = 1, *, closing_seconds: float = CLOSING_SECONDS) -> None:
         self.name, self.every, self._closing_seconds = name, every, closing_seconds
         self._channel: _TrackerProcess | None = None
-        self._told = False
+        self._has_noted = False
 
     def on_start(self, run: RunControl) -> None:
         if run.rank != 0:
@@ -84,7 +84,7 @@ class Tracker(Callback):
         self._tell(run, self._channel)
         if record.step % self.every:
             return
-        found = {
+        metrics = {
             "train/loss": record.loss,
             "train/grad_norm": record.grad_norm,
             "train/learning_rate": record.learning_rate,
@@ -93,12 +93,12 @@ class Tracker(Callback):
             "time/samples_per_second": record.num_samples / record.seconds if record.seconds else None,
             "memory/peak_bytes": record.memory_bytes,
         }
-        self._channel.put({"step": record.step, "metrics": _finite(found)})
+        self._channel.put({"step": record.step, "metrics": _finite(metrics)})
 
     def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
         if self._channel is not None:
-            found = _finite({f"eval/{name}": value for name, value in metrics.items()})
-            self._channel.put({"step": run.step, "metrics": found})
+            named = {f"eval/{name}": value for name, value in metrics.items()}
+            self._channel.put({"step": run.step, "metrics": _finite(named)})
 
     def on_end(self, run: RunControl, ending: Ending) -> None:
         if self._channel is None:
@@ -111,8 +111,8 @@ class Tracker(Callback):
             run.note(f"tracker {self.name.name}: {self._channel.left_out} entries left out, since it did not keep up")
 
     def _tell(self, run: RunControl, channel: _TrackerProcess) -> None:
-        if channel.failure is not None and not self._told:
-            self._told = True
+        if channel.failure is not None and not self._has_noted:
+            self._has_noted = True
             run.note(f"tracker {self.name.name}: {channel.failure}; the run goes on without it")
 
 
