@@ -1,8 +1,8 @@
 """Claim: at the failure rates of Llama 3 the supervisor keeps 16,384 simulated ranks effective 94 % of the time.
 
 Repeat with `python -m benchmarks.simulated`: a minute or two. `shoal.launch.supervise.recovery` decides on starts and
-pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.generation` numbers the starts,
-`shoal.runs.events` counts losses, and `shoal.checkpoint.writer` sets the interval; clock, network, ranks, checkpoints
+pauses, `shoal.launch.supervise.heartbeat` on ranks that hang, `shoal.runs.directory_lock` numbers the starts,
+`shoal.runs.attempts` counts losses, and `shoal.checkpoint.writer` sets the interval; clock, network, ranks, checkpoints
 and hosts are simulated.
 
 The rate: 419 unexpected interruptions in 54 days on 16,384 GPUs (Grattafiori et al., The Llama 3 Herd of Models, 2024,
@@ -31,9 +31,9 @@ from shoal.launch.supervise import heartbeat
 from shoal.launch.supervise.heartbeat import Watch
 from shoal.launch.supervise.recovery import MOST, Recovery
 from shoal.planner.answer.outlook import Failures, daly, share_left
+from shoal.runs.attempts import Events, mtbf_seconds
 from shoal.runs.directory import RunDirectory
-from shoal.runs.events import Events, mtbf_seconds
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence
 
 DAY = 86400.0
 LLAMA_MTBF_SECONDS = 54 * DAY / 419

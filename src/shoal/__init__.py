@@ -42,10 +42,10 @@ _HOMES = {
     "weights_sha256": "shoal.checkpoint",
     "Answer": "shoal.planner.answer.display",
     "Run": "shoal.cli.finished_run",
-    "evaluate": "shoal.cli.from_python_weights",
-    "export": "shoal.cli.from_python_weights",
+    "evaluate": "shoal.cli.from_python",
+    "export": "shoal.cli.from_python",
     "plan": "shoal.cli.from_python",
-    "predict": "shoal.cli.from_python_weights",
+    "predict": "shoal.cli.from_python",
     "run": "shoal.cli.from_python",
 }
 
@@ -96,8 +96,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
     from shoal.checkpoint.weights import load
     from shoal.cli.finished_run import Run
-    from shoal.cli.from_python import plan, run
-    from shoal.cli.from_python_weights import evaluate, export, predict
+    from shoal.cli.from_python import evaluate, export, plan, predict, run
     from shoal.data.parquet import Parquet, from_spark
     from shoal.errors import ExitCode, ShoalError
     from shoal.jobs.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine

@@ -429,8 +429,8 @@ ROWS = (
         "Q",
         "any order of starts, takers, committers and pauses",
         "one commit a step; nothing that was committed is lost",
-        _in("unit/runs/test_generation_machine", "TestMembership")
-        + _in("unit/runs/test_generation_interleaved", "test_in_any_order"),
+        _in("unit/runs/test_directory_lock_machine", "TestMembership")
+        + _in("unit/runs/test_directory_lock_interleaved", "test_in_any_order"),
     ),
 )
 

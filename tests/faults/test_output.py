@@ -120,7 +120,7 @@ def test_an_interrupt_at_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_line_is_there_before_the_command_ends(unbuffered: str) -> None:
-    code = "import os, sys; from shoal.cli.output import unfailing_output as u; c = u(); c.__enter__()"
+    code = "import os, sys; from shoal.cli.main import unfailing_output as u; c = u(); c.__enter__()"
     command = [sys.executable, "-c", f"{code}; print('told', file=sys.stderr); os._exit(0)"]
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     assert subprocess.run(command, env=variables, stderr=subprocess.PIPE, check=True).stderr == b"told\n"

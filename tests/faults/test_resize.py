@@ -15,7 +15,7 @@ from tests.sharing import Shared
 from tests.usual import parametrize
 
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.generation import about, newest
+from shoal.runs.directory_lock import about, newest
 from shoal.runs.resize import _LOOK_SECONDS, wish
 
 pytestmark = pytest.mark.faults

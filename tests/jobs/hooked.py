@@ -207,7 +207,7 @@ def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> 
 
 def tracked(tracker: str = "trackio", closing_seconds: float = 1.0) -> shoal.Job:
     """A run that waits little for its tracker."""
-    from shoal.runs.option_values import TrackerName
+    from shoal.runs.options import TrackerName
     from shoal.training.trackers.tracker import Tracker
 
     name = TrackerName.parse(tracker, tracker)

@@ -28,7 +28,7 @@ from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.context_parallel import apply_context, plan_context
 from shoal.plans.grains import Grain
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks

@@ -37,7 +37,7 @@ from shoal.plans.accounting.memory import (
     scattered_gradients,
     sharded_parameters,
 )
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.memory_meter import MemoryMeter
 from shoal.training.observe.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted

@@ -27,7 +27,7 @@ from shoal.parallel.pipeline.pipeline import Pipeline, Work
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Stages
 from shoal.plans.grains import Grain
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks

@@ -34,7 +34,7 @@ from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.tensor_sequence import plan_sequence
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, plan_model
 from shoal.plans.grains import Grain
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import judge_traces

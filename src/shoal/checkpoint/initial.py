@@ -19,7 +19,7 @@ from shoal.distributed.agreement import together
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobMismatchError, LaunchError
 from shoal.parallel.model.sharded_model import ShardedModel, local
-from shoal.runs.option_values import InitialWeights, NameRules
+from shoal.runs.options import InitialWeights, NameRules
 
 
 @dataclass(frozen=True)

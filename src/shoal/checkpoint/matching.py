@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.state_dicts import StoredWeights
 from shoal.errors import CommandError, JobMismatchError
-from shoal.runs.option_values import DIFFERENCES, NameRules
+from shoal.runs.options import DIFFERENCES, NameRules
 
 MOST_LINES = 20  # for each kind of difference in a message
 

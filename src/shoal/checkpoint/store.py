@@ -21,8 +21,7 @@ from shoal.checkpoint.places import GONE, LocalPlace, Place, RemotePlace
 from shoal.checkpoint.tensor_file import tensor_file_chunks
 from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.runs.directory import read_json
-from shoal.runs.directory_lock import claim
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence, claim
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from shoal.errors import IntegrityError, RunDirectoryError
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.runs.address import CHECKPOINTS, RunAddress, fetch_to_read, is_address
 from shoal.runs.directory import RunDirectory
-from shoal.runs.option_values import NameRules
+from shoal.runs.options import NameRules
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -6,14 +6,15 @@ import argparse
 import contextlib
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from shoal.cli.options import (
     BenchOptions,
@@ -30,7 +31,6 @@ from shoal.cli.options import (
     add_options,
     options_of,
 )
-from shoal.cli.output import unfailing_output
 from shoal.errors import CommandError, SettingWarning, ShoalError
 from shoal.launch.environment import FORK_FD
 from shoal.launch.signals import exiting
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if FORK_FD in os.environ:
         from shoal.launch.supervise.fork_server import become_rank
 
-        become_rank(importlib.import_module("shoal.cli.run.prepare").load_rank, holds_signals=given[0] == "run")
+        become_rank(importlib.import_module("shoal.cli.run.start").load_rank, holds_signals=given[0] == "run")
     plans = arguments is None and given[:1] == ["plan"]
     if plans:
         gc.disable()  # saves a sixth of the import time and a third of a long search
@@ -173,7 +173,7 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command(
-        "shoal.cli.run.prepare",
+        "shoal.cli.run.start",
         RunOptions,
         "train a job on one process or many",
         "Train the job that FUNCTION in JOBFILE returns; the number of devices changes only the time.",
@@ -182,7 +182,7 @@ _COMMANDS = {
         "1 a fault of shoal",
     ),
     "verify": _Command(
-        "shoal.cli.run.prepare",
+        "shoal.cli.run.start",
         VerifyOptions,
         "prove that a parallel run computes what one process computes",
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
@@ -202,7 +202,7 @@ _COMMANDS = {
         "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
     ),
     "evaluate": _Command(
-        "shoal.cli.evaluate",
+        "shoal.cli.trained_engine",
         EvaluateOptions,
         "a job's evaluation on the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
@@ -216,7 +216,7 @@ _COMMANDS = {
         "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
     ),
     "predict": _Command(
-        "shoal.cli.predict",
+        "shoal.cli.trained_engine",
         PredictOptions,
         "a trained model's outputs for each sample of a data set",
         "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
@@ -230,7 +230,7 @@ _COMMANDS = {
         "exit codes: 0 done, 2 user error",
     ),
     "watch": _Command(
-        "shoal.cli.watch",
+        "shoal.cli.report",
         WatchOptions,
         "a run in the terminal while it trains",
         "Show how a run goes, redrawn in place until it ends; it reads only what the run appends.",
@@ -251,3 +251,49 @@ _COMMANDS = {
         "exit codes: 0 done, 2 user error, 69 a process died, 130 stopped by a signal",
     ),
 }
+
+
+_STREAMS = (("stdout", 1, contextlib.redirect_stdout), ("stderr", 2, contextlib.redirect_stderr))
+
+
+class _UnfailingFile(io.FileIO):
+    """File whose writes always succeed. A closed pipe, a lost terminal or a full disk drops the text."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return len(data) if written is None else written
+
+
+@contextlib.contextmanager
+def unfailing_output() -> Iterator[None]:
+    """Run a context in which no print fails, in shoal, in the job's own code or in forked processes.
+
+    A stream that is not Python's own (in a test or a notebook) is unchanged. A closed stream drops all text.
+    """
+    with contextlib.ExitStack() as redirected:
+        for name, descriptor, redirect in _STREAMS:
+            stream = _unfailing(getattr(sys, name), descriptor)
+            if stream is not None:
+                redirected.callback(stream.flush)
+                redirected.enter_context(redirect(stream))
+        yield
+
+
+def _unfailing(stream: TextIO | None, descriptor: int) -> TextIO | None:
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if type(stream) is not io.TextIOWrapper or not isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):
+        return None
+    with contextlib.suppress(OSError):
+        stream.flush()
+    raw = _UnfailingFile(descriptor, "wb", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED, python -u
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
 from shoal.jobs.job_module import JobModule
-from shoal.runs.option_values import TraceSteps, TrackerName
-from shoal.runs.options import Course, checked_value, declared, option, switch
+from shoal.runs.options import Course, TraceSteps, TrackerName, checked_value, declared, option, switch
 
 if TYPE_CHECKING:
     from shoal.jobs.job_file import JobRequest, Setting

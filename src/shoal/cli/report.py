@@ -1,20 +1,26 @@
-"""The `shoal report` command: a page or JSON about one or several runs."""
+"""The commands `shoal report`, a page or JSON about runs, and `shoal watch`, a run in the terminal while it trains."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.cli.options import ReportOptions
-from shoal.errors import CommandError, ExitCode
+from shoal.cli.options import ReportOptions, WatchOptions
+from shoal.errors import CommandError, ExitCode, RunDirectoryError
 from shoal.planner.calibrate.comparison import account_of
+from shoal.report.account import Account, status_of
+from shoal.report.openmetrics import openmetrics
 from shoal.report.page import render_report
 from shoal.report.quantities import seconds
 from shoal.report.run_page import run_page
 from shoal.report.several_runs import named, several_page
-from shoal.report.terminal import cut
+from shoal.report.terminal import cut, head, lines
 from shoal.runs.directory import write_file
-from shoal.runs.run_files import RunFiles, run_reader
+from shoal.runs.run_files import RunFiles, RunReader, run_reader
 
 
 def report(options: ReportOptions) -> ExitCode:
@@ -47,3 +53,147 @@ def report(options: ReportOptions) -> ExitCode:
 def _read(run: str) -> RunFiles:
     with run_reader(run) as reader:
         return reader.read()
+
+
+_EVERY_SECONDS, _SELDOM_SECONDS = 2.0, 15.0
+# A read, and the whole account, is repeated after this many times its own duration. Together they take less than a
+# thousandth of a core.
+_PATIENCE = 2500.0
+
+
+def watch(options: WatchOptions) -> ExitCode:
+    """Show a run until it ends. Raises: RunDirectoryError if there is no run; CommandError for the metrics' file."""
+    with run_reader(options.run) as reader:
+        watched = _Watched(reader)
+        metrics = Path(options.openmetrics) if options.openmetrics else None
+        watched.look()
+        _write(metrics, watched)
+        if options.once:
+            _print(watched)
+            return ExitCode.DONE
+        with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
+            show()
+            seconds = 0.0
+            while watched.status == "running":
+                time.sleep(_SELDOM_SECONDS if watched.files.address is not None else pause(seconds))
+                began = time.process_time()
+                try:
+                    watched.look()
+                except (RunDirectoryError, OSError) as error:
+                    if watched.files.address is not None and error.__cause__ is not None:  # connection failed
+                        print(f"note: {error}; looking again", file=sys.stderr)
+                        continue
+                    watched.gone = True
+                    break
+                _write(metrics, watched)
+                show()
+                seconds = time.process_time() - began - watched.accounting
+            show()
+        if watched.gone:
+            print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
+        return ExitCode.DONE
+
+
+def pause(taken: float) -> float:
+    """Return the seconds between two reads if one read takes `taken` CPU seconds."""
+    return min(_SELDOM_SECONDS, max(_EVERY_SECONDS, _PATIENCE * taken))
+
+
+class _Watched:
+    """A run at the last read: its newest records, and an account that is recomputed when that is cheap enough."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._next, self._status = 0.0, ""
+        self.gone, self.accounting = False, 0.0  # CPU seconds that the last read took for the account
+        self.files: RunFiles
+        self.account: Account
+
+    @property
+    def status(self) -> str:
+        """The current status of the run."""
+        return self._status
+
+    def look(self) -> None:
+        """Read the new records. Raises: RunDirectoryError if the directory is gone."""
+        self.files = self._reader.read()
+        status, now = status_of(self.files), time.monotonic()
+        if now >= self._next or status != self._status:
+            began = time.process_time()
+            self.account = account_of(self.files)
+            self.accounting = time.process_time() - began
+            self._next = now + _PATIENCE * self.accounting
+        else:
+            self.accounting = 0.0
+        self._status = status
+
+    def lines(self, width: int) -> list[str]:
+        """Return the lines for a terminal of `width` columns."""
+        return lines(self.account, self.files.records, width)
+
+
+def _write(path: Path | None, watched: _Watched) -> None:
+    if path is None:
+        return
+    try:
+        write_file(path, openmetrics(watched.account))
+    except OSError as error:
+        raise CommandError(
+            given=f"--openmetrics {path}",
+            conflict=f"it cannot be written: {error.strerror or error}",
+            remedy="give a file in a directory that is there",
+        ) from error
+
+
+def _print(watched: _Watched) -> None:
+    from rich.console import Console
+
+    console = Console()
+    width = console.width if console.is_terminal else 80
+    for line in watched.lines(width):
+        print(line)
+
+
+class _Lines:
+    """Output to a log: one line for each read with news."""
+
+    def __init__(self, watched: _Watched) -> None:
+        self._watched, self._said = watched, ""
+
+    def __call__(self) -> None:
+        said = cut(head(self._watched.account, self._watched.files.records), 200)
+        if said != self._said:
+            self._said = said
+            print(said, flush=True)
+
+
+@contextlib.contextmanager
+def _screen(watched: _Watched) -> Iterator[_Live | _Lines]:
+    if not sys.stdout.isatty():
+        yield _Lines(watched)
+        return
+    live = _Live(watched)
+    try:
+        yield live
+    finally:
+        live.stop()
+
+
+class _Live:
+    """Output to a terminal of any size, in which new lines replace the old ones."""
+
+    def __init__(self, watched: _Watched) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._watched = watched
+        self._console = Console(highlight=False)
+        self._live = Live("", console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+        self.stop = self._live.stop
+
+    def __call__(self) -> None:
+        from rich.text import Text
+
+        text = "\n".join(self._watched.lines(self._console.width))
+        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)

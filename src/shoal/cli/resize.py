@@ -10,8 +10,7 @@ from shoal.errors import CommandError, ExitCode
 from shoal.plans.plan import read_plan
 from shoal.runs.address import is_address
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import is_held
-from shoal.runs.generation import about, newest
+from shoal.runs.directory_lock import about, is_held, newest
 from shoal.runs.resize import granted, resized, wish, wished
 from shoal.runs.run_files import read_run
 

@@ -1,13 +1,15 @@
-"""Engine of a job with the weights of a run on ranks, for `shoal evaluate` and `shoal predict`."""
+"""The commands `shoal evaluate` and `shoal predict`, and the engine with a run's weights that both use."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from shoal.checkpoint.callback_state import AVERAGES
 from shoal.checkpoint.manifest import ManifestError
@@ -15,22 +17,31 @@ from shoal.checkpoint.pieces import fill, refuse_other_model
 from shoal.checkpoint.store import SavedCheckpoint
 from shoal.checkpoint.weights import averages, damaged, find, with_checkpoint
 from shoal.checkpoint.whole_optimizer import EVALUATED
-from shoal.cli.export import run_of, step_of
+from shoal.cli.export import output_of, run_of, step_of
+from shoal.cli.options import EvaluateOptions, PredictOptions
+from shoal.data.opened import open_evaluation, said_of
+from shoal.data.source import Opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process
+from shoal.distributed.worker_process import as_rank
+from shoal.errors import CommandError, ExitCode, nearest
 from shoal.hardware.detect import cores
 from shoal.jobs.job import Job
-from shoal.jobs.job_file import JobRequest, LoadedJob, load
+from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_target
 from shoal.jobs.job_object import HandedJob
-from shoal.launch.environment import REQUEST_FILE, Environment
+from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
+from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.plans import Plan
-from shoal.plans.plan import ServerSection, read_plan
+from shoal.plans.plan import ServerSection, described, read_plan
 from shoal.plans.resolve import Judged, relaid
-from shoal.runs.directory import read_json
-from shoal.runs.request import dumped, loaded
+from shoal.runs.address import is_address
+from shoal.runs.directory import read_json, write_file
+from shoal.runs.request import devices_here, dumped, loaded
+from shoal.training.microbatch.evaluation import Evaluator
+from shoal.training.microbatch.predictions import Predictions, of_first_part, refuse_file
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged, with_judged_grains
 
@@ -173,3 +184,132 @@ def trained_engine(
             yield mesh, judgement, engine, saved
         finally:
             engine.close()
+
+
+def evaluate(options: EvaluateOptions) -> ExitCode:
+    """Evaluate as a rank, or start ranks on this host that do. Raises: ShoalError."""
+    request = handed_over(EvaluateRequest)
+    with contextlib.nullcontext(request) if request is not None else on_this_host(evaluate_request(options)) as found:
+        environment = joined(os.environ)
+        devices = environment.world_size if environment else options.devices or devices_here()
+        if environment is None and devices > 1:
+            ended = in_ranks(found, "evaluate", devices)
+            if ended.error is not None:
+                print(ended.error.render(), file=sys.stderr)
+            return ExitCode(ended.code)
+        at = environment or Environment()
+        with inside_run(os.environ):
+            return as_rank(at, lambda: _evaluate(found, options.devices or devices, at))
+
+
+def evaluate_request(options: EvaluateOptions, result: Path | None = None) -> EvaluateRequest:
+    """Create the request from options. Raises: JobFileError, SettingError."""
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    address = options.run if is_address(options.run) else None
+    return EvaluateRequest(job, Path(options.run), options.step, options.ema, address, options.json, result)
+
+
+def _evaluate(request: EvaluateRequest, devices: int, environment: Environment) -> ExitCode:
+    job = request.loaded_job.job
+    if job.eval_data is None:
+        raise CommandError(
+            given=f"shoal evaluate {request.job.target}",
+            conflict="the job has no eval_data",
+            remedy="give Job(eval_data=...) what is to be evaluated",
+        )
+    with trained_engine(request, devices, environment, job) as (mesh, found, engine, saved):
+        metrics, count = engine.evaluator.evaluate(engine.model)
+        engine.strategy.rest()
+        if mesh.rank == 0:
+            _show({"run": request.shown, "step": saved.step, "samples": count, "metrics": metrics}, request, found)
+    return ExitCode.DONE
+
+
+def _show(document: dict[str, Any], request: EvaluateRequest, found: Judged) -> None:
+    if request.result is not None:
+        write_file(request.result, json.dumps(document))
+        return
+    if request.json:
+        print(json.dumps(document), flush=True)
+        return
+    weights = "averaged weights of step" if request.ema else "step"
+    layout = described(found.plan)
+    print(f"{request.shown} {weights} {document['step']}, {layout}: {document['samples']} samples evaluated")
+    for name, value in document["metrics"].items():
+        print(f"  {name} {value:.6g}")
+    sys.stdout.flush()
+
+
+_TRAIN, _EVAL = "train", "eval"
+
+
+def predict(options: PredictOptions) -> ExitCode:
+    """Predict in this process, or start ranks on this host that do. Raises: ShoalError."""
+    request = handed_over(PredictRequest)
+    if request is None:
+        refuse_rank(os.environ, "shoal predict")
+        with on_this_host(predict_request(options)) as request:
+            return _predicted(request, options.devices or 1)
+    return _predicted(request, 1)
+
+
+def _predicted(request: PredictRequest, devices: int) -> ExitCode:
+    if devices > 1:
+        ended = in_ranks(request, "predict", devices)
+        if ended.error is not None:
+            print(ended.error.render(), file=sys.stderr)
+        return ExitCode(ended.code)
+    environment = joined(os.environ) or Environment()
+    with inside_run(os.environ):
+        return as_rank(environment, lambda: _predict(request, environment))
+
+
+def predict_request(options: PredictOptions, **more: Any) -> PredictRequest:
+    """Create the request from options. Raises: JobFileError, SettingError, CommandError."""
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    output = output_of(options.run, options.output, "predictions.npz")
+    refuse_file(output)
+    weights = (Path(options.run), options.step, options.ema, options.run if is_address(options.run) else None)
+    return PredictRequest(job, *weights, output=output, data=options.data, **more)
+
+
+def _predict(request: PredictRequest, environment: Environment) -> ExitCode:
+    """Predict with the whole model on each rank, whatever layout trained it.
+
+    Collective: all ranks.
+    """
+    job = request.loaded_job.job
+    name, data = _data_of(job, request)
+    with trained_engine(request, environment.world_size, environment, job) as (mesh, _, engine, saved):
+        source = data if isinstance(data, Opened) else together(mesh, lambda: open_evaluation(name, data, job.collate))
+        evaluator = Evaluator(engine.job, mesh, engine.precision, source, {}, name=name)
+        predictions = Predictions(mesh, request.output)
+        with contextlib.closing(predictions):
+            function = job.predict or of_first_part
+            together(mesh, lambda: evaluator.predict(engine.model, function, predictions.add))
+            predictions.write()
+    if environment.rank == 0 and not request.quiet:
+        weights = "averaged weights of step" if request.ema else "step"
+        print(f"{request.shown} {weights} {saved.step}: {predictions.count} samples of {name} in {request.output}")
+    return ExitCode.DONE
+
+
+def _data_of(job: Job, request: PredictRequest) -> tuple[str, Any]:
+    """Return the requested data and their name. Raises: CommandError if the job does not have them."""
+    if request.handed is not None:
+        return "data", request.handed.fetch(None)
+    sets = job.evaluation_sets
+    if request.data == _TRAIN and _TRAIN not in sets:
+        return "train_data", job.train_data
+    if request.data in sets and request.data:
+        return said_of(request.data), sets[request.data]
+    if request.data in (None, _EVAL) and len(sets) == 1:
+        name, data = next(iter(sets.items()))
+        return said_of(name), data
+    known = [name for name in sets if name] or [_EVAL] * bool(sets)
+    given = "no --data" if request.data is None else f"--data {request.data}"
+    raise CommandError(
+        given=f"shoal predict {request.job.target} with {given}",
+        conflict=f"the job has {', '.join([*known, _TRAIN])}{nearest(request.data or '', [*known, _TRAIN])}",
+        remedy=f"write --data {next(iter(known), _TRAIN)}",
+    )

@@ -25,7 +25,7 @@ from shoal.distributed.lost_hosts import HostWatch
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 from shoal.numerics.flat import raw_bytes
-from shoal.plans.layout import AXES, Layout
+from shoal.plans.plan import AXES, Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Name of the group of the ranks that hold the same part of the model.

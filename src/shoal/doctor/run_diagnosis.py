@@ -24,7 +24,7 @@ from shoal.plans.plan import Plan, plan_text, read_plan
 from shoal.report.account import steady
 from shoal.runs.chrome_trace import read as read_trace
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.option_values import TraceSteps
+from shoal.runs.options import TraceSteps
 from shoal.runs.run_files import RunFiles, RunReader, run_reader
 
 _BEST = 3

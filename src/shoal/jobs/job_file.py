@@ -17,10 +17,8 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import CommandError, JobFileError, SettingError, ShoalError, nearest
 from shoal.jobs.job import Job
-from shoal.jobs.job_module import JobModule, imported_from, located, split_target
+from shoal.jobs.job_module import JobModule, code, files_read, imported_from, located, sources, split_target
 from shoal.jobs.job_object import HandedJob
-from shoal.jobs.job_sources import code, sources
-from shoal.jobs.read_files import files_read
 from shoal.jobs.user_errors import NO_PACKAGE, place_of, remedy, traceback_of
 from shoal.plans.grains import FEW_GRAINS
 
@@ -79,7 +77,7 @@ class LoadedJob:
     function: str
     settings: dict[str, Any]
     file_sha256: str
-    code: dict[str, dict[str, str]] = field(default_factory=dict)  # digests from `job_sources.code`
+    code: dict[str, dict[str, str]] = field(default_factory=dict)  # digests from `job_module.code`
     module: str = ""  # full name of the job's module, or "" if the job came by value
     files: tuple[str, ...] = ()  # paths of files that the job's code read while it was loaded
     draws: bool = True  # whether it may have drawn unseeded random values while it was loaded

@@ -1,6 +1,5 @@
 """Parallel execution plans as values: no torch, no processes."""
 
-from shoal.plans.layout import AXES, Coordinate, Layout
-from shoal.plans.plan import Plan
+from shoal.plans.plan import AXES, Coordinate, Layout, Plan
 
 __all__ = ["AXES", "Coordinate", "Layout", "Plan"]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from shoal.errors import PlanError, SettingWarning, nearest
-from shoal.plans.conflicts import shown
-from shoal.plans.layout import AXES, divisors
 from shoal.plans.legal import (
     ModelFacts,
     World,
@@ -20,8 +18,10 @@ from shoal.plans.legal import (
     num_microbatches,
     other_world,
     refuse,
+    shown,
 )
 from shoal.plans.plan import (
+    AXES,
     DataSection,
     LayoutSection,
     PipelineSection,
@@ -29,6 +29,7 @@ from shoal.plans.plan import (
     ServerSection,
     ShardSection,
     TensorSection,
+    divisors,
 )
 
 # Values of `--precision`: parameters, compute, reduce, loss_scale. Autocast if compute differs from parameters.

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from shoal.errors import CommandError, RunDirectoryError, StorageError
 from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.directory_lock import FOLDER as GENERATIONS
 from shoal.runs.directory_lock import NAME as LOCK
-from shoal.runs.generation import FOLDER as GENERATIONS
 
 CHECKPOINTS = "checkpoints"
 OWNER = "owner.json"  # names the run that was started there last; older runs must not write

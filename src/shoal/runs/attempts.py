@@ -1,6 +1,7 @@
-"""Attempts of a run: each call, and each restart after lost ranks, has a few lines in `attempts.jsonl`.
+"""Attempts and incidents of a run: `attempts.jsonl`, `events.jsonl`, and the effective time that follows from them.
 
-Retrained steps replace their records, so this file accounts for the time of the replaced ones.
+Each call, and each restart after lost ranks, has a few lines in `attempts.jsonl`. Retrained steps replace their
+records, so this file accounts for the time of the replaced ones.
 """
 
 from __future__ import annotations
@@ -8,14 +9,58 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shoal.runs.generation import Fence
-from shoal.runs.records import StepRecord
+from shoal.errors import ShoalError
+from shoal.runs.directory import RunDirectory
+from shoal.runs.directory_lock import Fence
+from shoal.runs.records import StepRecord, read_steps
+from shoal.runs.request import RunRequest
 from shoal.runs.sound_values import adapter
+
+
+class Events:
+    """Writer of an event log. It writes nothing without a path, and ignores write errors.
+
+    `fence`: generation of the writer. `add` raises FencedError if a later generation has started.
+    """
+
+    def __init__(self, path: Path | None, fence: Fence | None = None) -> None:
+        self._path, self.fence = path, fence or Fence()
+
+    def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
+        """Append an event, with rank, host and cause if `error` has them.
+
+        `more`: for an incident, the known ones of `step`, `what`, `noticed` (how), `done`, and the cost in `seconds`.
+        """
+        if self._path is None:
+            return
+        event: dict[str, Any] = {"at": instant(time.time()), "kind": kind, "generation": self.fence.generation}
+        if error is not None:
+            event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
+        with contextlib.suppress(OSError):
+            self.fence.append(self._path, json.dumps({**event, **more}))
+
+
+def mtbf_seconds(path: Path, since: float, now: float) -> float | None:
+    """Return the mean time between losses of ranks in an event log since an instant, or None without losses."""
+    losses = 0
+    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                event = json.loads(line)
+                losses += event["kind"] == "lost" and datetime.fromisoformat(event["at"]).timestamp() >= since
+    return (now - since) / losses if losses else None
+
+
+def instant(seconds: float) -> str:
+    """Format an instant, in seconds since the epoch, as ISO 8601 in UTC with milliseconds."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass
@@ -146,3 +191,75 @@ def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
         with contextlib.suppress(ValueError):
             attempts.append(adapter(Attempt).validate_python(entry))
     return tuple(sorted(attempts, key=lambda attempt: attempt.started_at))
+
+
+# Tolerance: two writers round the start of a call.
+_ROUNDED_SECONDS = 0.01
+
+
+def productive_seconds(record: StepRecord) -> float:
+    """Return the seconds of a step and the evaluation after it, without the time of saving state."""
+    return record.seconds - record.spans.get("checkpoint", 0.0) + (record.after or {}).get("evaluation", 0.0)
+
+
+class EffectiveTime:
+    """Sum of the seconds of a start's steps, without retrained ones. `step`: the last step before the start."""
+
+    def __init__(self, step: int) -> None:
+        self._first, self._seconds = step, array("d")
+
+    def take(self, record: StepRecord) -> None:
+        """Count a step. If the step was counted before, that count and all later ones are removed first."""
+        del self._seconds[max(0, record.step - 1 - self._first) :]
+        self._seconds.append(productive_seconds(record))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the steps that count."""
+        return sum(self._seconds)
+
+
+def earlier_starts(attempts: Path, records: Path, began_at: float, step: int) -> tuple[float | None, float]:
+    """Return when a call's first start began to train, and the seconds of earlier steps that are still in the result.
+
+    Args:
+        began_at: start of the call, in seconds since the epoch.
+        step: the step that this start continues from.
+
+    Returns: the instant in seconds since the epoch, or None if no start recorded one; and the seconds.
+    """
+    first = [one.began_at for one in _read(attempts) if one.started_at >= began_at - _ROUNDED_SECONDS]
+    seconds = 0.0
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        of_call = (record for record in read_steps(records) if (record.at or 0.0) >= began_at and record.step <= step)
+        seconds = sum(productive_seconds(record) for record in of_call)
+    return min(first, default=None), seconds
+
+
+def call_began_at(request: RunRequest) -> float:
+    """Return when the call of a request began, in seconds since the epoch.
+
+    An engine restarts a run with a new command that does not know the first one's start. The recorded attempts are
+    searched back to the call's first start, by their restart numbers. An attempt that ended normally ends the search.
+    """
+    began_at, restarts = request.started_at, request.restarts
+    if request.lost_at is not None or restarts == 0:  # shoal's own launcher passes the start of the call on
+        return began_at
+    earlier = [
+        one for one in _read(RunDirectory(request.where.out).attempts) if one.started_at < began_at - _ROUNDED_SECONDS
+    ]
+    for one in reversed(earlier):
+        if one.restarts >= restarts or one.status in ("completed", "preempted"):
+            break
+        began_at, restarts = one.started_at, one.restarts
+    return began_at
+
+
+def _read(attempts: Path) -> tuple[Attempt, ...]:
+    """Read the attempts in a file. Unreadable lines are skipped."""
+    lines = []
+    with contextlib.suppress(OSError), attempts.open(encoding="utf-8") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+    return attempts_of(lines)

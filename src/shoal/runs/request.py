@@ -12,16 +12,13 @@ from shoal.errors import InUseError, LaunchError
 from shoal.hardware.detect import cores, visible_gpus
 from shoal.jobs.job_file import JobRequest
 from shoal.plans import Plan
-from shoal.plans.conflicts import idle
-from shoal.plans.legal import conflicts, refuse
+from shoal.plans.legal import conflicts, idle, refuse
 from shoal.plans.plan import read_plan
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory, read_json
-from shoal.runs.directory_lock import NAME, DirectoryLock, claim
-from shoal.runs.generation import Fence
-from shoal.runs.option_values import InitialWeights
-from shoal.runs.options import Course, Origin
+from shoal.runs.directory_lock import NAME, DirectoryLock, Fence, claim
+from shoal.runs.options import Course, InitialWeights, Origin
 from shoal.runs.resize import resized
 from shoal.runs.sound_values import adapter
 

@@ -19,7 +19,7 @@ from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import numbers
-from shoal.plans.conflicts import idle
+from shoal.plans.legal import idle
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete, warn_of
 from shoal.runs.certificate import SCHEMA

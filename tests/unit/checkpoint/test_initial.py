@@ -14,7 +14,7 @@ from shoal.checkpoint.initial import TakenWeights, take_weights
 from shoal.distributed.mesh import alone
 from shoal.errors import JobMismatchError
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.runs.option_values import DIFFERENCES, InitialWeights, NameRules
+from shoal.runs.options import DIFFERENCES, InitialWeights, NameRules
 
 
 def model() -> nn.Sequential:

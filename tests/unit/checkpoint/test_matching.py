@@ -13,7 +13,7 @@ import shoal
 from shoal.checkpoint.matching import Matches, match, named_tensors, value_of
 from shoal.checkpoint.state_dicts import state_dict_of
 from shoal.errors import CommandError, JobMismatchError
-from shoal.runs.option_values import DIFFERENCES, NameRules
+from shoal.runs.options import DIFFERENCES, NameRules
 
 
 class Tied(nn.Module):

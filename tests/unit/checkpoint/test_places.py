@@ -12,7 +12,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.store import BEST_NAME, NewestMark, SavedCheckpoint, Snapshot, Store, directory_name, open_in
 from shoal.errors import FencedError
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence
 
 
 def opened(tmp_path: Path, keep: int | None = 3) -> Store:

@@ -269,8 +269,8 @@ def test_options_of_calls_on_a_run_arrive_as_the_commands(name: str, job: str, m
         raise CaughtError(options)
 
     monkeypatch.setattr("shoal.cli.export.exported", caught)
-    monkeypatch.setattr("shoal.cli.evaluate.evaluate_request", caught)
-    monkeypatch.setattr("shoal.cli.predict.predict_request", caught)
+    monkeypatch.setattr("shoal.cli.trained_engine.evaluate_request", caught)
+    monkeypatch.setattr("shoal.cli.trained_engine.predict_request", caught)
     kind, own = AFTER_KINDS[name], [] if name == "export" else [job]
     assert set(option_names(kind)) - {"job", "json"} == set(AFTER[name])
     for option, (arguments, given) in AFTER[name].items():

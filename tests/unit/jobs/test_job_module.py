@@ -12,8 +12,7 @@ import pytest
 from shoal.errors import JobFileError
 from shoal.jobs.differences import changed
 from shoal.jobs.job_file import load, parse_target
-from shoal.jobs.job_module import JobModule, split_target
-from shoal.jobs.job_sources import code
+from shoal.jobs.job_module import JobModule, code, split_target
 
 JOB = """
 import shoal

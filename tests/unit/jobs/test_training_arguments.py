@@ -11,8 +11,7 @@ from torch import nn
 
 from shoal.errors import JobError
 from shoal.jobs.job import Epochs, Steps
-from shoal.jobs.labels_loss import LabelsLoss, ModelLook
-from shoal.jobs.training_arguments import from_training_arguments
+from shoal.jobs.training_arguments import LabelsLoss, ModelLook, from_training_arguments
 
 
 def arguments(**changes: Any) -> Any:

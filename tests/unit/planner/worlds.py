@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shoal.distributed.mesh import Mesh, open_groups
 from shoal.plans.accounting.collectives import Array, Sharding
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.observe.metering import array
 
 

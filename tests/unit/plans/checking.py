@@ -6,8 +6,7 @@ import warnings
 
 from shoal.errors import SettingWarning
 from shoal.plans import Plan
-from shoal.plans.conflicts import idle
-from shoal.plans.legal import ModelFacts, World, conflicts, notes, other_world, refuse
+from shoal.plans.legal import ModelFacts, World, conflicts, idle, notes, other_world, refuse
 from shoal.plans.resolve import unheeded
 
 

@@ -12,19 +12,22 @@ from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans import AXES, Layout, Plan
-from shoal.plans.conflicts import CONFLICTS, WITHOUT_EFFECT, idle, value
 from shoal.plans.legal import (
+    CONFLICTS,
+    WITHOUT_EFFECT,
     ModelFacts,
     World,
     around,
     conflicts,
     degrees_for,
     fits,
+    idle,
     nearest_worlds,
     neighbours,
     notes,
     num_microbatches,
     other_world,
+    value,
 )
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(6))

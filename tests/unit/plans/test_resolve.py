@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans import Plan
-from shoal.plans.conflicts import idle
+from shoal.plans.legal import idle
 from shoal.plans.resolve import PRECISIONS, CompletePlan, Wishes, apply_wishes, complete
 
 

@@ -15,8 +15,8 @@ from shoal.runs.options import Course, Origin, course_of, declared
 
 # Modules that carry the options of a run from the command to their uses: none of them names one of these.
 HANDING_ON = {
-    *("runs/request.py", "cli/run/description.py", "cli/run/changes.py", "training/setup/preflight.py"),
-    *("cli/run/device_range.py", "cli/run/ray_train.py", "cli/run/look.py"),
+    *("runs/request.py", "cli/run/description.py", "training/setup/preflight.py", "cli/run/submit.py"),
+    "cli/run/start.py",
 }
 SINGLE = ("checkpoint_every", "evaluate_every", "keep_checkpoints", "bad_samples", "check_replicas")
 

@@ -15,16 +15,15 @@ import shoal.hardware.detect
 import shoal.runs.request
 from shoal.cli.main import _parser
 from shoal.cli.options import RunOptions, options_of
-from shoal.cli.run.prepare import requested
+from shoal.cli.run.start import requested
 from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError, SettingError, SettingWarning
 from shoal.hardware.detect import visible_gpus
 from shoal.plans import Plan
-from shoal.plans.layout import AXES
 from shoal.plans.legal import ModelFacts, conflicts
-from shoal.plans.plan import plan_text
+from shoal.plans.plan import AXES, plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.runs.directory import RunDirectory
-from shoal.runs.generation import about
+from shoal.runs.directory_lock import about
 from shoal.runs.options import Origin
 from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
 

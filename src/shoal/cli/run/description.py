@@ -1,21 +1,36 @@
-"""Description of a run in its directory: job.json, the plan and the model's configuration."""
+"""Description of a run in its directory, and the differences of a resumed run from its beginning."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shoal.checkpoint.run_state import RunState
 from shoal.distributed.process_setup import versions
-from shoal.errors import RunDirectoryError
-from shoal.jobs.job_file import LoadedJob
-from shoal.jobs.read_files import digests_of
+from shoal.errors import JobMismatchError, RunDirectoryError
+from shoal.jobs.differences import ABSENT, changed, differences
+from shoal.jobs.job import Epochs, Progress, Samples, Steps
+from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
+from shoal.jobs.job_module import FREE, LENGTHS, digests_of
+from shoal.jobs.same_job import differing_fields
+from shoal.numerics.isolation import generators_kept
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence
+from shoal.runs.options import Course, declared
 from shoal.runs.request import RunRequest
 from shoal.training.setup.data_digests import data_digests
 from shoal.training.setup.engine import Engine
@@ -90,3 +105,231 @@ def write_description(directory: RunDirectory, engine: Engine, description: dict
     save_config(engine.model, directory.model, engine.sharded_model.shapes())
     fence.write(directory.job, json.dumps(description, indent=2) + "\n")
     engine.keeper.send()
+
+
+# Entries that a resume may change, such as the length and the policy for bad steps.
+_MAY_CHANGE = (
+    "file",
+    "file_sha256",
+    "module",
+    "by_value",
+    "why_grains",
+    "given",
+    *(one.option.saved for one in declared(Course) if one.option.saved),
+    "length",
+    "lengths",
+    "on_nonfinite",
+    "versions",
+    "certificate",
+)
+_LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
+_MOST_COMPARED = 1000  # number of steps of a schedule, or entries of a list, to compare
+# Depth to which values in modules are compared, and folders of modules that are not the job's own.
+_DEPTH = 4
+_PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Path(__file__).parents[2]})
+
+
+def accepted_changes(
+    saved: dict[str, Any], now: dict[str, Any], fields_changed: list[str] | None, accepted: bool
+) -> list[str]:
+    """Return sentences about differences from the trained job, without entries that its version did not write.
+
+    `fields_changed`: result of the function of that name. Different tensor shapes are refused when the checkpoint is
+        read.
+    Raises: JobMismatchError for differences, unless `accepted`.
+    """
+    now = json.loads(json.dumps(now))
+    given, previous, free = [], [], []
+    for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
+        if name == "code":
+            given += [f"another {place}" for place in changed(saved[name], now[name])]
+        elif name == "files":  # a file in only one of the two may be a cache
+            both = sorted(saved[name].keys() & now[name].keys())
+            given += [f"another {file}, which the job reads" for file in both if saved[name][file] != now[name][file]]
+        elif name == "data":
+            sets = ((own, saved[name].get(own) or [], read) for own, read in now[name].items())
+            given += [f"other samples in {own}" for own, old, new in sets if old[: len(new)] != new[: len(old)]]
+        elif name == "settings":
+            texts = [
+                f"{one.name} = {'gone' if one.mine is ABSENT else one.mine}, "
+                f"was {'not there' if one.theirs is ABSENT else one.theirs}"
+                for one in differences(now[name], saved[name])
+            ]
+            if fields_changed == []:
+                free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
+            else:
+                given += [f"the setting {text}" for text in texts]
+                previous += [
+                    f"{'other' if field.endswith('s') else 'another'} {field}" for field in fields_changed or ()
+                ]
+        else:
+            given.append(f"{name} = {now[name]}")
+            previous.append(f"{name} = {saved[name]}")
+    if not given or accepted:
+        return [*free, *(f"the job was changed, as accepted: {text}" for text in given)]
+    raise JobMismatchError(
+        given="\n".join(given),
+        conflict="the run to resume has " + ", ".join(previous or ["begun with other code, settings, data or files"]),
+        remedy="resume with the job and settings that the run began with, or others, given with --set, of "
+        "its length alone; add "
+        "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
+        "another --out",
+    )
+
+
+def same_settings(job: JobRequest, saved: dict[str, Any]) -> bool:
+    """Check whether the job's settings must be the same: given equally, with defaults from an unchanged file."""
+    if dict(job.settings) != saved.get("given") or job.handed is not None:
+        return False
+    try:
+        return file_sha256(job.path) == saved.get("file_sha256")
+    except OSError:
+        return False
+
+
+def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | None:
+    """Return the fields of the job, except its length, that change with the new settings.
+
+    The job function is called with the old and the new settings, from the same random state. Call this in a separate
+    process, since such calls may have side effects.
+    Returns None if the settings are equal, if the old ones cannot be set any more, or if the calls left different
+    values behind that a job may read later.
+    """
+    with generators_kept():
+        now = load(request)
+    behind = _left_behind()
+    old: dict[str, Any] = saved.get("settings", {})
+    apart = [name for name in old if name in now.settings and old[name] != now.settings[name]]
+    if not apart or set(old) != set(now.settings):
+        return None
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in old.items()}  # for --set
+    given = {**dict(request.settings), **{name: texts[name] for name in apart}}
+    with generators_kept():
+        before = load(replace(request, settings=tuple(given.items())))
+    if before.settings != old or _left_behind() != behind:
+        return None
+    jobs = [replace(one.job, callbacks=[_of_no_length(own) for own in one.job.callbacks]) for one in (before, now)]
+    return [field for field in differing_fields(*jobs) if field not in FREE]
+
+
+def _of_no_length(callback: Any) -> Any:
+    """Return a copy of a callback without lengths, which a resume may change."""
+    without_length = copy.copy(callback)
+    for name in LENGTHS.get(type(callback).__name__, ()):
+        setattr(without_length, name, None)
+    return without_length
+
+
+def _left_behind() -> list[Any]:
+    """Return values that a job's code may set outside of the job: in the environment, torch and its own modules."""
+    values: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    for name, module in sorted(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if place and not any(folder in Path(place).parents for folder in _PACKAGES):
+            values.append((name, _plain(module, _DEPTH)))
+    return values
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return repr(value)
+    if depth == 0:
+        return None
+    if isinstance(value, list | tuple):
+        return [len(value), *(_plain(one, depth - 1) for one in value[:_MOST_COMPARED])]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, dict):
+        return {repr(key): _plain(one, depth - 1) for key, one in list(value.items())[:_MOST_COMPARED]}
+    if isinstance(value, types.ModuleType) and depth < _DEPTH:
+        return value.__name__
+    attributes = getattr(value, "__dict__", {})
+    return {name: _plain(one, depth - 1) for name, one in attributes.items() if not name.startswith("__")}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The previous lengths of a run and the current one. `checked`: whether the current one must fit the trained steps.
+
+    Raises: JobMismatchError if the checkpoint is beyond the new end, or after a short step that was the old end.
+    """
+
+    saved: dict[str, Any]
+    engine: Engine
+    state: RunState | None
+    checked: bool = True
+
+    def __post_init__(self) -> None:
+        order, state = self.engine.order, self.state
+        if state is None or not self.checked:
+            return
+        if state.step > order.num_steps and self._changed:
+            raise JobMismatchError(
+                given=f"a length of {_said(self._now, order.num_steps)}",
+                conflict=f"the run has trained {state.step} steps already",
+                remedy=f"give a length of more than {state.step} steps, or that of the run; or start anew with "
+                "another --out",
+            )
+        missed = order.samples_before(state.step) - state.samples
+        if self._changed and missed and self.engine.num_train_samples is not None and state.step < order.num_steps:
+            raise JobMismatchError(
+                given=f"a length of {_said(self._now)}",
+                conflict=f"the run ended with a short step: {missed} samples of step {state.step} were left out, as "
+                f"{_said(self._before)} wanted, and no step would train them now",
+                remedy="begin a new run with these weights: --init-from, and another --out",
+            )
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        length: dict[str, Any] = self.engine.job.describe()["length"]
+        return length
+
+    @property
+    def _before(self) -> dict[str, Any]:
+        length: dict[str, Any] = self.saved.get("length") or self._now
+        return length
+
+    @property
+    def _changed(self) -> bool:
+        return self.state is not None and self._before != self._now
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the entry for job.json: each length with the first step, from 1, that was trained under it."""
+        step = self.state.step if self.state is not None else 0
+        known = self.saved.get("lengths") or [{"from_step": 1, **self._before}]
+        known = [entry for entry in known if entry["from_step"] <= step]
+        last = {name: value for name, value in known[-1].items() if name != "from_step"} if known else None
+        return known if last == self._now else [*known, {"from_step": step + 1, **self._now}]
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines about the change: the lengths, and the effect on the learning rate of the next step."""
+        if not self._changed or self.state is None:
+            return
+        step, engine = self.state.step, self.engine
+        before = replace(engine.order, length=_LENGTHS[self._before["kind"]](self._before["count"])).num_steps
+        now = engine.order.num_steps
+        yield f"length: {_said(self._before, before)}, {_said(self._now, now)} from here on"
+        if engine.job.schedule is None:
+            yield f"learning rate of step {step + 1}: {self._rate(step, now):.6g}; there is no schedule"
+            return
+        rates = f"{self._rate(step, before):.6g} by the old length, {self._rate(step, now):.6g} from here on"
+        every = max(1, step // _MOST_COMPARED)
+        same = all(self._rate(k, before) == self._rate(k, now) for k in range(0, step, every))
+        what = (
+            "the schedule has not depended on the length so far"
+            if same
+            else f"not as {_said(self._now)} at once: the steps so far had the rates of {_said(self._before)}"
+        )
+        yield f"learning rate of step {step + 1}: {rates}; {what}"
+
+    def _rate(self, step: int, num_steps: int) -> float:
+        """Return the first group's learning rate before `step` (from 0) of `num_steps`."""
+        progress = Progress(step, num_steps, self.engine.order.samples_before(step))
+        return self.engine.updater.stepper.rate(progress)
+
+
+def _said(length: dict[str, Any], steps: int | None = None) -> str:
+    """Describe a length, with its number of steps if known."""
+    count, kind = length["count"], length["kind"]
+    text = f"{count:.10g} {kind.removesuffix('s') if count == 1 else kind}"
+    return text if steps is None or kind == "steps" else f"{text} ({steps} steps)"

@@ -1,36 +1,193 @@
-"""Start and supervision of a run's ranks on this host, for the command and for Python."""
+"""Start of a run or a verification without torch: from the options to the request, and to ranks on this host."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import json
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
-from shoal.errors import ExitCode, ShoalError, from_json
-from shoal.hardware.detect import visible_gpus
-from shoal.launch.signals import Signals
+from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.cli.run.submit import RunEnd, started_on_host, submitted
+from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError, from_json
+from shoal.hardware.detect import cores, visible_gpus
+from shoal.jobs.job_file import JobRequest, parse_target
+from shoal.launch.environment import INSIDE, REQUEST_FILE, Environment, inside_run
+from shoal.launch.environments.detect import detected, has_launcher, restarts
+from shoal.launch.signals import Signals, exiting, stop_signals
+from shoal.launch.supervise.child import Child, OutputRelay, in_child, no_answer
 from shoal.launch.supervise.fork_server import ForkServer
 from shoal.launch.supervise.ranks import LaunchEnd, LocalRun, launch
 from shoal.launch.supervise.recovery import Recovery
-from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.directory_lock import DirectoryLock
-from shoal.runs.events import Events
-from shoal.runs.generation import withdraw
-from shoal.runs.request import RunRequest, claim_directory, devices_here, dumped, loaded
+from shoal.plans import Plan
+from shoal.plans.legal import World, other_world, refuse
+from shoal.plans.plan import described, read_plan
+from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.runs.address import is_address, working_copy
+from shoal.runs.attempts import Events
+from shoal.runs.directory import RunDirectory, default_directory, read_json
+from shoal.runs.directory_lock import DirectoryLock, withdraw
+from shoal.runs.options import Course, Origin, course_of, declared, initial_weights, whole_number
+from shoal.runs.request import RunRequest, What, Where, claim_directory, devices_here, dumped, loaded
 from shoal.runs.resize import granted, wished
+from shoal.runs.sound_values import adapter
+
+_RANGE = re.compile(r"(\d+):(\d+)")
+# Engines whose launcher chooses the number when it knows the available devices.
+ELASTIC = ("hosts", "slurm", "ray", "spark")
 
 
 @dataclass(frozen=True)
-class RunEnd:
-    """End of a run's ranks: the exit code, the error if there is one, and the signals that this process received."""
+class DeviceRange:
+    """Inclusive limits of the number of devices."""
 
-    code: int
-    error: ShoalError | None = None
-    signals: tuple[int, ...] = ()
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+def range_of(options: RunOptions) -> DeviceRange | None:
+    """Return the range in the options, or None if they have none. Raises: CommandError for an invalid range."""
+    match = _RANGE.fullmatch(str(options.devices)) if options.devices is not None else None
+    if match is None:
+        return None
+    limits = DeviceRange(int(match[1]), int(match[2]))
+    if not 1 <= limits.least <= limits.most:
+        raise CommandError(
+            given=f"--devices {limits}", conflict="the first is the least number, from 1", remedy="write --devices 4:16"
+        )
+    if options.plan is not None:
+        raise CommandError(
+            given=f"--devices {limits} --plan {options.plan}",
+            conflict="a plan is for one number of devices",
+            remedy="leave --plan out: the planner makes one for what there is; or write a number",
+        )
+    return limits
+
+
+def with_number(options: RunOptions, environment: Environment | None) -> RunOptions:
+    """Return the options with a number of devices or a plan. Raises: CommandError; LaunchError for too few devices."""
+    limits = range_of(options)
+    if limits is None:
+        return replace(options, devices=whole_number("devices", options.devices, 1))
+    if environment is not None:
+        return replace(options, devices=_started(limits, environment))
+    engine = options.on.partition(":")[0]
+    if engine == "local":
+        found_gpus = visible_gpus()
+        there, kind = (found_gpus, "GPUs") if found_gpus else (cores(), "cores")
+        if there < limits.least:
+            raise LaunchError(
+                given=f"--devices {limits}",
+                conflict=f"this host has {there} {kind}",
+                remedy=f"write --devices {there}, or start it where there are more",
+            )
+        most = min(limits.most, there)
+        if options.resume or options.resume_if_exists:
+            print(f"note: --devices {limits} is {most}: so many {kind} are here", file=sys.stderr)
+            return replace(options, devices=most)
+        choice = in_child(lambda: _planned(options, replace(limits, most=most)))
+        if "error" in choice:
+            raise from_json(choice["error"])
+        plan = loaded(Plan, choice["plan"]) if choice["plan"] is not None else None
+        number = plan.num_processes if plan is not None else most
+        why = f"the planner chose {described(plan)}" if plan is not None else "the planner has no plan that fits"
+        print(f"note: --devices {limits} is {number} of {there} {kind} here: {why}", file=sys.stderr)
+        if plan is None or options.exact:
+            return replace(options, devices=number)
+        return replace(options, devices=None, plan=plan)
+    if engine not in ELASTIC:
+        raise CommandError(
+            given=f"--devices {limits} --on {options.on}",
+            conflict=f"{engine} is asked for one number of processes, and gives it",
+            remedy=f"write a number; a range is for local, torchrun, {', '.join(ELASTIC)}",
+        )
+    return replace(options, devices=limits.most)
+
+
+def _started(limits: DeviceRange, environment: Environment) -> int:
+    """Return the number of processes that an engine has started. Raises: LaunchError if it is out of range."""
+    size = environment.world_size
+    if limits.least <= size <= limits.most:
+        return size
+    raise LaunchError(
+        given=f"--devices {limits}, and {size} processes by {environment.engine or 'a launcher'}",
+        conflict=f"the number of processes is not within {limits}",
+        remedy="start another number, or write other limits",
+    )
+
+
+def _planned(options: RunOptions, limits: DeviceRange) -> dict[str, Any]:
+    """Return the fastest plan within the limits, as JSON.
+
+    Call this in a child process, since it loads torch and the job.
+    """
+    from shoal.cli.options import PlanOptions
+    from shoal.cli.plan import answered
+    from shoal.distributed.failures import as_shoal_error, to_json
+
+    try:
+        with inside_run(os.environ):
+            plan_options = PlanOptions(
+                job=str(options.job), set=options.set, max_devices=limits.most, precision=options.precision
+            )
+            points = answered(plan_options).curve.points
+    except (Exception, SystemExit) as caught:
+        return {"error": to_json(as_shoal_error(caught), 0, "")}
+    fit = [p.best for p in points if p.best is not None and limits.least <= p.devices <= limits.most]
+    best = min(fit, key=lambda candidate: candidate.rank, default=None)
+    return {"plan": dumped(best.plan) if best is not None else None}
+
+
+_REQUEST, _FOUND = "look.json", "found.json"
+_POLL_SECONDS = 0.05
+_PROGRAM = "import sys, shoal.cli.run.start; shoal.cli.run.start.probe(sys.argv[1])"
+
+
+def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> dict[str, Any] | None:
+    """Return the result of `training.preflight.look` in another process, or None if a signal requested a stop.
+
+    Raises: LaunchError if that process dies.
+    """
+    (folder / _REQUEST).write_text(dumped(request), encoding="utf-8")
+    relay = OutputRelay(stream) if stream is not None else None
+    output = relay.writer if relay is not None else None
+    child = Child([sys.executable, "-c", _PROGRAM, str(folder)], variables={INSIDE: "1"}, output=output, errors=output)
+    try:
+        while child.process.poll() is None and not signals.received:
+            signals.wait(_POLL_SECONDS)
+    finally:
+        code = child.finish(0.0)
+        if relay is not None:
+            relay.close()
+    if signals.received:
+        return None
+    try:
+        result: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise no_answer(code) from None
+    return result
+
+
+def probe(path: str) -> None:
+    """Probe the job of the request in a folder, and write the result to the folder."""
+    from shoal.training.setup.preflight import look
+
+    folder = Path(path)
+    result = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
+    (folder / _FOUND).write_text(json.dumps(result), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # do not wait for threads that the job's code started
 
 
 @contextlib.contextmanager
@@ -127,3 +284,209 @@ def resized(request: RunRequest, code: int, signals: Signals) -> RunRequest | No
     now = f"{devices} process{'es' if devices > 1 else ''} in place of {before}"
     print(f"note: the run goes on with {now}, from step {step}", file=sys.stderr)
     return following
+
+
+def load_rank() -> None:
+    """Load the modules that ranks need, in the process that ranks are forked from."""
+    for name in ("shoal.cli.run.train", "shoal.distributed.collectives.shared_memory.all_reduce", "numpy.ma"):
+        importlib.import_module(name)
+    adapter(RunRequest)
+
+
+def run(options: RunOptions) -> int:
+    """Train in this process, as a rank of a launcher, or with ranks that are started here or on an engine."""
+    if REQUEST_FILE in os.environ:
+        return _run(options)
+    with at_address(options) as options:
+        return _run(options)
+
+
+@contextlib.contextmanager
+def at_address(options: RunOptions) -> Iterator[RunOptions]:
+    """Yield the options, with a working copy of the run directory if it is at an address.
+
+    Raises: as `working_copy`.
+    """
+    if options.out is None or not is_address(options.out):
+        yield options
+        return
+    with working_copy(options.out, fetched=not options.dry_run) as out:
+        yield replace(options, out=str(out), address=options.out)
+
+
+def _run(options: RunOptions) -> int:
+    environment = detected(os.environ)
+    handed_over = os.environ.pop(REQUEST_FILE, None)
+    if environment is not None and handed_over is not None:
+        request = loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8"))
+        return _train(request, environment, Signals(impatient=False))
+    limits = range_of(options)
+    options = with_number(options, environment)
+    if options.dry_run or (environment is None and options.on != "local"):
+        return submitted(options, requested(options), least=limits.least if limits is not None else None)
+    if environment is not None and options.on != "local":
+        raise CommandError(
+            given=f"--on {options.on}, in a process that {environment.engine or 'a launcher'} has started as rank "
+            f"{environment.rank} of {environment.world_size}",
+            conflict="ranks are started once: by that engine, or by --on",
+            remedy="leave --on out; or call it where no engine has set its variables: env -u NAME ...",
+        )
+    request = requested(options)
+    if options.out is not None and not options.resume:  # an engine's restart resumes
+        request = request.restarted(restarts(os.environ))
+    if environment is not None and environment.num_to_start and environment.num_hosts == 1:
+        request, environment = request.with_devices(environment.num_to_start, Origin.OPTION), None
+    if environment is not None and environment.num_to_start:
+        return started_on_host(options, request, environment)
+    if environment is not None:
+        world_size = environment.world_size
+        request = request.with_devices(world_size, Origin.OPTION)
+        if environment.single_host:
+            request = request.with_own_sums()
+        left_over = " (unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT where no launcher has started this process)"
+        source = f"WORLD_SIZE={world_size}{left_over if world_size == 1 else ''}"
+        refuse(other_world(request.what.plan, World(world_size, source)))
+        signals = Signals(impatient=not has_launcher(os.environ))
+        for name, text in environment.variables().items():  # jobs may read torchrun's variables on any engine
+            os.environ.setdefault(name, text)
+        return _train(request, environment, signals, unprepared=True)
+    return _started_here(request)
+
+
+def _started_here(request: RunRequest) -> int:
+    """Train in this process or with ranks on this host, and return the exit code."""
+    with claimed(request) as (request, lock):
+        if request.what.plan.num_processes == 1:
+            request, heard = request.begun(), Signals(impatient=True)
+            with inside_run(os.environ):
+                code = _train(request, Environment(), heard)
+            following = resized(request, code, heard)  # a stop request has priority over a resize request
+            if following is None:
+                return code
+            request = following  # this process is a launcher from now on
+        tell_notes(request)
+        try:
+            request, signals = looked_at(request) if request.what.needs_look else request, Signals(impatient=False)
+            with signals.handled():
+                ended = trained(request, lock, signals)
+        except ShoalError as error:
+            return tell(request, error)
+        return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
+
+
+def verify(options: VerifyOptions) -> int:
+    """Verify the run that `shoal run` would train with these options."""
+    with (
+        at_address(RunOptions(**vars(options), no_telemetry=True)) as asked,
+        claimed(requested(asked, suffix="-verify")) as (request, _),
+    ):
+        from shoal.cli.verify import verify  # imports torch, which the child that probes the job also uses
+
+        # Exit in order, so that the traces are removed.
+        with exiting(stop_signals(), ExitCode.INTERRUPTED):
+            try:
+                with inside_run(os.environ):
+                    return verify(looked_at(request), options.steps)
+            except ShoalError as error:
+                tell(request, error)
+                return int(ExitCode.USER)  # for any error, since 1 means that the run diverged
+
+
+def requested(options: RunOptions, suffix: str = "") -> RunRequest:
+    """Create the request from options. `suffix`: end of a default directory's name.
+
+    Raises: CommandError, JobFileError, SettingError, PlanError.
+    """
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    name = job.name + suffix
+    if options.resume_if_exists and not options.resume:
+        out = Path(options.out) if options.out else default_directory(name, True)
+        options = replace(options, resume=RunDirectory(out).job.exists())
+    if options.accept_changes and not options.resume:
+        raise CommandError(
+            given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
+        )
+    if options.resume and options.init_from:
+        raise CommandError(
+            given=f"--init-from {options.init_from} --resume",
+            conflict="a run that goes on has its own weights",
+            remedy="leave --init-from out, or leave --resume out and give another --out",
+        )
+    for tracker in options.track:
+        tracker.refuse_missing(f"--track {tracker}")
+    weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
+    devices = whole_number("devices", options.devices, 1)
+    wishes = Wishes(devices, options.exact, options.precision, options.workers, options.max_microbatch)
+    directory = RunDirectory(Path(options.out) if options.out else default_directory(name, options.resume))
+    saved = read_json(directory.job) if options.resume else None
+    if saved:
+        job = replace(job, settings=tuple({**saved.get("given", {}), **dict(job.settings)}.items()))
+    course, origins = course_of(options, saved)
+    if options.plan:
+        given = options.plan if isinstance(options.plan, Plan) else read_plan(Path(options.plan))
+        origin = Origin.FILE
+    elif options.resume and directory.plan.exists():
+        given, origin = read_plan(directory.plan), Origin.RUN
+    else:
+        given, origin = Plan(), Origin.DEFAULT
+    origins |= dict.fromkeys(("plan", *_OF_PLANS), origin)
+    if devices is not None and origin is Origin.DEFAULT:
+        origins["layout"] = Origin.OPTION
+    if wishes.workers is not None:
+        origins["data.workers"] = Origin.OPTION
+    elif "workers" in given.data.model_fields_set:
+        origins["data.workers"] = origin
+    if origin is Origin.RUN and options.exact and not given.execution.exact:
+        # The run chose these values itself, so exact mode chooses them again.
+        given = given.with_sections(batch={"grains_per_microbatch": 0}, execution={"channels_last": False})
+    plan = apply_wishes(given, wishes, from_file=origin is Origin.FILE)
+    if origin is Origin.RUN and plan.layout != given.layout:
+        print(f"note: the run's layout, {described(given)}, becomes {described(plan)}", file=sys.stderr)
+    if plan.serves:
+        for one in declared(Course):
+            if one.option.unserved and getattr(course, one.name):
+                raise CommandError(
+                    given=f"{one.flag} {getattr(course, one.name)} with servers (server.mode of the plan)",
+                    conflict=f"workers compute parts of different steps at a time, so that {one.option.unserved}",
+                    remedy=f'leave {one.flag} out, or train with server.mode = "none"',
+                )
+    what = What(job, plan, options.max_microbatch, weights, recorded_grains=(saved or {}).get("grains"))
+    where = Where(directory.path, options.address, numbered=None if options.out or options.resume else name)
+    return RunRequest(what, where, course, options.started_at, origins)
+
+
+# Settings of a plan whose origin is that of the plan.
+_OF_PLANS = ("layout", "execution.channels_last", "collectives.all_reduce", "memory.shared")
+
+
+def looked_at(request: RunRequest) -> RunRequest:
+    """Return the request with its plan completed by a child process that loads the job.
+
+    Raises: errors of job and plan.
+    """
+    from shoal.launch.supervise.child import in_child
+
+    def work() -> dict[str, Any]:
+        from shoal.training.setup.preflight import look
+
+        with inside_run(os.environ):
+            return look(request)
+
+    return judged_request(request, in_child(work))
+
+
+def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int:
+    """Print an error and the location of its traceback. Return the exit code."""
+    errors = RunDirectory(request.where.out).errors
+    print(error.render(), file=sys.stderr)
+    if error.traceback_text and error.traceback_file is None and errors.is_dir():
+        print(f"  traceback:      {errors}", file=sys.stderr)
+    return int(error.exit_code) if code is None else code
+
+
+def _train(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> int:
+    """Train in this process, with signals recorded in `signals`. Return the exit code."""
+    with signals.handled():  # before the import of torch, which takes seconds
+        from shoal.cli.run.train import run
+
+        return run(request, environment, signals, unprepared=unprepared)

@@ -18,12 +18,15 @@ import torch
 
 from shoal.checkpoint.places import RemotePlace
 from shoal.checkpoint.run_state import RunState
-from shoal.cli.run.changes import Lengths, accepted_changes, fields_changed, same_settings
 from shoal.cli.run.console import Pace, Reporter, choose_reporter, conclude, introduce
 from shoal.cli.run.description import (
+    Lengths,
+    accepted_changes,
     certified,
     describe,
+    fields_changed,
     initial_weights_of,
+    same_settings,
     without_initial_weights,
     write_description,
 )
@@ -42,13 +45,11 @@ from shoal.launch.environment import REPORT_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.launch.supervise.child import in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
-from shoal.plans.conflicts import idle
+from shoal.plans.legal import idle
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
-from shoal.runs.attempts import AttemptLog, StartUp
+from shoal.runs.attempts import AttemptLog, Events, StartUp, call_began_at, mtbf_seconds
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.effective_time import call_began_at
-from shoal.runs.events import Events, mtbf_seconds
-from shoal.runs.generation import withdraw
+from shoal.runs.directory_lock import withdraw
 from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory

@@ -21,10 +21,9 @@ from shoal.errors import ShoalError, StorageError
 from shoal.hardware.values import kind_of
 from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
-from shoal.runs.attempts import AttemptLog
+from shoal.runs.attempts import AttemptLog, EffectiveTime, earlier_starts
 from shoal.runs.directory import RunDirectory
-from shoal.runs.effective_time import EffectiveTime, earlier_starts
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.training.loop.between_steps import Outcome
 from shoal.training.microbatch.policy import MicrobatchPolicy

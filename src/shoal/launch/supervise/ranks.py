@@ -28,8 +28,8 @@ from shoal.launch.supervise.fork_server import ForkServer, Process, fresh_interp
 from shoal.launch.supervise.heartbeat import Watch, different_calls
 from shoal.launch.supervise.recovery import verdict
 from shoal.runs.directory import read_json
+from shoal.runs.directory_lock import FOLDER as GENERATIONS
 from shoal.runs.directory_lock import NAME
-from shoal.runs.generation import FOLDER as GENERATIONS
 
 _REQUEST = "request.json"
 _NAME_SECONDS, _LOOK_SECONDS = 40.0, 0.5

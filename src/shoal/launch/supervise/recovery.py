@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from shoal.errors import ExitCode, PeerError, RankLostError, ShoalError, from_json
 from shoal.launch.signals import Signals
+from shoal.runs.attempts import Events, instant
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.events import Events, instant
 
 # Default number of restarts in a row without a newly trained step.
 MOST = 5

@@ -34,7 +34,7 @@ from shoal.planner.measure.probes import (
     sample_together,
 )
 from shoal.planner.measure.steps import steps
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.runs.directory import write_file
 from shoal.training.step_clock import peak_memory_bytes
 

@@ -14,8 +14,7 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.share import Share
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 from shoal.plans.accounting.collectives import REPLICAS
-from shoal.plans.layout import divisors
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Plan, divisors
 
 
 class Predictor:

@@ -14,9 +14,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from shoal.hardware.values import SHARED_MEMORY, Cluster
-from shoal.plans.conflicts import excluded
-from shoal.plans.layout import divisors
-from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, fits
+from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, excluded, fits
 from shoal.plans.plan import (
     BatchSection,
     CollectivesSection,
@@ -26,6 +24,7 @@ from shoal.plans.plan import (
     Plan,
     ShardSection,
     TensorSection,
+    divisors,
 )
 
 Recompute = Literal["none", "selective", "full"]

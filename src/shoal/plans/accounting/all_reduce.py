@@ -15,9 +15,8 @@ from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective
 from shoal.plans.accounting.collectives import data_parallel as native
 from shoal.plans.accounting.collectives import sums as step_sums
 from shoal.plans.accounting.partition import cuts, gathers
-from shoal.plans.conflicts import FED_BACK
-from shoal.plans.layout import Layout
-from shoal.plans.plan import Plan
+from shoal.plans.legal import FED_BACK
+from shoal.plans.plan import Layout, Plan
 
 HEADER_BYTES = 64
 # A tree passes on pieces of this size, so that its levels work at the same time.

@@ -29,7 +29,7 @@ from shoal.plans.accounting.partition import (
     pack,
     pieces,
 )
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 # The group of all ranks, and the group of ranks with the same part of the model if that is a smaller one.
 WORLD, REPLICAS = "world", "replicas"

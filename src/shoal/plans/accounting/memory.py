@@ -12,7 +12,7 @@ from operator import add
 
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
 from shoal.plans.accounting.partition import gathers, pieces
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 
 @dataclass(frozen=True)

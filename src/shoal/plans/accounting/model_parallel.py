@@ -11,7 +11,7 @@ from math import prod
 
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.partition import Heads, num_positions
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 # Gradients are summed in at least float32; first the ranks exchange float32 flags of the existing gradients.
 _FLOAT32 = 4

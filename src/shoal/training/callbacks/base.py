@@ -14,7 +14,7 @@ from shoal.errors import JobError
 from shoal.jobs.job import Job
 from shoal.parallel.model.sharded_model import ShardedModel, local, whole_tensors
 from shoal.plans.plan import Plan
-from shoal.runs.events import Events
+from shoal.runs.attempts import Events
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.hook_barrier import HookBarrier
 

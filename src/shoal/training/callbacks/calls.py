@@ -21,7 +21,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError, first_line, text_of
 from shoal.jobs.user_errors import place_of
 from shoal.parallel.model.sharded_model import ShardedModel, local
-from shoal.runs.events import Events
+from shoal.runs.attempts import Events
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import (
     CHECKPOINT,

@@ -15,7 +15,7 @@ from shoal.errors import IntegrityError
 from shoal.hardware.detect import processor
 from shoal.numerics.checksum import bits_checksum
 from shoal.parallel.model.sharded_model import ShardedModel, local
-from shoal.plans.layout import Coordinate
+from shoal.plans.plan import Coordinate
 from shoal.training.update.optimizer_step import Updater
 
 _BITS = 22  # bits of an integer that a gather transfers exactly in float32

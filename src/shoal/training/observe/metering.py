@@ -21,8 +21,7 @@ from shoal.plans.accounting.memory import Footprint, StateShape, state_shape
 from shoal.plans.accounting.model_parallel import Partial
 from shoal.plans.accounting.rank import Described, memory, traffic
 from shoal.plans.grains import Grain, microbatches, share
-from shoal.plans.layout import Layout
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Layout, Plan
 from shoal.training.observe.memory_meter import GatheredBytes, MemoryMeter
 from shoal.training.observer import Observer
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.runs.generation import Fence
+from shoal.runs.directory_lock import Fence
 from shoal.runs.records import StepRecord, read_steps
 
 # Maximum records that wait for a disk (older ones are dropped), and the time between two attempts.

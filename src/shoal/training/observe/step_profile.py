@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.mesh import Mesh
 from shoal.runs.chrome_trace import MICROBATCH_ROW, SPAN_ROW, OwnEvent, RankTrace, merged, write
-from shoal.runs.option_values import TraceSteps
+from shoal.runs.options import TraceSteps
 from shoal.training.step_clock import StepListener
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from shoal.distributed.agreement import Agreement
 from shoal.distributed.mesh import Mesh
 from shoal.parallel.base import StepSums
 from shoal.plans.resolve import CompletePlan
-from shoal.runs.events import Events
+from shoal.runs.attempts import Events
 from shoal.runs.records import StepRecord
 from shoal.training.observe.rank_waits import RankWaits
 from shoal.training.observe.record_writer import RecordWriter

@@ -20,9 +20,8 @@ from shoal.hardware.detect import cores
 from shoal.parallel.base import StepSums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import plan_text
-from shoal.runs.attempts import AttemptLog
+from shoal.runs.attempts import AttemptLog, Events
 from shoal.runs.directory import SESSION, RunDirectory, write_file
-from shoal.runs.events import Events
 from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import StepRecords, Surroundings
 from shoal.training.session.passes import Base

@@ -30,8 +30,7 @@ from shoal.parallel.assemble import mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
-from shoal.plans.conflicts import idle
-from shoal.plans.legal import ModelFacts, conflicts, refuse
+from shoal.plans.legal import ModelFacts, conflicts, idle, refuse
 from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
 from shoal.training.microbatch.evaluation import Evaluator
 from shoal.training.observe.trace.traces import Replay

@@ -47,8 +47,8 @@ from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
 from shoal.plans.grains import random_key
 from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
-from shoal.runs.generation import Fence
-from shoal.runs.option_values import InitialWeights
+from shoal.runs.directory_lock import Fence
+from shoal.runs.options import InitialWeights
 from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.loop.device_graph import refuse_uncapturable

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import JobError
-from shoal.runs.option_values import TrackerName
+from shoal.runs.options import TrackerName
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import Callback, Ending, RunControl
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.cli.main import _parser
 from shoal.cli.options import RunOptions, arguments_of, options_of
-from shoal.cli.run.prepare import requested, run
+from shoal.cli.run.start import requested, run
 from shoal.cli.run.submit import submission_of
 from shoal.errors import CommandError
 from shoal.jobs.job_file import JobRequest, setting_of

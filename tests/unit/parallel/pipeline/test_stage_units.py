@@ -15,8 +15,7 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.numerics.precision import Precision
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.shard.zero23 import rows, shard
-from shoal.plans.layout import Layout
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Layout, Plan
 from shoal.plans.schedule import Action, ActionKind
 
 pytestmark = needs_zero23()

@@ -21,7 +21,7 @@ from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply
 from shoal.plans.accounting.collectives import Volume, Volumes
 from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 ROWS, LENGTH, WIDTH, VOCABULARY, BLOCKS, DEGREE = 2, 9, 16, 256, 3, 3
 HIDDEN = ROWS * LENGTH * WIDTH * 4

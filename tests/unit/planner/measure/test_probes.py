@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.distributed.mesh import Mesh
 from shoal.planner.measure.probes import Call, Probe, exchanges, probes, sample
 from shoal.planner.measure.worker import Budget
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 CPU = torch.device("cpu")
 SMALL = [

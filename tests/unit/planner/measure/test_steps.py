@@ -7,7 +7,7 @@ import torch
 from shoal.distributed.mesh import Mesh
 from shoal.planner.measure.steps import FEW, MANY, _blocks, _loss, _model, operators, steps, tensors
 from shoal.planner.profile.profiles import profile
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 
 def test_a_step_of_few_and_of_many_parameters() -> None:

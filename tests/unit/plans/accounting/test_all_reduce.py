@@ -20,8 +20,7 @@ from shoal.plans.accounting.all_reduce import (
 from shoal.plans.accounting.collectives import WORLD, Array, Gradients, Volume, Volumes
 from shoal.plans.accounting.collectives import data_parallel as native
 from shoal.plans.accounting.rank import Described, traffic
-from shoal.plans.layout import Layout
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Layout, Plan
 
 worlds = st.integers(2, 40)
 HEADER = Volume(1, HEADER_BYTES)

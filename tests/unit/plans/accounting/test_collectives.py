@@ -35,7 +35,7 @@ from shoal.plans.accounting.collectives import (
 )
 from shoal.plans.accounting.model_parallel import LayerPair, tensor_parallel
 from shoal.plans.grains import Grain
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.observe.metering import array
 
 MIB = 1 << 20

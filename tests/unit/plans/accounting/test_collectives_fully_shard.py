@@ -17,7 +17,7 @@ from shoal.plans.accounting.memory import (
     scattered_gradients,
     sharded_parameters,
 )
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.observe.memory_meter import MemoryMeter
 
 RANK = 5

@@ -29,8 +29,7 @@ from shoal.plans.accounting.memory import (
     state_shape,
     whole,
 )
-from shoal.plans.layout import Layout
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Layout, Plan
 from shoal.training.observe.memory_meter import MemoryMeter, SavedTensors, storage_bytes
 from shoal.training.observe.metering import array, optimizer_shape
 

@@ -13,7 +13,7 @@ from shoal.plans.accounting.model_parallel import (
     exchanges,
     messages,
 )
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 
 
 def test_what_crosses_is_of_the_samples_or_of_one_size() -> None:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.distributed.mesh import alone
 from shoal.errors import PeerError
-from shoal.plans.layout import Layout
+from shoal.plans.plan import Layout
 from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
 
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.distributed.mesh import alone
 from shoal.runs.chrome_trace import read
-from shoal.runs.option_values import TraceSteps
+from shoal.runs.options import TraceSteps
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.step_clock import StepClock
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shoal.cli.options import RunOptions
-from shoal.cli.run import device_range
-from shoal.cli.run.device_range import with_number
+from shoal.cli.run import start
+from shoal.cli.run.start import with_number
 from shoal.errors import CommandError, LaunchError
 from shoal.launch.environment import Environment
 from shoal.launch.launchers import slurm
@@ -47,8 +47,8 @@ def test_an_engine_has_its_own_choice() -> None:
 
 
 def test_too_few_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_range, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(device_range, "cores", lambda: 2)
+    monkeypatch.setattr(start, "visible_gpus", lambda: 0)
+    monkeypatch.setattr(start, "cores", lambda: 2)
     with pytest.raises(LaunchError, match="this host has 2 cores"):
         with_number(options("4:8"), None)
     assert with_number(options("1:8", resume=True), None).devices == 2

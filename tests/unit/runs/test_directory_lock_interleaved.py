@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import FencedError
-from shoal.runs import generation
-from shoal.runs.generation import Fence, newest
+from shoal.runs import directory_lock
+from shoal.runs.directory_lock import Fence, newest
 
 NAMES = ("commits", "takes over", "takes over too")
-SOURCES = (generation.__file__, generation.write_aside.__code__.co_filename)
+SOURCES = (directory_lock.__file__, directory_lock.write_aside.__code__.co_filename)
 
 
 class Process:

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plans.layout import AXES, Coordinate, Layout
+from shoal.plans.plan import AXES, Coordinate, Layout
 
 
 @st.composite

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.errors import CommandError
-from shoal.runs.option_values import TraceSteps
+from shoal.runs.options import TraceSteps
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10", (10, 10)), ("10-12", (10, 12)), (" 3 - 4 ", (3, 4))])

@@ -11,10 +11,10 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.runs.test_generation_interleaved import Process
+from tests.unit.runs.test_directory_lock_interleaved import Process
 
 from shoal.errors import FencedError
-from shoal.runs.generation import Fence, newest
+from shoal.runs.directory_lock import Fence, newest
 
 
 @dataclass

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.run.changes import fields_changed
+from shoal.cli.run.description import fields_changed
 from shoal.jobs.differences import changed
 from shoal.jobs.job_file import JobRequest, load
-from shoal.jobs.job_module import JobModule
-from shoal.jobs.job_sources import code
+from shoal.jobs.job_module import JobModule, code
 
 JOB = """
 import shoal

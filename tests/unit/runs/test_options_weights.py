@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import CommandError
-from shoal.runs.option_values import InitialWeights, NameRules, initial_weights
+from shoal.runs.options import InitialWeights, NameRules, initial_weights
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_refused_in_words(source: str | None, allow: str | None, rename: list[st
 def test_a_request_hands_them_over(tmp_path: Path) -> None:
     """Ranks read the request from a file."""
     from shoal.cli.options import RunOptions
-    from shoal.cli.run.prepare import requested
+    from shoal.cli.run.start import requested
     from shoal.runs.request import RunRequest, dumped, loaded
 
     job = tmp_path / "job.py"

@@ -8,8 +8,7 @@ import pytest
 from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError, SettingWarning
-from shoal.plans.conflicts import SERVED
-from shoal.plans.legal import ModelFacts, notes
+from shoal.plans.legal import SERVED, ModelFacts, notes
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 

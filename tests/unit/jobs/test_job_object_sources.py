@@ -10,8 +10,8 @@ import pytest
 
 from shoal.jobs.differences import changed
 from shoal.jobs.job import Epochs, Job, warmup_cosine
-from shoal.jobs.job_sources import JOB_FILE
-from shoal.jobs.object_sources import code_of
+from shoal.jobs.job_module import JOB_FILE
+from shoal.jobs.job_object import code_of
 from shoal.training.callbacks.ema import EMA
 
 TEXT = """
@@ -110,7 +110,7 @@ def test_values_that_are_no_code_are_read_too() -> None:
     assert changed(one, other) == [f"{JOB_FILE}: loss: factor"]
     assert code_of(job(closed(1.0))) == one
     # What a module of this file defines counts with its file.
-    assert any(name.endswith("test_object_sources.py") for name in one)
+    assert any(name.endswith("test_job_object_sources.py") for name in one)
 
 
 def test_state_that_computes() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.run_folders import RunFolder, one_process
 
-from shoal.cli import watch as watching
+from shoal.cli import report as watching
 from shoal.cli.finished_run import Run
 from shoal.cli.main import main
 from shoal.cli.options import WatchOptions

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from tests.run_folders import RunFolder
 
-from shoal.runs.attempts import AttemptLog
-from shoal.runs.effective_time import EffectiveTime, call_began_at, earlier_starts
-from shoal.runs.events import instant, mtbf_seconds
+from shoal.runs.attempts import AttemptLog, EffectiveTime, call_began_at, earlier_starts, instant, mtbf_seconds
 
 
 def test_steps_that_are_trained_again_count_once(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import PlanError
-from shoal.plans.conflicts import CAPTURED, value
-from shoal.plans.legal import ModelFacts, conflicts, refuse
+from shoal.plans.legal import CAPTURED, ModelFacts, conflicts, refuse, value
 from shoal.plans.plan import Plan, described
 from shoal.plans.resolve import judge
 
