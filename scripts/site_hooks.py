@@ -93,8 +93,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/") and not (ROOT / uri.removeprefix("source/")).is_file():
         return markdown  # the listing of a program
-    if uri.startswith("coming-from/"):
-        page.meta["hide"] = ["toc"]  # its place goes to two programs side by side
 
     def moved(match: re.Match[str]) -> str:
         link, anchor = match.group(1), match.group(2) or ""

@@ -13,6 +13,7 @@ from tests.forks import run
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w./-]+\.(?:py|toml|csv))\n")
+INDEX = Path(__file__).resolve().parents[2] / "docs" / "index.md"
 PROGRAMS = {
     "shoal": ["-m", "shoal"],
     "torchrun": ["-m", "torch.distributed.run"],
@@ -33,6 +34,12 @@ def blocks_of(page: str) -> list[Block]:
     return [Block(*found) for found in BLOCK.findall(page)]
 
 
+def write_first_job(folder: Path) -> None:
+    """Write the job file of docs/index.md, which other pages use, into a folder."""
+    text = next(block.text for block in blocks_of(INDEX.read_text("utf-8")) if block.language == "python")
+    (folder / "digits_job.py").write_text(text)
+
+
 def command(line: str) -> list[str]:
     """A command of a page, started by this interpreter."""
     words = shlex.split(line, comments=True)
@@ -48,13 +55,14 @@ def missing(text: str, printed: str) -> list[str]:
 
 
 def tell(page: str, folder: Path, timeout: float = 100) -> str:
-    """Runs a page in a folder. Returns all that was printed.
+    """Runs a page in a folder that has the job file of docs/index.md. Returns all that was printed.
 
     python, toml: written where the first line is a comment with a name. sh: run, and has to end with 0, or with the
     code that a comment "exit N" says. text: each line has to be printed by the sh block before it.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "KERAS_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
     everything, printed = "", ""
+    write_first_job(folder)
     for block in blocks_of(page):
         if name := FILE.match(block.text):
             (folder / name[1]).write_text(block.text)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.docs.pages import write_first_job
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
@@ -18,6 +19,7 @@ FILES = {block.split("\n", 1)[0][2:]: block for block in blocks("python", PAGE)}
 @pytest.mark.timeout(300)
 def test_the_page_in_its_order(tmp_path: Path) -> None:
     assert set(FILES) == {"hooked_job.py", "scheduled_job.py"}
+    write_first_job(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     commands = [line.split() for block in blocks("sh", PAGE) for line in block.splitlines()]

@@ -16,7 +16,7 @@ FILES = {block.split("\n", 1)[0][2:]: block for block in blocks("python", PAGE)}
 
 @pytest.mark.timeout(300)
 def test_the_page_in_its_order(tmp_path: Path) -> None:
-    assert set(FILES) == {"digits_job.py", "in_python.py"}
+    assert set(FILES) == {"tuned_job.py", "in_python.py"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     said, ended = [], []

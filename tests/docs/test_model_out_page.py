@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.docs.pages import write_first_job
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
@@ -16,12 +17,13 @@ FILES = {block.split("\n", 1)[0][2:]: block for block in blocks("python", PAGE)}
 
 @pytest.mark.timeout(300)
 def test_the_page_in_its_order(tmp_path: Path) -> None:
-    assert set(FILES) == {"digits_job.py", "after_training.py", "predicted.py"}
+    assert set(FILES) == {"watched_job.py", "after_training.py"}
+    write_first_job(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     commands = [line.split() for block in blocks("sh", PAGE) for line in block.splitlines()]
     assert [words[1] for words in commands] == ["run", "export", "evaluate", "predict"]
-    programs = [[sys.executable, "predicted.py"], [sys.executable, "after_training.py"]]
+    programs = [[sys.executable, "after_training.py"]]
     for words in (*([sys.executable, "-m", *words] for words in commands), *programs):
         done = run(words, cwd=tmp_path, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr

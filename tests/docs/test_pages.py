@@ -20,14 +20,11 @@ STORIES = [
     for name, page in PAGES.items()
     if name != "tutorial.md" and any(block.language == "sh" for block in blocks_of(page))
 ]
-NEEDS = {"coming-from/keras.md": "keras", "coming-from/trainer.md": "transformers"}
-# Records of what was measured, and what is generated.
-RECORDS = ("assumptions", "corpus", "cpu-steps", "gpu-steps", "log", "loss-curves", "matrix", "small-steps")
-RECORDS += ("traffic-and-memory", "verify-results")
-PLAIN = [path for path in (*DOCS.glob("*.md"), *DOCS.glob("engines/*.md")) if path.stem not in RECORDS]
+NEEDS = {"coming-from/trainer.md": "transformers"}
+PLAIN = [*DOCS.glob("*.md"), *DOCS.glob("engines/*.md")]
 LOOKED_UP = {DOCS / f"{name}.md" for name in ("architecture", "features", "settings")}  # rather than read
 MOST_WORDS = 1_200
-USUAL = {"coming-from/lightning.md", "coming-from/deepspeed.md"}
+USUAL = {"coming-from/index.md", "coming-from/deepspeed.md"}
 
 
 @pytest.mark.timeout(400)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.docs.pages import write_first_job
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
@@ -21,6 +22,7 @@ def test_the_page_in_its_order(tmp_path: Path) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the package {package} is not installed, see docs/trackers.md")
     assert set(FILES) == {"tracked_job.py"}
+    write_first_job(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     for line in [line for block in blocks("sh", PAGE) for line in block.splitlines()]:
