@@ -23,7 +23,7 @@ def test_the_programs_in_their_order(tmp_path: Path) -> None:
         done = run([sys.executable, name], cwd=tmp_path, timeout=100)
         assert done.returncode == 0, done.stdout + done.stderr
         if name == "train.py":
-            assert "digits_job:job -> runs/digits_job" in done.stdout
+            assert "digits_job.py:job -> runs/digits_job" in done.stdout
             assert "'accuracy': 0.9" in done.stdout
     assert (tmp_path / "plan.toml").is_file()
     assert " - " in done.stdout

@@ -16,13 +16,16 @@ from shoal.cli.main import _parser
 from shoal.training.session import Training
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(\S+)` \| `(.*?)` \| (.+?) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(\S+)`(?: `(.*?)`)? \| (.+?) \|", re.MULTILINE)
+SAME = re.compile(r"^As for (?:a |`)(.+?)`?: (.+)\.$", re.MULTILINE)
 
 
 def documented(heading: str) -> dict[str, str]:
-    """The defaults in the table under a heading, by name."""
+    """The defaults in the table under a heading, by name; of names that are as under another heading, those there."""
     (section,) = re.findall(rf"^## {heading}$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    return {name: default for name, default, _ in ROW.findall(section)}
+    same = {name: other for other, names in SAME.findall(section) for name in re.findall(r"`(\S+)`", names)}
+    defaults = {name: documented(other)[name] for name, other in same.items()}
+    return defaults | {name: default or "none" for name, default, _ in ROW.findall(section)}
 
 
 def shown(value: Any) -> str:

@@ -55,7 +55,8 @@ def table(kind: Any) -> str:
     for one in declared(kind):
         meaning = one.option.page or one.option.text.replace("%%", "%")
         refused = f"{one.option.refused} |" if one.option.refused else "|"
-        lines.append(f"| `{one.flag}` | `{shown(one.default)}` | {meaning} | {refused}\n")
+        default = "" if one.default is None else f" `{shown(one.default)}`"
+        lines.append(f"| `{one.flag}`{default} | {meaning} | {refused}\n")
     return "".join(lines)
 
 
