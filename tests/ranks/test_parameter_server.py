@@ -33,7 +33,8 @@ from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members, identity
 from shoal.training.parameter_server.worker import take_part
 from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.engine import Options, build, build_model
+from shoal.training.setup.engine import Options, build
+from shoal.training.setup.job_model import build_model
 from shoal.training.setup.preflight import judged
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces

@@ -84,7 +84,7 @@ class Run:
         """
         from shoal.checkpoint.weights import load as load_weights
         from shoal.numerics.isolation import generators_kept
-        from shoal.training.setup.lazy_modules import whole
+        from shoal.training.setup.job_model import whole
 
         if into is None:
             with generators_kept(), inside_run(os.environ):  # initial values are drawn and then overwritten

@@ -30,7 +30,7 @@ from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.observe.trace.traces import PHASES, StepTrace, identical
 from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.engine import seeded_model
+from shoal.training.setup.job_model import seeded_model
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import MADE_BEFORE, Diagnosis, diagnose
 from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers

@@ -32,8 +32,8 @@ from shoal.runs.directory import RunDirectory
 from shoal.runs.directory_lock import Fence
 from shoal.runs.options import Course, declared
 from shoal.runs.request import RunRequest
-from shoal.training.setup.data_digests import data_digests
 from shoal.training.setup.engine import Engine
+from shoal.training.setup.preflight import data_digests
 
 
 def describe(
@@ -49,7 +49,12 @@ def describe(
     else:
         digests = {
             "files": digests_of(loaded.files, request.what.job.module.folders),
-            "data": data_digests(engine, (saved or {}).get("data", {})),
+            "data": data_digests(
+                engine.job.train_data,
+                engine.plan.data.workers,
+                engine.evaluator.sources,
+                (saved or {}).get("data", {}),
+            ),
         }
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
@@ -74,8 +79,8 @@ def describe(
 
 def initial_weights_of(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the entry of job.json on external initial weights, from this call or the resumed run."""
-    if engine.taken is not None:
-        return engine.taken.to_json()
+    if engine.initial_weights is not None:
+        return engine.initial_weights.to_json()
     entry: dict[str, Any] | None = (saved or {}).get("initial_weights")
     return entry
 

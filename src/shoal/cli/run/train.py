@@ -54,13 +54,10 @@ from shoal.runs.options import Origin
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest, claim_directory
 from shoal.runs.resize import ResizeWish
-from shoal.training.callbacks.base import Callback
 from shoal.training.loop.between_steps import Outcome
-from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_profile import StepProfile
 from shoal.training.observe.step_records import Surroundings
-from shoal.training.observer import Observer
 from shoal.training.setup.engine import Engine, Options, build
 from shoal.training.setup.preflight import judged_for, shake_hands, with_judged_grains
 
@@ -202,39 +199,29 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     request = call.request
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
-    meter, profile = StepMeter(), None
+    profile = None
     if request.course.trace is not None:
         profile = StepProfile(
             request.course.trace, mesh, RunDirectory(request.where.out).trace(str(request.course.trace))
         )
-    options = replace(
-        _options(request, call.loaded, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile
-    )
+    options = replace(_options(request, call.loaded), listener=profile)
     call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
-        if not request.course.no_telemetry:
-            stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
-            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
         return _train_built(engine, replace(call, profile=profile))
     finally:
-        meter.close()
         if profile is not None:
             profile.close()
         engine.close()
 
 
-def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
-    """Return the job's callbacks, and trackers from the command line."""
-    if not request.course.track:
-        return tuple(job.callbacks)
-    from shoal.training.trackers.tracker import Tracker
-
-    return (*job.callbacks, *map(Tracker, request.course.track))
-
-
-def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Options:
+def _options(request: RunRequest, loaded: LoadedJob) -> Options:
     directory, course = RunDirectory(request.where.out), request.course
+    callbacks = tuple(loaded.job.callbacks)
+    if course.track:
+        from shoal.training.trackers.tracker import Tracker
+
+        callbacks = (*callbacks, *map(Tracker, course.track))
     return Options(
         checkpoints=directory.checkpoints,
         saved=directory.saved,
@@ -252,7 +239,8 @@ def _options(request: RunRequest, loaded: LoadedJob, observer: Observer) -> Opti
         initial_weights=request.what.initial_weights,
         checks_seed=not (request.course.resume or request.restarts or request.what.initial_weights),
         drawn_at_import=loaded.draws,
-        observer=observer,
+        callbacks=callbacks,
+        meters=not course.no_telemetry,
         heartbeat=Heartbeat.joined(os.environ),
     )
 
@@ -272,9 +260,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = replace(
-            _options(request, call.loaded, Observer()), take_workers=False, callbacks=_callbacks(job, request)
-        )
+        options = replace(_options(request, call.loaded), take_workers=False, meters=False)
         call.start_up.ends("job")
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
@@ -296,7 +282,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     description["initial_weights"] = began = initial_weights_of(engine, saved)
     engine.keeper.begin()  # the job matches the run: now take over its checkpoints
     state, complaints = engine.load() if request.course.resume else (None, [])
-    if request.course.resume and state is None and began is not None and engine.taken is None:
+    if request.course.resume and state is None and began is not None and engine.initial_weights is None:
         raise without_initial_weights(began)
     first = state.step if state else 0
     course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.course.accept_changes))
@@ -309,7 +295,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     pace = Pace(first, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace, shown_elsewhere=request.shown_elsewhere)
     try:
-        initial = engine.taken if state is None else None  # restarted ranks have the same options but a state
+        initial = engine.initial_weights if state is None else None  # restarted ranks have the same options but a state
         for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(initial.lines() if initial else ())):
             reporter.note(complaint)
         together(

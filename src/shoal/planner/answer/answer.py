@@ -55,7 +55,7 @@ from shoal.runs.version import __version__
 from shoal.training.setup.choices import copy_need
 from shoal.training.setup.choices import is_small as is_copied
 from shoal.training.setup.default_grains import deferred_outline, grains_of, outline, with_grains
-from shoal.training.setup.engine import build_model
+from shoal.training.setup.job_model import build_model
 from shoal.training.setup.memory_format_choice import choose_format
 from shoal.training.setup.preflight import one_grain
 from shoal.training.update.job_optimizer import Parameters, build_optimizer

@@ -30,7 +30,7 @@ from shoal.planner.profile.trace import Loss, Model, OperatorTrace, OperatorTrac
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan, PrecisionSection
 from shoal.training.setup.default_grains import with_grains
-from shoal.training.setup.lazy_modules import lazy_names, whole
+from shoal.training.setup.job_model import lazy_names, whole
 
 # Numbers of samples to trace: two determine the line, the third checks it. One sample is unsuitable, because a dim of
 # size 1 is a special case for strides, broadcasts and batch statistics. The later tuples serve losses that accept

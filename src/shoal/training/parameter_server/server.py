@@ -24,7 +24,7 @@ from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, pac
 from shoal.plans.plan import Plan
 from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each, listen
 from shoal.training.parameter_server.members import Asked, Members, Role, introduce, key_of
-from shoal.training.setup.engine import build_model
+from shoal.training.setup.job_model import build_model
 from shoal.training.update.job_optimizer import Parameters, build_optimizer
 from shoal.training.update.optimizer_step import Stepper
 

@@ -39,7 +39,7 @@ from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
 from shoal.training.session.saving import Resumed, resumed
 from shoal.training.setup.default_grains import GrainsChoice, grains_of
-from shoal.training.setup.lazy_modules import lazy_names
+from shoal.training.setup.job_model import lazy_names
 from shoal.training.setup.preflight import compare_data, refuse_differences
 
 A = TypeVar("A")

@@ -26,7 +26,7 @@ from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction
 from shoal.parallel.model.wrappers import unwrapped
 from shoal.plans.grains import FEW_GRAINS, default_grains
-from shoal.training.setup.lazy_modules import lazy_names, whole
+from shoal.training.setup.job_model import lazy_names, whole
 
 _FLOAT_BYTES = 4
 # Number of samples to read, spread over the data: ragged samples differ, and a batch is as long as its longest sample.

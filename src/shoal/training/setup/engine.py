@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.initial import TakenWeights, take_weights
@@ -25,25 +24,20 @@ from shoal.data.opened import loader_of, open_evaluations, opened, order_of, ref
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
-from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh, alone
 from shoal.distributed.own_collectives import own_collectives_refused
-from shoal.distributed.process_setup import one_thread
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError
 from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.launch.supervise.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
 from shoal.numerics.python_state import clear_caches
 from shoal.parallel.assemble import ModelSource, assemble, divide, mapped
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.model.wrappers import refuse_wrapped, unwrapped
 from shoal.plans.grains import random_key
 from shoal.plans.plan import ExecutionSection, Plan
 from shoal.plans.resolve import CompletePlan, warn_of
@@ -59,14 +53,14 @@ from shoal.training.microbatch.evaluation import EvaluationSets, Evaluator
 from shoal.training.microbatch.loss import LossComputer, LossPair
 from shoal.training.microbatch.policy import MicrobatchPolicy
 from shoal.training.microbatch.step import StepRunner
+from shoal.training.observe.metering import StepMeter
 from shoal.training.observe.record_writer import RecordWriter
 from shoal.training.observe.step_records import Surroundings
 from shoal.training.observer import Observer
 from shoal.training.setup.choices import choose
 from shoal.training.setup.default_grains import outline, with_grains
-from shoal.training.setup.lazy_modules import whole
+from shoal.training.setup.job_model import construct_twice, make_model, seeded_model, unlike_ranks
 from shoal.training.setup.preflight import compare_data, compare_models, judged
-from shoal.training.setup.seeded_model import construct_twice, unlike_ranks
 from shoal.training.step_clock import StepClock, StepListener
 from shoal.training.update.job_optimizer import (
     Parameters,
@@ -94,7 +88,7 @@ class Engine(TrainingParts):
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
     unseeded: tuple[str, ...] = ()  # the notes about initial values
-    taken: TakenWeights | None = None  # initial weights from elsewhere, if any
+    initial_weights: TakenWeights | None = None  # from elsewhere, if any
 
     @property
     def num_parameters(self) -> int:
@@ -149,7 +143,9 @@ class Engine(TrainingParts):
         return RunState(loss_scale=scale, grains=self.job.grains)
 
     def close(self) -> None:
-        """Stop threads and worker processes, and remove the strategy's hooks."""
+        """Stop threads and worker processes, and remove the hooks of the meter and the strategy."""
+        if isinstance(self.observer, StepMeter):
+            self.observer.close()
         self.strategy.close()
         self.keeper.close()
         self.loader.close()
@@ -168,9 +164,10 @@ class Options:
     none in a verification or measurement. `bad_samples`: maximum number of unreadable samples to skip.
     `check_replicas`: number of steps between checks of replicas. `compares_replicas`: whether replicas are compared
     after the first steps and the last step. `mtbf_seconds`: mean time between losses of ranks, None if none was lost.
-    `listener`: receives the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to
-    detect initial values that do not follow from the job's seed. `drawn_at_import`: such values include tensors that
-    were made before the call of model().
+    `meters`: the engine measures traffic and memory of the first steps, and ignores `observer`. `listener`: receives
+    the steps' spans and microbatches. `checks_seed`: rank 0 constructs a small model twice, to detect initial values
+    that do not follow from the job's seed. `drawn_at_import`: such values include tensors that were made before the
+    call of model().
     """
 
     checkpoints: Path | None = None
@@ -187,6 +184,7 @@ class Options:
     initial_weights: InitialWeights | None = None
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
+    meters: bool = False
     listener: StepListener | None = None
     checks_seed: bool = False
     drawn_at_import: bool = True
@@ -199,11 +197,18 @@ class Options:
 
 def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """Build the engine of a run. Raises: errors of the job's parts on any rank, on all ranks. Collective: all ranks."""
+
     # 1. Data.
-    job = together(mesh, lambda: with_grains(opened(job)))
-    data: Opened = replace(job.train_data, bad_samples=options.bad_samples)
+    def open_data() -> tuple[Job, Opened]:
+        ready = opened(job)
+        if ready.grains is None:
+            ready = with_grains(ready)
+        data = replace(ready.train_data, bad_samples=options.bad_samples)
+        _check_data(data, plan, mesh)
+        return ready, data
+
+    job, data = together(mesh, open_data)
     mapped_source = data.source if isinstance(data.source, MapSource) else None
-    together(mesh, lambda: _check_data(data, plan, mesh))
     workers = plan.data.workers  # this rank's proposal
     if options.take_workers and not plan.serves and mapped_source is not None and data.workers is not None:
         workers = data.workers
@@ -219,7 +224,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     model, divided = sharded_model.model, sharded_model.divided
     # Before other code, such as an optimizer, copies the parameters.
     initial = options.initial_weights
-    taken = take_weights(initial, sharded_model) if initial is not None else None
+    initial_weights = take_weights(initial, sharded_model) if initial is not None else None
     parameters, optimizer = together(mesh, lambda: _build_optimizer(job, plan, sharded_model))
 
     # 3. Choices: the complete plan of this run.
@@ -253,8 +258,9 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         updated = {id(p) for name, p in parameters.named if name in names}
     together(mesh, lambda: refuse_divided_steps(optimizer, job.optimizer, sharded_model, lambda p: id(p) in updated))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
+    observer = StepMeter() if options.meters else options.observer
     stepper = Stepper(optimizer, job, exact=exact, captured=plan.execution.cuda_graph)
-    updater = Updater(optimizer, job, options.observer, strategy, sharded_model, stepper=stepper)
+    updater = Updater(optimizer, job, observer, strategy, sharded_model, stepper=stepper)
     order = order_of(data, job, job.length, job.shuffle is not False)
     buffers = StepBuffers(
         model,
@@ -329,7 +335,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         *without_optimizer([optimizer], parameters.named),
         *_without_effect(mesh, options, is_stream=mapped_source is None, shares=shares),
     )
-    return Engine(
+    engine = Engine(
         job=job,
         plan=plan,
         mesh=mesh,
@@ -356,12 +362,16 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         ),
         callbacks=callbacks,
         clock=clock,
-        observer=options.observer,
+        observer=observer,
         num_train_samples=order.num_samples if mapped_source is not None else None,
         unseeded=unseeded,
         notes=notes,
-        taken=taken,
+        initial_weights=initial_weights,
     )
+    if isinstance(observer, StepMeter) and options.meters:
+        stage_groups = pipeline.messages.groups if pipeline is not None else []
+        observer.attach(sharded_model, optimizer, strategy, stage_groups)
+    return engine
 
 
 def _without_effect(mesh: Mesh, options: Options, *, is_stream: bool, shares: bool) -> Iterator[str]:
@@ -468,14 +478,14 @@ def _build_model(
         key = random_key(job.seed, "initial values")
         pair = LossPair(job.loss, precision)
         batch = functools.partial(small_batch, data.source, data.collate, data.bad_samples)
-        made = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
-        held = collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
+        source = ModelSource(functools.partial(make_model, job), key, job.loss, pair, batch)
+        divided = collectively(mesh, True, lambda: divide(source, plan, mesh, precision))
         clear_caches({"model": job.model, "loss": job.loss})  # model() and proofs have filled them
-        return _ModelOfRank(*held)
-    mesh = mapped(plan, mesh)
+        return _ModelOfRank(*divided)
     make = functools.partial(seeded_model, job)
     checks = options.checks_seed and mesh.rank == 0
     model, notes = together(mesh, lambda: construct_twice(make, options.drawn_at_import) if checks else (make(), ()))
+    mesh = mapped(plan, mesh)
     model = together(mesh, lambda: precision.apply(model.to(precision.device)))
     hooks = ParameterHooks(model)
     together(mesh, lambda: recompute(model, plan.memory.recompute))
@@ -484,34 +494,3 @@ def _build_model(
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     whole_model = ShardedModel(mesh, model, divides_state=plan.divides_state, hooks=hooks)
     return _ModelOfRank(whole_model, notes=tuple(notes or unlike))
-
-
-def build_model(job: Job, precision: Precision) -> nn.Module:
-    """Build the job's model from the seed, on the device in the plan's dtype. Raises: as `make_model`."""
-    return precision.apply(seeded_model(job).to(precision.device))
-
-
-def seeded_model(job: Job) -> nn.Module:
-    """Build the job's model with initial values from the seed. Raises: as `make_model`."""
-    seed_everything(random_key(job.seed, "initial values"))
-    return make_model(job)
-
-
-def make_model(job: Job) -> nn.Module:
-    """Build the job's model on one thread, so that its bits are always identical. Raises: UserCodeError, JobError."""
-    try:
-        with one_thread(), unwrapped():
-            model = adapted(job.model())
-    except ShoalError:
-        raise
-    except Exception as error:
-        raise user_error("model()", error) from error
-    if not isinstance(model, nn.Module):
-        raise JobError(
-            given=f"model() returned {type(model).__name__}",
-            conflict="the engine trains a torch.nn.Module",
-            remedy="return the module",
-        )
-    refuse_wrapped(model)
-    with one_thread():
-        return whole(model, job)

@@ -1,4 +1,7 @@
-"""Preflight checks before the first step: the plan against the job and its model, and the ranks against each other."""
+"""Preflight checks before the first step: the plan against the job and its model, and the ranks against each other.
+
+A resume also compares digests of the job's data with those of the run.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -18,13 +21,15 @@ from torch import nn
 
 from shoal.data.opened import training_data
 from shoal.data.quarantine import Quarantine
-from shoal.data.source import MapSource, digest_of_samples
+from shoal.data.sample_digest import spread
+from shoal.data.source import MapSource, Opened, Source, TensorSource, digest_of_samples
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
 from shoal.jobs.differences import ABSENT, differences
 from shoal.jobs.job import Job
 from shoal.jobs.job_file import LoadedJob, load
+from shoal.launch.supervise.child import look_in_child
 from shoal.launch.supervise.host_process import MOST_APART_SECONDS
 from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
@@ -41,6 +46,10 @@ _WHOLE_DATA = (
     "with the same files"
 )
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Samples in each part of a data set's digest, and the time within which the last part has to start.
+_PARTS = (1, 1, 2, 4, 8, 16, 32, 64, 128)
+_SECONDS = 0.2
+_CHILD_SECONDS = 10.0
 
 
 def look(request: RunRequest) -> dict[str, Any]:
@@ -67,33 +76,32 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
     Raises: PlanError with all conflicts, each with the nearest legal values.
     """
     divided = plan.degrees.shares_grains > 1
-    model = outline(job) if divided or job.grains is None else None
-    grains = grains_of(job, model)
-    job = replace(job, grains=grains.num_grains)
-    return replace(judge(plan, _facts(job, plan, model if divided else None), max_microbatch), why_grains=grains.why)
+    model, why = outline(job) if divided or job.grains is None else None, "as the job says"
+    if job.grains is None:
+        grains = grains_of(job, model)
+        job, why = replace(job, grains=grains.num_grains), grains.why
+    facts = ModelFacts(job.num_grains, job.grain_size)
+    if divided and model is not None:
+        batch = one_grain(job) if plan.layout.context > 1 else None
+        facts = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
+        facts = replace(facts, repeats=bool(repeated_blocks(model)))
+    return replace(judge(plan, facts, max_microbatch), why_grains=why)
 
 
-def with_judged_grains(found: Judged, job: Job) -> Job:
+def with_judged_grains(judgement: Judged, job: Job) -> Job:
     """Return the job with the number of grains that its plan was judged for.
 
     Raises: JobError if this process has loaded a different job.
     """
-    same = job if job.grains is not None else replace(job, grains=found.num_grains)
-    if (found.num_grains, found.grain_size) != (same.num_grains, same.grain_size):
+    same = job if job.grains is not None else replace(job, grains=judgement.num_grains)
+    if (judgement.num_grains, judgement.grain_size) != (same.num_grains, same.grain_size):
         raise JobError(
             given=f"grains={same.grains} of {same.grain_size} samples in this process",
-            conflict=f"the plan was judged for the same file with grains={found.num_grains} of {found.grain_size}",
+            conflict=f"the plan was judged for the same file with grains={judgement.num_grains} of "
+            f"{judgement.grain_size}",
             remedy="write a job file that makes the same job in every process, whatever its environment",
         )
     return same
-
-
-def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
-    if model is None:
-        return ModelFacts(job.num_grains, job.grain_size)
-    batch = one_grain(job) if plan.layout.context > 1 else None
-    facts = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
-    return replace(facts, repeats=bool(repeated_blocks(model)))
 
 
 def one_grain(job: Job) -> Any:
@@ -124,17 +132,12 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         **request.course.compared(),
         "device": mesh.device.type,
     }
-    refuse_differences(mesh, mine, _clocks_apart(mesh))
-
-
-def _clocks_apart(mesh: Mesh) -> dict[int, float]:
-    """Return the seconds by which ranks' clocks are ahead of rank 0's, for ranks beyond the tolerance."""
-    if mesh.world_size == 1:
-        return {}
-    mesh.gather_json(None)  # all ranks return from a gather at nearly the same time
-    clocks = mesh.gather_json(time.time())
-    apart = {rank: clock - clocks[0] for rank, clock in enumerate(clocks)}
-    return {rank: seconds for rank, seconds in apart.items() if abs(seconds) > MOST_APART_SECONDS}
+    apart: dict[int, float] = {}
+    if mesh.world_size > 1:
+        mesh.gather_json(None)  # all ranks return from a gather at nearly the same time
+        clocks = mesh.gather_json(time.time())
+        apart = {rank: clock - clocks[0] for rank, clock in enumerate(clocks)}
+    refuse_differences(mesh, mine, {rank: s for rank, s in apart.items() if abs(s) > MOST_APART_SECONDS})
 
 
 def refuse_differences(
@@ -149,45 +152,41 @@ def refuse_differences(
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     if len(set(mesh.gather_json(digest))) == 1 and not clocks:
         return
-    told = mesh.gather_json({**mine, "host": mesh.host})
-    found: dict[tuple[str, str], list[int]] = {}  # ranks of one host usually differ in the same way
+    rows = mesh.gather_json({**mine, "host": mesh.host})
+    differing: dict[tuple[str, str], list[int]] = {}  # ranks of one host usually differ in the same way
     first: dict[str, None] = {}
-    for rank, other in enumerate(told):
-        for name in (name for name in mine if other[name] != told[0][name]):
-            theirs, here = other[name], told[0][name]
+    for rank, other in enumerate(rows):
+        for name in (name for name in mine if other[name] != rows[0][name]):
+            theirs, here = other[name], rows[0][name]
             if isinstance(theirs, dict) and isinstance(here, dict):
                 parts = differences(theirs, here)
                 theirs = {one.name: one.mine for one in parts if one.mine is not ABSENT}
                 here = {one.name: one.theirs for one in parts if one.theirs is not ABSENT}
-            found.setdefault((other["host"], f"{name} = {str(theirs)[:200]}"), []).append(rank)
+            differing.setdefault((other["host"], f"{name} = {str(theirs)[:200]}"), []).append(rank)
             first[f"{name} = {str(here)[:200]}"] = None
     for rank, seconds in (clocks or {}).items():
         way = "ahead of" if seconds > 0 else "behind"
-        found.setdefault((told[rank]["host"], f"its clock is {abs(seconds):.0f} s {way} rank 0's"), []).append(rank)
+        clock = f"its clock is {abs(seconds):.0f} s {way} rank 0's"
+        differing.setdefault((rows[rank]["host"], clock), []).append(rank)
         first[f"time = {datetime.now(UTC).isoformat(timespec='seconds')}"] = None
-    lines = [f"rank {', '.join(map(str, ranks[:16]))} on {host}: {what}" for (host, what), ranks in found.items()]
+    lines = [f"rank {', '.join(map(str, ranks[:16]))} on {host}: {what}" for (host, what), ranks in differing.items()]
     raise LaunchError(
         given="\n".join(lines[:_MOST_LINES]),
-        conflict=f"rank 0 on {told[0]['host']} has {'; '.join(first)}",
+        conflict=f"rank 0 on {rows[0]['host']} has {'; '.join(first)}",
         remedy=remedy,
     )
 
 
 def compare_models(mesh: Mesh, model: nn.Module) -> None:
     """Compare the structure of the model on all ranks. Raises and collective: as `refuse_differences`."""
-    refuse_differences(mesh, {"the model's structure": _structure(model)})
-
-
-def _structure(model: nn.Module) -> dict[str, str]:
-    """Return class, tensors and, for torch's own classes, printed arguments of each module by name."""
-    found = {}
+    structure = {}  # class, tensors and, for torch's own classes, printed arguments of each module by name
     for name, module in model.named_modules():
         kind = type(module)
         said = _ADDRESS.sub("", module.extra_repr()) if kind.__module__.startswith("torch.") else ""
-        held = {**module._parameters, **module._buffers}
-        tensors = [f"{n} {t.dtype} {list(t.shape)} {t.requires_grad}" for n, t in held.items() if t is not None]
-        found[name or "(model)"] = f"{kind.__name__}({said}) {'; '.join(tensors)}"
-    return found
+        own = {**module._parameters, **module._buffers}
+        tensors = [f"{n} {t.dtype} {list(t.shape)} {t.requires_grad}" for n, t in own.items() if t is not None]
+        structure[name or "(model)"] = f"{kind.__name__}({said}) {'; '.join(tensors)}"
+    refuse_differences(mesh, {"the model's structure": structure})
 
 
 def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
@@ -213,3 +212,58 @@ def _some(source: MapSource) -> str | None:
     except Exception:
         return None
     return digests.pop() if len(digests) == 1 else None
+
+
+def data_digests(
+    data: Opened, workers: int | None, evaluations: Mapping[str, Source], saved: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return digests of up to 256 samples of the training data and of each evaluation set, in parts.
+
+    Streams and data that differ between two readings have no digest. `workers`: of the training data. `evaluations`:
+    the evaluation sets by name. `saved`: limits the number of parts.
+    """
+    if data.reading.get("multiprocessing_context") not in (None, "fork"):
+        workers = None  # spawned workers may read other values than this process
+    sources: dict[str, tuple[Source, int | None]] = {"train_data": (data.source, workers)}
+    sources |= {f"eval_data {name}".strip(): (own, 0) for name, own in evaluations.items()}
+    digests = {
+        name: _digests_of(own, own_workers, len(saved.get(name) or _PARTS))
+        for name, (own, own_workers) in sources.items()
+    }
+    return {name: parts for name, parts in digests.items() if parts}
+
+
+def _digests_of(source: Source, workers: int | None, most: int) -> list[str]:
+    if not isinstance(source, MapSource) or (workers is None and not isinstance(source, TensorSource)):
+        return []
+    if not workers or isinstance(source, TensorSource):
+        with source.looks():
+            return list(_part_digests(source, most))
+
+    def work() -> dict[str, list[str]]:
+        torch.set_num_threads(1)  # a forked child has no OpenMP threads
+        return {"digests": list(_part_digests(source, most))}
+
+    # A child reads, since files that worker processes open must not be open here when the workers start.
+    result = look_in_child(work, _CHILD_SECONDS)
+    return result["digests"] if result is not None else []
+
+
+def _part_digests(source: MapSource, most: int) -> Iterator[str]:
+    """Yield a digest of each part of the samples until the time is over; none if a second reading differs."""
+    began, done, parts = time.monotonic(), 0, list[str]()
+    for size in _PARTS[:most]:
+        if done >= len(source) or time.monotonic() - began > _SECONDS:
+            break
+        places = np.arange(done, min(done + size, len(source)))
+        # A small set is read completely. Of a large set, the samples are spread over its whole length.
+        ids = places if len(source) <= sum(_PARTS) else spread(places, len(source))
+        try:
+            digests = {digest_of_samples(source.fetch([ids], [0])) for _ in range(2)}
+        except Exception:  # a step reports it
+            break
+        if len(digests) > 1:
+            return
+        parts += [digest[:16] for digest in digests if digest is not None]
+        done += size
+    yield from parts

@@ -19,7 +19,7 @@ from shoal.data.opened import opened
 from shoal.jobs.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
-from shoal.training.setup.engine import build_model
+from shoal.training.setup.job_model import build_model
 from shoal.training.setup.memory_format_choice import FormatChoice, choose_format
 
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.data.source import MapSource, source_of
-from shoal.training.setup import data_digests
-from shoal.training.setup.data_digests import _PARTS, _read
-from shoal.training.setup.preflight import _some
+from shoal.training.setup import preflight
+from shoal.training.setup.preflight import _PARTS, _digests_of, _some
 
 
 class Numbers(Dataset[Any]):
@@ -31,11 +30,11 @@ class Numbers(Dataset[Any]):
 
 @pytest.fixture(autouse=True)
 def _all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_digests, "_SECONDS", 60.0)  # however busy the machine is
+    monkeypatch.setattr(preflight, "_SECONDS", 60.0)  # however busy the machine is
 
 
 def digests(data: Any, workers: int | None = 0, most: int = len(_PARTS)) -> list[str]:
-    return _read(source_of("train_data", data, None), workers, most)
+    return _digests_of(source_of("train_data", data, None), workers, most)
 
 
 @pytest.mark.parametrize("length", [1, 3, 200, 100_000])

@@ -16,7 +16,7 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.assemble import assemble
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.setup.engine import build_model, make_model
+from shoal.training.setup.job_model import build_model, make_model
 from shoal.training.update.job_optimizer import Parameters
 
 CPU = torch.device("cpu")
