@@ -180,9 +180,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
     try:  # not ru_maxrss: on Linux a new program inherits it from the program that started it
-        found = Path("/proc/self/status").read_bytes()
-        line = found.index(b"VmHWM:") + len(b"VmHWM:")
-        kibibytes = int(found[line : found.index(b"kB", line)])
+        status = Path("/proc/self/status").read_bytes()
+        line = status.index(b"VmHWM:") + len(b"VmHWM:")
+        kibibytes = int(status[line : status.index(b"kB", line)])
     except (OSError, ValueError):
         kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(np.float32(kibibytes * 1024))

@@ -198,7 +198,7 @@ class Reference:
                     self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
-        trace.forward = dict(self._forward.found)
+        trace.forward = dict(self._forward.fingerprints)
         self._sums, self._buffer_values = sums, {n: buffers[n] / max(1, samples) for n in changed}
         whole = self._of_whole_batch(computer, trace.step, start)
         self._buffer_values |= whole

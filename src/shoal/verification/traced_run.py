@@ -186,7 +186,7 @@ class _PartRecorder(TraceRecorder):
 
     def part_computed(self) -> None:
         """Write the worker's gradients without division by the step's weight, which is not known yet."""
-        self._trace.forward = self._forward.found
+        self._trace.forward = self._forward.fingerprints
         self._trace.gradients[self._rank] = dict(self._own.sums)
         write(self._folder, self._trace, self._rank)
 

@@ -20,12 +20,12 @@ from shoal.plans.accounting.memory import Footprint
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the tensors' storages, each storage once. A DTensor counts with its local part."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
         storage = _storage(tensor)
         if storage is not None:
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _storage(tensor: Any) -> torch.UntypedStorage | None:
@@ -89,10 +89,10 @@ class SavedTensors:
             storage = _storage(tensor)
             if storage is None or storage._cdata in self.excluded:
                 return _Saved(self, tensor, None)
-            held = self._holders.setdefault(storage._cdata, [0, storage.nbytes()])
-            held[0] += 1
-            if held[0] == 1:
-                self._now += held[1]
+            holder = self._holders.setdefault(storage._cdata, [0, storage.nbytes()])
+            holder[0] += 1
+            if holder[0] == 1:
+                self._now += holder[1]
                 self.peak = max(self.peak, self._now)
             return _Saved(self, tensor, storage._cdata)
 
@@ -109,10 +109,10 @@ class SavedTensors:
 
     def release(self, key: int) -> None:
         """Remove one reference to a storage from the count."""
-        held = self._holders[key]
-        held[0] -= 1
-        if not held[0]:
-            self._now -= held[1]
+        holder = self._holders[key]
+        holder[0] -= 1
+        if not holder[0]:
+            self._now -= holder[1]
             del self._holders[key]
 
 
@@ -126,15 +126,15 @@ class GatheredBytes:
 
     def parameters(self) -> list[Tensor]:
         """Return the tensors with gathered parameters; their storages are empty while nothing is gathered."""
-        found = [p for group in self.groups for p in group.fsdp_params]
-        return [t for p in found for t in getattr(p, "all_gather_outputs", [])]
+        gathered = [p for group in self.groups for p in group.fsdp_params]
+        return [t for p in gathered for t in getattr(p, "all_gather_outputs", [])]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of gathered parameters that wait for the scatter, and the gradients of shards."""
-        found = [p for group in self.groups for p in group.fsdp_params]
-        waiting = [p._unsharded_param.grad for p in found if hasattr(p, "_unsharded_param")]
-        scattered = [p.sharded_param.grad for p in found]
-        return [g for g in (*waiting, *scattered, *(p.unsharded_accumulated_grad for p in found)) if g is not None]
+        gathered = [p for group in self.groups for p in group.fsdp_params]
+        waiting = [p._unsharded_param.grad for p in gathered if hasattr(p, "_unsharded_param")]
+        scattered = [p.sharded_param.grad for p in gathered]
+        return [g for g in (*waiting, *scattered, *(p.unsharded_accumulated_grad for p in gathered)) if g is not None]
 
     def look(self, arriving: Iterable[Tensor] = ()) -> None:
         """Update the peak with the gathered parameters and the buffers that receive more."""
@@ -149,9 +149,9 @@ def _call_after(owner: Any, name: str, then: Callable[[], None]) -> Callable[[],
     method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = method(*args, **kwargs)
+        result = method(*args, **kwargs)
         then()
-        return found
+        return result
 
     setattr(owner, name, call)
     return functools.partial(delattr, owner, name)
@@ -210,19 +210,19 @@ class MemoryMeter:
         `borrowed`: memory that counts elsewhere.
         """
         elsewhere = {s._cdata for t in borrowed if (s := _storage(t)) is not None}
-        found = [p.grad for p in self._parameters() if p.grad is not None]
-        own = [g for g in found if (s := _storage(g)) is None or s._cdata not in elsewhere]
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        own = [g for g in gradients if (s := _storage(g)) is None or s._cdata not in elsewhere]
         self._gradients = max(self._gradients, storage_bytes([*own, *buffers]))
 
     def stop(self) -> Footprint:
         """End the measurement after the update, and return the bytes by category."""
         self.abandon()
-        held = states(self._optimizer) if self._optimizer is not None else ()
+        optimizer_states = states(self._optimizer) if self._optimizer is not None else ()
         return Footprint(
             parameters=self._own(storage_bytes(self._parameters())),
             gathered=self._gathered.peak,
             gradients=self._gradients,
-            optimizer=storage_bytes(v for state in held if isinstance(state, dict) for v in state.values()),
+            optimizer=storage_bytes(v for state in optimizer_states if isinstance(state, dict) for v in state.values()),
             activations=self._saved.peak,
         )
 

@@ -98,17 +98,17 @@ class StepMeter(Observer):
         return {"step": self.step + 1, "traffic": self.volumes.to_json(), "memory": self.footprint.to_json()}
 
 
-def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+def blocks(rows: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
     """Return the blocks `traffic` and `memory` of a result, from the measurement and prediction of each rank."""
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     for kind in ("traffic", "memory"):
         ranks = [
             {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": (own["predicted"] or {}).get(kind)}
-            for rank, own in enumerate(told)
+            for rank, own in enumerate(rows)
             if own is not None
         ]
-        found[kind] = {"ranks": ranks} if ranks else None
-    return found
+        by_kind[kind] = {"ranks": ranks} if ranks else None
+    return by_kind
 
 
 def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Shares:
     grains_per_microbatch: int = 1
     num_buffer_values: int = 0
 
-    def held(self, layout: Layout) -> list[list[int]]:
+    def grains_of_ranks(self, layout: Layout) -> list[list[int]]:
         """Return the indices of each rank's grains."""
         places = [layout.coordinate(rank) for rank in range(layout.world_size)]
         parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
@@ -141,7 +141,7 @@ class Shares:
         sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
         place = layout.coordinate(rank)
         own = sizes[place.data * layout.shard + place.shard]
-        filler = next(found[0] for found in sizes if found)
+        filler = next(own_sizes[0] for own_sizes in sizes if own_sizes)
         return own + [filler] * ((max(map(len, sizes)) - len(own)) if syncs_every_microbatch else 0)
 
 
@@ -149,7 +149,7 @@ def describe(
     sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
     """Describe this rank's measured step for the formulas."""
-    held = shares.held(plan.degrees)
+    grains_of_ranks = shares.grains_of_ranks(plan.degrees)
     gradients = Gradients(
         tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
         reduce_itemsize=precision.reduce.itemsize,
@@ -164,9 +164,11 @@ def describe(
         frozen=tuple(array(p) for _, p in sharded_model.parameters() if not p.requires_grad),
         state=optimizer_shape(optimizer),
         num_grains=shares.num_grains,
-        held=held,
+        held=grains_of_ranks,
         activations=planned_activations(plan, precision.device.type, rank),
-        sharding=sharding(sharded_model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+        sharding=sharding(
+            sharded_model, plan, precision, -(-max(map(len, grains_of_ranks)) // shares.grains_per_microbatch)
+        ),
         within=division.sends(samples) if division.sends is not None else None,
         staged=division.staged,
         sliced=tuple(b for b in division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here)),
@@ -192,18 +194,18 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
 
 def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:
     """Return the gradients that are summed after the backward, by axis."""
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    by_axis: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, axes in sharded_model.division.partial.items():
         parameter = sharded_model.model.get_parameter(name)
         for axis in axes if parameter.requires_grad else ():
-            found.setdefault(axis, []).append((name, parameter))
-    told = []
-    for axis, named in sorted(found.items()):
+            by_axis.setdefault(axis, []).append((name, parameter))
+    partials = []
+    for axis, named in sorted(by_axis.items()):
         here = [p for _, p in named if axis == "pipeline" or not p.is_meta]
         shapes = [sharded_model.division.cut(tuple(p.shape)) if p.is_meta else tuple(local(p).shape) for p in here]
         sizes = tuple((prod(shape), p.itemsize) for shape, p in zip(shapes, here, strict=True))
-        told.append(Partial(axis, len(named), sizes))
-    return tuple(told)
+        partials.append(Partial(axis, len(named), sizes))
+    return tuple(partials)
 
 
 def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, count: int) -> Sharding | None:
@@ -254,8 +256,8 @@ def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return None
     name = type(optimizer).__name__
-    found = {
+    shapes = {
         state_shape(name, bool(g.get("amsgrad")), bool(g.get("momentum")), bool(g.get("centered")))
         for g in optimizer.param_groups
     }
-    return found.pop() if len(found) == 1 else None
+    return shapes.pop() if len(shapes) == 1 else None

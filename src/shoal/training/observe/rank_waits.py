@@ -38,16 +38,13 @@ class RankWaits:
         self._steps += 1
         if self._steps < self._every:
             return None
-        found = RankTimes(self._steps, _rounded(np.asarray(self._busy)), self._told())
-        self.clear()
-        return found
-
-    def _told(self) -> dict[int, list[float]]:
         ordered = sorted(self._waits, key=lambda rank: -float(self._waits[rank].sum()))
-        found = {rank: _rounded(self._waits[rank]) for rank in ordered[:_MOST_AWAITED]}
+        waits = {rank: _rounded(self._waits[rank]) for rank in ordered[:_MOST_AWAITED]}
         if rest := ordered[_MOST_AWAITED:]:
-            found[_OTHERS] = _rounded(np.sum([self._waits[rank] for rank in rest], axis=0))
-        return found
+            waits[_OTHERS] = _rounded(np.sum([self._waits[rank] for rank in rest], axis=0))
+        times = RankTimes(self._steps, _rounded(np.asarray(self._busy)), waits)
+        self.clear()
+        return times
 
 
 def _rounded(seconds: npt.NDArray[np.float64]) -> list[float]:

@@ -77,10 +77,10 @@ class RecordWriter:
             records = list(read_steps(self._path))
             for late in [one for one in self._waiting if one.step > step]:
                 self._waiting.remove(late)
-            kept = [record.to_line() + "\n" for record in records if record.step <= step]
-            self._fence.write(self._path, "".join(kept))  # a new file: an earlier generation appends to the old one
+            lines = [record.to_line() + "\n" for record in records if record.step <= step]
+            self._fence.write(self._path, "".join(lines))  # a new file: an earlier generation appends to the old one
             self._file = self._path.open("ab", buffering=0)
-            if self._forgotten is not None and len(kept) < len(records):
+            if self._forgotten is not None and len(lines) < len(records):
                 self._forgotten([record for record in records if record.step > step])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._waiting.clear()

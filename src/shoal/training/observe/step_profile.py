@@ -150,9 +150,9 @@ class StepProfile(StepListener):
         for _ in range(_ROUNDS):
             self._mesh.all_gather([0.0])
             ends.append(time.perf_counter())
-        told = self._mesh.gather_json(ends)
-        first = told[hosts.index(self._mesh.host)]
-        behind: list[float] = [mine - other for mine, other in zip(told[0], first, strict=True)]
+        ends_of_ranks = self._mesh.gather_json(ends)
+        first = ends_of_ranks[hosts.index(self._mesh.host)]
+        behind: list[float] = [mine - other for mine, other in zip(ends_of_ranks[0], first, strict=True)]
         return median(behind)
 
     def _say(self, text: str) -> None:
@@ -180,5 +180,5 @@ def _packed(trace: RankTrace) -> bytes:
 
 
 def _unpacked(packed: bytes) -> RankTrace:
-    found = json.loads(gzip.decompress(packed))
-    return RankTrace(**{**found, "own": tuple(OwnEvent(**event) for event in found["own"])})
+    document = json.loads(gzip.decompress(packed))
+    return RankTrace(**{**document, "own": tuple(OwnEvent(**event) for event in document["own"])})

@@ -78,7 +78,7 @@ class StepRecords:
         state: RunState,
         sums: StepSums,
         update: Update,
-        found: dict[str, Any] | None,
+        nonfinite: dict[str, Any] | None,
         time_taken: StepTime | None = None,
         **own: Any,
     ) -> StepRecord:
@@ -102,7 +102,7 @@ class StepRecords:
             memory_bytes=clock.peak_memory_bytes(),
             digest=state.digest,
             skipped=update.skipped,
-            nonfinite=found,
+            nonfinite=nonfinite,
             at=round(time.time(), 3),
             **own,
         )
@@ -149,15 +149,15 @@ class StepRecords:
 
     def _tell(self, record: StepRecord) -> None:
         """Report a straggler if one is detected."""
-        found = self._stragglers.take(record.ranks)
-        if found is None:
+        straggler = self._stragglers.take(record.ranks)
+        if straggler is None:
             return
-        self._around.note(f"step {record.step}: {found}")
+        self._around.note(f"step {record.step}: {straggler}")
         told: dict[str, Any] = {
-            "rank": found.rank,
-            "what": str(found),
-            "ratio": round(found.ratio, 2),
-            "cause": found.cause,
+            "rank": straggler.rank,
+            "what": str(straggler),
+            "ratio": round(straggler.ratio, 2),
+            "cause": straggler.cause,
         }
         done = "nothing: the others wait for it"
         self._around.events.add(

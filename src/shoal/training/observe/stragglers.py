@@ -49,7 +49,7 @@ class StragglerWatch:
         self._is_on = plan.degrees.world_size > 1 and plan.layout.pipeline == 1 and num_grains >= ranks
         self._expected = -(-num_grains // ranks) / max(1, num_grains // ranks)
         self._steps: deque[Mapping[str, Spread]] = deque(maxlen=WINDOW)
-        self._taken = 0
+        self._num_steps = 0
         self._known: int | None = None
 
     def take(self, spreads: Mapping[str, Spread]) -> Straggler | None:
@@ -57,19 +57,19 @@ class StragglerWatch:
         if not self._is_on or "busy_seconds" not in spreads:
             return None
         self._steps.append(spreads)
-        self._taken += 1
-        if len(self._steps) < WINDOW or self._taken % _EVERY:
+        self._num_steps += 1
+        if len(self._steps) < WINDOW or self._num_steps % _EVERY:
             return None
         slowest = [step["busy_seconds"].rank_of_max for step in self._steps]
         rank = statistics.mode(slowest)
-        found = self._judged(rank) if slowest.count(rank) >= _MOST_OF_THEM else None
-        if found is None:
+        straggler = self._judged(rank) if slowest.count(rank) >= _MOST_OF_THEM else None
+        if straggler is None:
             self._known = None
             return None
         if self._known == rank:
             return None
         self._known = rank
-        return found
+        return straggler
 
     def _judged(self, rank: int) -> Straggler | None:
         busy = [step["busy_seconds"] for step in self._steps]

@@ -119,7 +119,7 @@ class Session:
         environment = joined(os.environ) or Environment()
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
-        self.replay = Replay.told(os.environ)
+        self.replay = Replay.from_variables(os.environ)
         refuse(conflicts(plan))
         if environment.rank == 0 and not self.replay:
             warn_of(idle(plan))

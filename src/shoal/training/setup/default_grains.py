@@ -71,9 +71,9 @@ def grains_of(job: Job, model: nn.Module | None, data: Opened | None = None) -> 
         return GrainsChoice(FEW_GRAINS, "default; no sample could be looked at ahead")
     positions = positions_of(model, *samples)
     sample_bytes = float(_FLOAT_BYTES * positions * features_of(model))
-    found = default_grains(job.global_batch, sample_bytes)
-    weight = "light" if found == FEW_GRAINS else "heavy"
-    return GrainsChoice(found, f"default for {weight} samples: about {_bytes(sample_bytes)} of activations each")
+    num_grains = default_grains(job.global_batch, sample_bytes)
+    weight = "light" if num_grains == FEW_GRAINS else "heavy"
+    return GrainsChoice(num_grains, f"default for {weight} samples: about {_bytes(sample_bytes)} of activations each")
 
 
 def outline(job: Job) -> nn.Module | None:
@@ -121,15 +121,15 @@ def positions_of(model: nn.Module, batch: Any, num_samples: int) -> int:
     leaves = tensors_in(batch)
     embeds = any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules())
     per_position = next(_taken_at_a_position(model), 0)
-    found = [1]
+    positions = [1]
     for leaf in leaves:
         elements = -(-leaf.numel() // num_samples)
         # Integers with more dims are pixels, or classes of pixels.
         if not leaf.is_floating_point() and leaf.ndim <= _DIMS_OF_TOKENS:
-            found.append(elements if embeds else 1)
+            positions.append(elements if embeds else 1)
         elif per_position:
-            found.append(elements // per_position)
-    return max(found)
+            positions.append(elements // per_position)
+    return max(positions)
 
 
 def _taken_at_a_position(model: nn.Module) -> Iterator[int]:

@@ -106,10 +106,10 @@ class _FormatTrial:
 
     def operators(self) -> ImageOperators:
         """Return the operators of a forward with channels last."""
-        found = ImageOperators()
-        with self._apart(), torch.enable_grad(), found:  # the loss may differentiate
+        operators = ImageOperators()
+        with self._apart(), torch.enable_grad(), operators:  # the loss may differentiate
             self.pair(self.model, replace(self.precision, channels_last=True).inputs(copy_of(self.batch)))
-        return found
+        return operators
 
     def gradients(self, *, channels_last: bool) -> list[Tensor]:
         """Return the loss, then the gradients of all parameters that have one."""
@@ -117,8 +117,8 @@ class _FormatTrial:
         with self._apart(), torch.enable_grad():
             precision = replace(self.precision, channels_last=channels_last)
             total, _ = self.pair(self.model, precision.inputs(copy_of(self.batch)))
-            found = torch.autograd.grad(total, parameters, allow_unused=True)
-        return [total.detach(), *(g for g in found if g is not None)]
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [total.detach(), *(g for g in gradients if g is not None)]
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
@@ -156,12 +156,12 @@ class ImageOperators(TorchDispatchMode):
         return gained >= _TIMES_LOST * lost and gained > _LEAST_SHARE * step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        out = found[0] if isinstance(found, tuple) else found
+        result = func(*args, **(kwargs or {}))
+        out = result[0] if isinstance(result, tuple) else result
         if isinstance(out, Tensor) and out.ndim == 4:
             self.rest += out.numel() * _ELEMENT_SECONDS
             self._price(func._overloadpacket, args, out)
-        return found
+        return result
 
     def _price(self, kind: Any, args: Any, out: Tensor) -> None:
         if kind in (_aten.max_pool2d_with_indices, _aten.avg_pool2d):

@@ -39,7 +39,7 @@ class ForwardRecorder:
     ) -> None:
         """Register the hooks. `outputs` and `is_elsewhere`: of a divided model, as in ModelDivision."""
         self._is_elsewhere = is_elsewhere
-        self.found: dict[str, dict[int, list[float]]] = {}
+        self.fingerprints: dict[str, dict[int, list[float]]] = {}
         self._outputs = outputs or {}
         self._microbatch: Microbatch | None = None
         self._calls: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class ForwardRecorder:
 
     def clear(self) -> None:
         """Drop the recorded fingerprints."""
-        self.found = {}
+        self.fingerprints = {}
 
     def begin(self, microbatch: Microbatch, batch: Any) -> None:
         """Assign forwards to this microbatch until `end`."""
@@ -95,7 +95,7 @@ class ForwardRecorder:
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
-                    self.found.setdefault(name, {})[grain.index] = numbers
+                    self.fingerprints.setdefault(name, {})[grain.index] = numbers
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -199,16 +199,16 @@ class TraceRecorder(Observer):
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         self._own.listens = True
         self._forward.end()
-        taken = self._microbatch
+        microbatch = self._microbatch
         if not self._sharded_model.mesh.counts_loss:
             return
-        ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
-        grains = tuple(grain.index for grain in taken.grains)
+        ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
+        grains = tuple(grain.index for grain in microbatch.grains)
         self._trace.parts.append(MicrobatchTrace(self._rank, grains, ids, float(total), float(weight)))
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
         trace = self._trace
-        trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
+        trace.loss, trace.weight, trace.forward = loss, weight, self._forward.fingerprints
         if not self._sharded_model.divided:
             used = {name for name, p in self._named if p.grad is not None}  # others are of another optimizer
             trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items() if name in used}
@@ -224,8 +224,8 @@ class TraceRecorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def _gradients(self, phase: str, scale: float) -> None:
-        found = [(name, p.grad) for name, p in self._named if p.grad is not None]
-        self._keep({f"{phase}/{name}": (self._sharded_model.part(name, g), local(g) * scale) for name, g in found})
+        gradients = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        self._keep({f"{phase}/{name}": (self._sharded_model.part(name, g), local(g) * scale) for name, g in gradients})
 
     def _state(self) -> None:
         sharded_model = self._sharded_model
@@ -239,12 +239,12 @@ class TraceRecorder(Observer):
         parameters = {name for name, _ in sharded_model.model.named_parameters()}
         self._keep(state_by_key(sharded_model.tensors(), parameters, state_slices(sharded_model, tensors)))
 
-    def _keep(self, held: TensorSlices) -> None:
+    def _keep(self, tensors: TensorSlices) -> None:
         """Store digests of this rank's tensors, and the whole tensors on rank 0. Collective: as `whole_tensors`."""
         own = self._trace.digests.setdefault(self._rank, {})
-        for key, (part, tensor) in held.items():
+        for key, (part, tensor) in tensors.items():
             own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
-        for key, whole in whole_tensors(self._sharded_model, held):
+        for key, whole in whole_tensors(self._sharded_model, tensors):
             if whole is not None:
                 self._trace.tensors[key] = whole.detach().clone()
 

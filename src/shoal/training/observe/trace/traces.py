@@ -74,16 +74,16 @@ class StepTrace:
     @property
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors after the step."""
-        found = self.phase("update").items()
-        return {name.removesuffix(_OPTIMIZER): t for name, t in found if is_optimizer(name)}
+        tensors = self.phase("update").items()
+        return {name.removesuffix(_OPTIMIZER): t for name, t in tensors if is_optimizer(name)}
 
     @property
     def first_digests(self) -> dict[str, str]:
         """The digest of each key on the first rank that has it."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for _, own in sorted(self.digests.items()):
-            found = {**own, **found}
-        return found
+            digests = {**own, **digests}
+        return digests
 
     def strays(self) -> Iterator[tuple[int, str]]:
         """Yield rank and key of each tensor that a rank lacks, or has with another digest than the first rank."""
@@ -114,8 +114,8 @@ def is_optimizer(name: str) -> bool:
 
 def state_by_key(model: Mapping[str, T], parameters: Container[str], optimizer: Mapping[str, T]) -> dict[str, T]:
     """Return a training state by trace keys: values of the model, split by the names `parameters`, and optimizer."""
-    found = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
-    return found | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
+    of_model = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
+    return of_model | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
 
 
 def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
@@ -123,11 +123,11 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
 
     The subsets detect elements that only change places. In means, rounding errors of many elements cancel.
     """
-    found = []
+    fingerprints = []
     for part in row_runs(tensor, rows):
         flat = numbers(part).reshape(-1)
         if not len(flat):
-            found.append([0.0] * 4)
+            fingerprints.append([0.0] * 4)
             continue
         parts = [
             flat.mean(),
@@ -135,8 +135,8 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
             flat[::3].mean(),
             flat[1::7].mean() if len(flat) > 1 else flat[0],
         ]
-        found.append(torch.stack(parts).tolist())
-    return found
+        fingerprints.append(torch.stack(parts).tolist())
+    return fingerprints
 
 
 def identical(a: Tensor, b: Tensor) -> bool:
@@ -177,9 +177,9 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
     for rank in reversed(range(world_size)):  # rank 0 last: its values of shared facts win
         facts = json.loads((folder / f"step-{step}-{rank}.json").read_text(encoding="utf-8"))
         if tensors:
-            held = load_file(folder / f"step-{step}-{rank}.safetensors")
-            whole.gradients[rank] = _under("gradient/", held)
-            whole.tensors |= _under("tensor/", held)
+            saved = load_file(folder / f"step-{step}-{rank}.safetensors")
+            whole.gradients[rank] = _under("gradient/", saved)
+            whole.tensors |= _under("tensor/", saved)
         whole.parts[:0] = [
             MicrobatchTrace(p["rank"], tuple(p["grains"]), tuple(map(tuple, p["ids"])), p["total"], p["weight"])
             for p in facts["parts"]
@@ -227,7 +227,7 @@ class Replay:
     backwards: bool = False
 
     @classmethod
-    def told(cls, variables: Mapping[str, str]) -> Replay | None:
+    def from_variables(cls, variables: Mapping[str, str]) -> Replay | None:
         """Return the settings from environment variables, or None without a verification."""
         text = variables.get(VARIABLE)
         return cls(**json.loads(text)) if text else None
