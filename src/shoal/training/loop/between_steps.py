@@ -146,10 +146,10 @@ class BetweenSteps:
                 self.evaluate(state)
                 unsaved = unsaved or self._save_last(state)  # again, if it is the best
             except Exception as error:
-                told = as_shoal_error(error)
+                shown = as_shoal_error(error)
                 if unsaved is None:
-                    self._parts.keeper.rescue(told, state)
-                raise told from error
+                    self._parts.keeper.rescue(shown, state)
+                raise shown from error
         metrics, count = ({}, 0) if status != "completed" or self._evaluated is None else self._evaluated[1:]
         seconds, after = self._records.step_seconds, self._records.after
         return Outcome(status, state, metrics, count, seconds, unsaved, self.ended_by, after)

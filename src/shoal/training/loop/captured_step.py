@@ -81,8 +81,8 @@ class StepGraph:
         self._is_scoped = shape.policy.randomness == "scoped"
         self._factor = shape.scale.factor(parts.job.global_batch)
         self._recording: Recording | None = None
-        self._kept = [tensor.detach() for tensor in held(parts)]  # their memory must not be reused
-        self._addresses = addresses(self._kept)
+        self._lasting = [tensor.detach() for tensor in lasting_tensors(parts)]  # their memory must not be reused
+        self._addresses = addresses(self._lasting)
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._known: tuple[Tensor, Tensor | None] | None = None  # the first pair with a gradient
 
@@ -95,7 +95,7 @@ class StepGraph:
 
     def fits(self) -> bool:
         """Check whether parameters, buffers and optimizer state are still at the captured addresses."""
-        return addresses(held(self._parts)) == self._addresses
+        return addresses(lasting_tensors(self._parts)) == self._addresses
 
     def fill(self, microbatch: Microbatch, leaves: Sequence[Any], masked: Tensor | bool) -> None:
         """Copy the inputs of the next step into the graph: samples, seeds, learning rates and the mask flag."""
@@ -117,18 +117,18 @@ class StepGraph:
 
         Raises: NotCapturableError; errors of the model and the loss.
         """
-        found: tuple[Tensor, ...] = ()
+        results: tuple[Tensor, ...] = ()
         for number in range(_WARM_UPS):
             fill()
             before, first = all_generators(), number == 0
             rules = contextlib.nullcontext() if first else CaptureRules(self._draws)
-            found = recorder.warm_up(self.body, rules)
+            results = recorder.warm_up(self.body, rules)
             if not (first and self._is_scoped) and all_generators() != before:
                 raise NotCapturableError("it draws random numbers outside of torch's functions")
             self._draws.close()
         if not self.fits():
             raise NotCapturableError("its forward puts other tensors in the place of buffers")
-        if any(found[-1].tolist()):
+        if any(results[-1].tolist()):
             raise NotCapturableError("other parameters have gradients than in the last step")
         fill()
         self._recording = recorder.record(self.body, self._draws)
@@ -136,7 +136,7 @@ class StepGraph:
         self._known = next((pair for pair in self._gradients if pair[1] is not None), None)
         fill()
         self._recording.replay()
-        if not _same(found[0], self.outputs[0]):
+        if not _same(results[0], self.outputs[0]):
             raise NotCapturableError("a trial of the graph gave other numbers than the step itself")
 
     def replay(self) -> None:
@@ -304,15 +304,15 @@ class CapturedStep:
 @contextlib.contextmanager
 def unchanged(parts: TrainingParts) -> Iterator[None]:
     """Restore parameters, buffers and optimizer state if the body of the context raises."""
-    tensors = held(parts)
-    kept = [tensor.detach().clone() for tensor in tensors]
+    tensors = lasting_tensors(parts)
+    values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     except Exception:
         with contextlib.suppress(JobError):  # a buffer of another shape: the ordinary step reports it
             parts.buffers.restore()
         with torch.no_grad():
-            for tensor, value in zip(tensors, kept, strict=True):
+            for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
         raise
 
@@ -327,7 +327,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {(text_of(error).strip().splitlines() or [''])[0][:200]}"
 
 
-def held(parts: TrainingParts) -> list[Tensor]:
+def lasting_tensors(parts: TrainingParts) -> list[Tensor]:
     """Return the tensors that outlive a step: parameters, buffers and the optimizer's state."""
     states = parts.updater.optimizer.state.values()
     state = [value for own in states for value in own.values() if isinstance(value, Tensor)]
@@ -345,9 +345,9 @@ def _described(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
-def _same(expected: Tensor, found: Tensor) -> bool:
+def _same(expected: Tensor, actual: Tensor) -> bool:
     """Check whether two packed vectors are equal within the tolerance for sums in another order."""
-    pairs = zip(expected.tolist(), found.tolist(), strict=True)
+    pairs = zip(expected.tolist(), actual.tolist(), strict=True)
     return all(a == b or math.isclose(a, b, rel_tol=_TRIAL_TOLERANCE) or (a != a and b != b) for a, b in pairs)
 
 

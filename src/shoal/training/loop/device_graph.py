@@ -46,13 +46,13 @@ class CaptureRules(TorchDispatchMode):
             raise NotCapturableError(f"shapes depend on values: {func.overloadpacket}")
         if torch.Tag.nondeterministic_seeded in func.tags and not self._is_repeated(func, args, kwargs):
             raise NotCapturableError(f"it draws random numbers that are no grain's: {func.overloadpacket}")
-        found = func(*args, **kwargs)
-        if func.overloadpacket is torch.ops.aten.lift_fresh and not found.is_cpu:  # torch.tensor(..., device=...)
+        result = func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.lift_fresh and not result.is_cpu:  # torch.tensor(..., device=...)
             raise NotCapturableError("it makes tensors of the device from numbers of the host")
-        devices = {t.device.type for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)}
+        devices = {t.device.type for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
         if len(devices) > 1:
             raise NotCapturableError(f"it brings values of the host to the device, or back: {func.overloadpacket}")
-        return found
+        return result
 
     def _is_repeated(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Check whether a random operation draws nothing, or draws from a generator seeded before each replay."""
@@ -85,9 +85,9 @@ class CudaRecorder(Recorder):
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream), rules:
-            found = body()
+            outputs = body()
         now.wait_stream(self._stream)
-        return found
+        return outputs
 
     def record(self, body: Body, draws: CapturedScope) -> Recording:
         graph = torch.cuda.CUDAGraph()

@@ -20,7 +20,7 @@ class RankIncidents:
         self._mesh, self._loader, self._around = mesh, loader, around
 
     @property
-    def asked(self) -> int:
+    def request_bit(self) -> int:
         """The bit that requests `settle` if there are incidents, otherwise 0."""
         return NOTICED if self._loader.incidents else 0
 
@@ -32,9 +32,9 @@ class RankIncidents:
         """
         own = [vars(incident) for incident in self._loader.incidents]
         self._loader.incidents.clear()
-        for rank, told in enumerate(self._mesh.gather_json({"host": self._mesh.host, "incidents": own})):
-            for incident in told["incidents"]:
-                host = told["host"]
+        for rank, row in enumerate(self._mesh.gather_json({"host": self._mesh.host, "incidents": own})):
+            for incident in row["incidents"]:
+                host = row["host"]
                 bad = {int(i): said for i, said in incident.pop("bad").items()}  # JSON keys are strings
                 kind = "samples" if bad else "workers"
                 state.bad_samples |= bad

@@ -56,7 +56,7 @@ class ReplicaCheck:
         self._before: int | None = None  # the last step with a difference
         self._in_a_row = 0
         self._differed: int | None = None  # the step with a difference, until it is trained again
-        self._kept: dict[int, Tensor] = {}  # this rank's tensors that differed at that step, by index
+        self._differing: dict[int, Tensor] = {}  # this rank's tensors that differed at that step, by index
         self.flipped: list[int] = []  # ranks with a flipped bit, from the last check
 
     def is_due(self, step: int, *, saves: bool = False, last: bool = False) -> bool:
@@ -85,7 +85,7 @@ class ReplicaCheck:
         if not wrong:
             if self._differed == step:
                 self.flipped = self._farthest() if self._repeats else []
-                self._differed, self._kept = None, {}
+                self._differed, self._differing = None, {}
             if self._before is not None and step >= self._before:
                 self._before, self._in_a_row = None, 0
             return None
@@ -97,7 +97,7 @@ class ReplicaCheck:
         self._before = max(step, self._before or 0)
         if self.every is None or self._in_a_row > _MOST_IN_A_ROW:
             raise self._error(step, said)
-        self._differed, self._kept = step, self._differing_tensors()
+        self._differed, self._differing = step, self._differing_tensors()
         return said
 
     def _processor(self) -> str:
@@ -108,10 +108,10 @@ class ReplicaCheck:
         """Return the error that ends the run. Collective: all ranks, a JSON gather."""
         own = {name: bits_checksum([tensor]) for name, tensor in self._named().items()}
         gradients = [bits_checksum([local(p.grad)]) for _, p in self._model.parameters() if p.grad is not None]
-        told = self._mesh.gather_json({"tensors": own, "gradients": gradients})
+        rows = self._mesh.gather_json({"tensors": own, "gradients": gradients})
         group = [rank for rank, place in enumerate(self._places()) if place == self._places()[self._mesh.rank]]
-        first = told[group[0]]
-        differ = sorted({n for rank in group for n, s in told[rank]["tensors"].items() if first["tensors"].get(n) != s})
+        first = rows[group[0]]
+        differ = sorted({n for rank in group for n, s in rows[rank]["tensors"].items() if first["tensors"].get(n) != s})
         named = ", ".join(differ[:_MOST_NAMED]) + (
             f" and {len(differ) - _MOST_NAMED} more" * (len(differ) > _MOST_NAMED)
         )
@@ -125,7 +125,7 @@ class ReplicaCheck:
                 remedy="resume with --check-replicas 100, say, from a checkpoint from before: the run then finds the "
                 "step at which they differ, and goes back to the last state in which they agree",
             )
-        if any(told[rank]["gradients"] != first["gradients"] for rank in group):
+        if any(rows[rank]["gradients"] != first["gradients"] for rank in group):
             return IntegrityError(
                 given=given,
                 conflict="the summed gradients differ as well: a hook on a gradient, or code of the job between the "
@@ -156,13 +156,13 @@ class ReplicaCheck:
         result is empty if two ranks are equally far. Collective: a JSON gather.
         """
         tensors, places = self._tensors(), self._places()
-        own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._kept.items())
+        own = sum(_distance(then, tensors[i].detach().cpu()) for i, then in self._differing.items())
         far: list[float] = self._mesh.gather_json(own)
-        found = []
+        farthest = []
         for place in dict.fromkeys(places):
             group = sorted((far[rank], rank) for rank, other in enumerate(places) if other == place)
-            found += [group[-1][1]] if len(group) > 1 and group[-1][0] > group[-2][0] else []
-        return found
+            farthest += [group[-1][1]] if len(group) > 1 and group[-1][0] > group[-2][0] else []
+        return farthest
 
     def _places(self) -> list[Coordinate]:
         """Return each rank's coordinate, ignoring the data axis: it identifies the rank's part of the model."""
@@ -186,7 +186,7 @@ class ReplicaCheck:
 
     def _wrong(self, sums: list[int]) -> str:
         """Name the ranks that differ from the majority with the same part, or all of them without a majority."""
-        found: list[int] = []
+        wrong: list[int] = []
         sure = True
         places = self._places()
         for place in dict.fromkeys(places):
@@ -196,8 +196,8 @@ class ReplicaCheck:
             most = 2 * number > len(group)
             sure &= most
             if number < len(group):
-                found += [rank for rank in group if sums[rank] != common or not most]
-        return _ranks(found, sure) if found else ""
+                wrong += [rank for rank in group if sums[rank] != common or not most]
+        return _ranks(wrong, sure) if wrong else ""
 
 
 def _ranks(ranks: list[int], sure: bool = True) -> str:
@@ -208,5 +208,5 @@ def _ranks(ranks: list[int], sure: bool = True) -> str:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Return the sum of absolute differences, or the largest float if it is not finite."""
-    found = float((one.double() - other.double()).abs().sum())
-    return found if math.isfinite(found) else sys.float_info.max
+    distance = float((one.double() - other.double()).abs().sum())
+    return distance if math.isfinite(distance) else sys.float_info.max

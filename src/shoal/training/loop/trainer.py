@@ -72,13 +72,13 @@ class Trainer:
         try:
             status = self._steps()
         except Exception as error:
-            told = as_shoal_error(error)
-            parts.keeper.rescue(told, self.state, self._torn)
+            shown = as_shoal_error(error)
+            parts.keeper.rescue(shown, self.state, self._torn)
             while self._records.waiting:  # records of the last good steps, still without other ranks' measures
                 self._records.write()
-            callbacks.failed(told)
-            raise told from error
-        last = agree(self._mesh, Report(asked=self._incidents.asked, measures=self._measures))
+            callbacks.failed(shown)
+            raise shown from error
+        last = agree(self._mesh, Report(asked=self._incidents.request_bit, measures=self._measures))
         if last.asked:
             self._incidents.settle(self.state)
         self._records.write(last)
@@ -190,8 +190,8 @@ class Trainer:
         Otherwise return the fetched next step and the agreement on it, each None if unknown. `followed`: the step that
         was launched after it; an interruption discards that step.
         """
-        found = self._take(flight, followed=followed is not None)
-        failures, agreement = (found, None) if isinstance(found, Flags) else (None, found)
+        outcome = self._take(flight, followed=followed is not None)
+        failures, agreement = (outcome, None) if isinstance(outcome, Flags) else (None, outcome)
         interrupted = agreement is not None and comes_between(agreement)
         if failures is None and not (interrupted and followed is not None):
             if followed is None:
@@ -212,10 +212,10 @@ class Trainer:
 
     def _take(self, flight: StepInFlight, *, followed: bool) -> Flags | Agreement | None:
         """Read a step. Return its failures if it changed nothing; otherwise advance, and return any agreement."""
-        found = self._late.read(flight)
-        if isinstance(found, Flags):
-            return found
-        sums, update, agreement = found
+        outcome = self._late.read(flight)
+        if isinstance(outcome, Flags):
+            return outcome
+        sums, update, agreement = outcome
         self._advance(sums, update, None, None, late=(flight.time_taken, flight.num_updates, followed))
         self._late.was_added(followed=followed)
         return agreement
@@ -223,8 +223,8 @@ class Trainer:
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
         stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
-        asked = self._parts.callbacks.request_bits | self._incidents.asked
-        return Report(has_data, error, stop, due, asked, self._measures)
+        request_bits = self._parts.callbacks.request_bits | self._incidents.request_bit
+        return Report(has_data, error, stop, due, request_bits, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
         """Return the agreement on the next step, if it came with the sums of this step."""
@@ -252,17 +252,17 @@ class Trainer:
             self._clock.mark("other")
         return agreement
 
-    def _heed(self, asked: int) -> None:
+    def _heed(self, request_bits: int) -> None:
         """Serve the requests of any rank's callbacks before the next step.
 
         Raises: as `settle`.
         Collective: all ranks.
         """
-        if asked & NOTICED:
+        if request_bits & NOTICED:
             self._incidents.settle(self.state)
-        if not asked & ~NOTICED:
+        if not request_bits & ~NOTICED:
             return
-        self._between.serve(self.state, asked, lambda: self._replicas_agree(saves=True))
+        self._between.serve(self.state, request_bits, lambda: self._replicas_agree(saves=True))
         self._clock.begin(self.state.step + 1)
 
     def _apply(self, computed: ComputedStep) -> bool:
@@ -270,32 +270,34 @@ class Trainer:
         parts, state, sums = self._parts, self.state, computed.sums
         self._clock.mark("optimizer")
         progress = Progress(state.step, parts.order.num_steps, state.samples)
-        found = state.bad_steps.get(state.step)
-        if found is not None:
+        nonfinite = state.bad_steps.get(state.step)
+        if nonfinite is not None:
             update = Update(math.nan, math.nan, "nonfinite")
         else:
             update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress, sums.norm)
             if update.skipped == "nonfinite":
-                found = self._nonfinite(computed)
-                if found is None:
+                nonfinite = self._nonfinite(computed)
+                if nonfinite is None:
                     return False
         said = computed.passes.updated(sums, update.skipped)
         if said is not None:
             self._around.note(said)
-        self._advance(sums, update, found, said)
+        self._advance(sums, update, nonfinite, said)
         return True
 
     def _nonfinite(self, computed: ComputedStep) -> dict[str, Any] | None:
         """Apply the job's policy; return None after a rollback. Raises: NonFiniteError, the same on every rank."""
         parts, state = self._parts, self.state
-        found = None
+        culprits = None
         if not parts.sharded_model.divided:  # all ranks of a divided model would have to compute each sample
-            found = NonFiniteSearch(parts.computer, parts.precision, parts.parameters).find(self._mesh, computed.seen)
+            culprits = NonFiniteSearch(parts.computer, parts.precision, parts.parameters).find(
+                self._mesh, computed.seen
+            )
         self._buffers.restore()
         state.bad_streak += 1
-        bad = NonFiniteStep(state.step, computed.sums.loss, found, state.bad_streak, parts.job.on_nonfinite)
+        bad = NonFiniteStep(state.step, computed.sums.loss, culprits, state.bad_streak, parts.job.on_nonfinite)
         self._around.note(str(bad))
-        where = {name: found[name] for name in ("rank", "host", "samples")} if found else {}
+        where = {name: culprits[name] for name in ("rank", "host", "samples")} if culprits else {}
         done = "the run ended" if bad.ends else {"skip": "no update", "rollback": "rolled back"}[bad.policy]
         noticed = "looking at the sums of all ranks"
         self._around.events.add("nonfinite", step=state.step + 1, what=bad.cause, noticed=noticed, done=done, **where)
@@ -304,11 +306,11 @@ class Trainer:
                 self._between.save(state, wait=True, in_step=True)
             remedy = 'Job(on_nonfinite="skip") or "rollback" and --resume'
             raise bad.error("the parameters are those before the step", remedy)
-        found = found or dict(NOBODY)
+        culprits = culprits or dict(NOBODY)
         if bad.policy == "skip":
-            return found
+            return culprits
         step = state.step
-        self._roll_back({**state.bad_steps, step: found}, state.bad_streak)
+        self._roll_back({**state.bad_steps, step: culprits}, state.bad_streak)
         self._around.note(f"step {step} will be left out")
         return None
 
@@ -361,7 +363,7 @@ class Trainer:
         self,
         sums: StepSums,
         update: Update,
-        found: dict[str, Any] | None,
+        nonfinite: dict[str, Any] | None,
         said: str | None,
         late: tuple[StepTime, int, bool] | None = None,
     ) -> None:
@@ -382,7 +384,7 @@ class Trainer:
             state,
             sums,
             update,
-            found,
+            nonfinite,
             time_taken,
             epoch=parts.order.epoch(state.step - 1),
             ranks={},

@@ -113,16 +113,16 @@ class Evaluator:
         if isinstance(self.source, MapSource):
             several = self._mesh.world_size > 1
             refused = own_collectives_refused("the loss or a metric") if several else contextlib.nullcontext()
-            with NoTrace(model, {**self._metrics, self._name: self.source.data}) as kept, refused:
-                collectively(self._mesh, self._divided, lambda: self._rehearsed(model, kept))
+            with NoTrace(model, {**self._metrics, self._name: self.source.data}) as no_trace, refused:
+                collectively(self._mesh, self._divided, lambda: self._rehearsed(model, no_trace))
 
-    def _rehearsed(self, model: nn.Module, kept: NoTrace) -> None:
+    def _rehearsed(self, model: nn.Module, no_trace: NoTrace) -> None:
         first = self.first_sums(model)
-        together = (lambda told: any(self._mesh.gather_json(told))) if self._divided else bool
-        written = kept.changed_buffers()
+        together = (lambda value: any(self._mesh.gather_json(value))) if self._divided else bool
+        written = no_trace.changed_buffers()
         if together(bool(written)):
             again = self.first_sums(model)
-            kept.restore()
+            no_trace.restore()
             noise = distance(self.first_sums(model), first)  # of kernels that add in another order each time
             if together(differ(again, first, 4 * noise)):
                 raise JobError(
@@ -132,10 +132,10 @@ class Evaluator:
                     remedy="write the buffer in training alone: if self.training: ...",
                 )
         # A data set that keeps samples would only be read again and again.
-        if not together(any(not change.name.startswith(f"{self._name}.") for change in kept.changes())):
+        if not together(any(not change.name.startswith(f"{self._name}.") for change in no_trace.changes())):
             return
         find_state(
-            kept,
+            no_trace,
             lambda: self.first_sums(model, 1),
             lambda: self.first_sums(model),
             first,
@@ -236,7 +236,7 @@ class Evaluator:
         if known is None:
             try:
                 with _as_before_errors(model, device), torch.no_grad():
-                    found = call()
+                    result = call()
             except UserCodeError as error:
                 alike = any(sign in error.conflict for sign in _NO_GRADIENT) and self._evaluate is None
                 if self._divided and not alike:  # stages of a pipeline never raise alike
@@ -244,14 +244,14 @@ class Evaluator:
                 known = True
             else:
                 self._differentiates[name] = False
-                return found
+                return result
         if not known:
             with torch.no_grad():
                 return call()
         with torch.enable_grad(), _gradients_kept(model):
-            found = tree_map_only(Tensor, Tensor.detach, call())
+            result = tree_map_only(Tensor, Tensor.detach, call())
         self._differentiates[name] = True
-        return found
+        return result
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any, *, copies: bool = False) -> tuple[Any, Any]:
         pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
@@ -314,8 +314,8 @@ class EvaluationSets:
         metrics: dict[str, float] = {}
         count = 0
         for name, evaluator in self._by_name.items():
-            found, own = evaluator.evaluate(model)
-            metrics |= {named_metric(name, metric): value for metric, value in found.items()}
+            own_metrics, own = evaluator.evaluate(model)
+            metrics |= {named_metric(name, metric): value for metric, value in own_metrics.items()}
             count += own
         return metrics, count
 
@@ -347,20 +347,20 @@ def _predicted(function: Predict, model: nn.Module, batch: Any) -> Any:
 @contextlib.contextmanager
 def _gradients_kept(model: nn.Module) -> Iterator[None]:
     """Clear the parameters' gradients, since a metric may run a backward, and restore them at the end."""
-    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in kept:
+        for parameter, _ in gradients:
             parameter.grad = None
         yield
     finally:
-        for parameter, gradient in kept:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
 @contextlib.contextmanager
 def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and generators if the body of the context raises, for a second attempt."""
-    kept = [
+    buffers = [
         (module._buffers, name, value, value._version, value.detach().clone())
         for module in model.modules()
         for name, value in module._buffers.items()
@@ -377,7 +377,7 @@ def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
         if of_device is not None:
             torch.cuda.set_rng_state(of_device, device)
         with torch.no_grad():
-            for home, name, value, version, clone in kept:
+            for home, name, value, version, clone in buffers:
                 home[name] = value
                 if value._version != version and not value.is_meta:
                     value.copy_(clone)
@@ -385,5 +385,5 @@ def _as_before_errors(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _fsum(values: Iterable[float]) -> float:
-    found: Sequence[float] = list(values)
-    return math.fsum(found) if all(map(math.isfinite, found)) else math.nan
+    numbers: Sequence[float] = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan

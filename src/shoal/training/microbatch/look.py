@@ -75,10 +75,10 @@ class Look:
         Raises: errors of the model; JobError for state that would differ between layouts.
         """
         computer, precision = self._computer, self._computer.precision
-        with self._watching() as kept:
-            found: ProbeResult | None = None
+        with self._watching() as no_trace:
+            result: ProbeResult | None = None
             if precision.is_wide:
-                found = self._policy(microbatch, buffers, kept, precision)
+                result = self._policy(microbatch, buffers, no_trace, precision)
             elif not computer.cut:
                 # Suppressed: some models compute only in their own dtype, others raise in any dtype.
                 with (
@@ -89,12 +89,12 @@ class Look:
                     seen = self._policy(microbatch, buffers, wide, precision.wide())
                     wide.restore()
                     self._refuse_unrestored(wide)  # otherwise the look below reports it
-                    found = seen
-                kept.restore()
-            if found is None:
-                found = self._policy(microbatch, buffers, kept, precision)
-                found = replace(found, computation=replace(found.computation, fuse=False))
-            known = kept.names()
+                    result = seen
+                no_trace.restore()
+            if result is None:
+                result = self._policy(microbatch, buffers, no_trace, precision)
+                result = replace(result, computation=replace(result.computation, fuse=False))
+            known = no_trace.names()
             for pattern in self._computer.job.allow_state:
                 if not self._together(any(_allows([pattern], name) for name in known)):
                     raise JobError(
@@ -102,9 +102,9 @@ class Look:
                         conflict="no attribute of a module and no variable of the loss has that name",
                         remedy="write the module's name and the attribute's, such as 'encoder.calls'",
                     )
-            allowed = self._state(grains, kept, gradients=not (computer.divided or computer.compiles))
-            computation = replace(found.computation, kept_state=allowed)
-            return replace(found, computation=computation, seen=self._loss_of_grain())
+            allowed = self._state(grains, no_trace, gradients=not (computer.divided or computer.compiles))
+            computation = replace(result.computation, kept_state=allowed)
+            return replace(result, computation=computation, seen=self._loss_of_grain())
 
     def _loss_of_grain(self) -> GrainLoss | None:
         """Return a grain's loss to compare with other ranks; None if the model is divided or draws in other ways."""
@@ -117,8 +117,8 @@ class Look:
 
     def state(self, grains: Microbatch) -> None:
         """Search for state again. Raises: as `policy`."""
-        with self._watching() as kept:
-            self._state(grains, kept)
+        with self._watching() as no_trace:
+            self._state(grains, no_trace)
 
     def buffers(self, grains: Microbatch, names: Sequence[str], *, widens: bool = True) -> BufferLook:
         """Return the rules that explain how forwards of these grains change buffers, from several starting values.
@@ -133,7 +133,7 @@ class Look:
             else [(Precision(torch.float64, torch.float64, torch.float64, device), FINE)]
         )
         ways += [] if computer.cut or not widens else [(computer.precision.wide(), COARSE)]
-        with self._watching() as kept, self._without_gradients():
+        with self._watching() as no_trace, self._without_gradients():
             for precision, rounding in ways:
                 # Suppressed: some models compute only in their own dtype, others raise in any dtype.
                 with (
@@ -142,24 +142,24 @@ class Look:
                     computer.no_trace() as wide,
                 ):
                     return self._buffers(grains, names, wide, precision, rounding)
-                kept.restore()
-            return self._buffers(grains, names, kept, computer.precision, COARSE)
+                no_trace.restore()
+            return self._buffers(grains, names, no_trace, computer.precision, COARSE)
 
     def _buffers(
-        self, grains: Microbatch, names: Sequence[str], kept: NoTrace, precision: Precision, rounding: Rounding
+        self, grains: Microbatch, names: Sequence[str], no_trace: NoTrace, precision: Precision, rounding: Rounding
     ) -> BufferLook:
-        held, count = StepBuffers(self._computer.model), len(grains.grains)
-        held.watch(names)
+        step_buffers, count = StepBuffers(self._computer.model), len(grains.grains)
+        step_buffers.watch(names)
 
         def left(first: int, last: int, start: Mapping[str, Tensor]) -> _Left:
             part = grains.read(grains.grains[first:last], grains.ids[first:last])
-            kept.restore()
-            held.put(start)
+            no_trace.restore()
+            step_buffers.put(start)
             if self._computer.computation.randomness == "opaque":
-                return self._computed_opaquely(part, precision), held.values()
-            return self._computed(part, kept, precision)[0], held.values()
+                return self._computed_opaquely(part, precision), step_buffers.values()
+            return self._computed(part, no_trace, precision)[0], step_buffers.values()
 
-        start = held.values()
+        start = step_buffers.values()
         apart = [left(place, place + 1, start) for place in range(count)]
         # With fewer grains another grain is the last. The next start is the buffers after all grains. Buffers that no
         # grain has changed get other values there, such as an average that starts as a copy of its weight.
@@ -219,26 +219,26 @@ class Look:
         rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
         try:
             # The step repeats the model's warnings.
-            with rounding, self._computer.no_trace() as kept, warnings.catch_warnings():
+            with rounding, self._computer.no_trace() as no_trace, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                yield kept
-                kept.restore()
-                self._refuse_unrestored(kept)
+                yield no_trace
+                no_trace.restore()
+                self._refuse_unrestored(no_trace)
         finally:
             computer.look_seconds += time.perf_counter() - began
 
-    def _refuse_unrestored(self, kept: NoTrace) -> None:
+    def _refuse_unrestored(self, no_trace: NoTrace) -> None:
         """Refuse a forward that replaces, hooks, or writes a parameter past torch's operators. Raises: JobError."""
-        if kept.replaced:
-            raise replaced(min(kept.replaced))
-        if kept.hooked:
+        if no_trace.replaced:
+            raise replaced(min(no_trace.replaced))
+        if no_trace.hooked:
             raise JobError(
-                given=f"a model or loss that registers a hook on parameter {min(kept.hooked)} while it computes",
+                given=f"a model or loss that registers a hook on parameter {min(no_trace.hooked)} while it computes",
                 conflict="each forward adds another hook, and each process computes as many forwards as it has "
                 "microbatches",
                 remedy="register the hook once, in model(): shoal calls it once a step with the mean gradient",
             )
-        lost = kept.unrestored()
+        lost = no_trace.unrestored()
         if lost:
             raise JobError(
                 given=f"a model or loss that writes parameter {lost[0]} in its forward, past torch's operators",
@@ -246,36 +246,38 @@ class Look:
                 remedy="write it with torch's operators under torch.no_grad(), or in a step of the optimizer",
             )
 
-    def _policy(self, microbatch: Microbatch, buffers: StepBuffers, kept: NoTrace, precision: Precision) -> ProbeResult:
+    def _policy(
+        self, microbatch: Microbatch, buffers: StepBuffers, no_trace: NoTrace, precision: Precision
+    ) -> ProbeResult:
         computation = self._computer.computation
         fuse: bool | None = False
         randomness, coupled = "opaque", ""
         changed: set[str] = set()
         with contextlib.suppress(NotFusibleError):
-            fused, calls, leaked = self._computed(microbatch, kept, precision)
-            changed |= set(kept.changed_buffers())
+            fused, calls, leaked = self._computed(microbatch, no_trace, precision)
+            changed |= set(no_trace.changed_buffers())
             if precision == self._computer.precision:
-                written = kept.changed_parameters()
+                written = no_trace.changed_parameters()
                 frozen = {name for name, p in self._computer.model.named_parameters() if not p.requires_grad}
-                changed |= {*written, *kept.written_parameters()} & frozen
+                changed |= {*written, *no_trace.written_parameters()} & frozen
             split, parts = microbatch.split(), []
             for part in split:
-                kept.restore()
-                parts.append(self._computed(part, kept, precision))
-                changed |= set(kept.changed_buffers())
+                no_trace.restore()
+                parts.append(self._computed(part, no_trace, precision))
+                changed |= set(no_trace.changed_buffers())
             if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
                 randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
                 self._seen = split[0], parts[0][0]
                 fuse = _is_sum(fused, [pair for pair, _, _ in parts])
                 if fuse is False and not self._computer.divided:
-                    fuse, coupled = self._looked_at_again(microbatch, split, kept)
+                    fuse, coupled = self._looked_at_again(microbatch, split, no_trace)
         # All buffers of opaque models: without a scope, torch's batch_norm writes buffers without a detectable change.
         buffers.watch(None if randomness == "opaque" else changed)
         computation = replace(computation, randomness=randomness, fuse=fuse is not False, buffers=buffers.names)
         return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
 
     def _looked_at_again(
-        self, microbatch: Microbatch, split: list[Microbatch], kept: NoTrace
+        self, microbatch: Microbatch, split: list[Microbatch], no_trace: NoTrace
     ) -> tuple[bool | None, str]:
         """Return whether grains may share a forward after all and, if not, where samples are mixed.
 
@@ -288,19 +290,19 @@ class Look:
             kind = precision.parameters
             with contextlib.suppress(Exception), widened(computer.model, kind), self._computer.no_trace() as wide:
 
-                def loss(part: Microbatch, kept: NoTrace = wide, precision: Precision = precision) -> Sums:
-                    kept.restore()
-                    (total, weight), *_ = self._computed(part, kept, precision)
+                def loss(part: Microbatch, no_trace: NoTrace = wide, precision: Precision = precision) -> Sums:
+                    no_trace.restore()
+                    (total, weight), *_ = self._computed(part, no_trace, precision)
                     return total, weight
 
                 fused, parts, coupled = compare(computer.model, loss, microbatch, split, kind.itemsize)
                 fuse = _is_sum(fused, parts)
                 return fuse, "" if fuse else coupled
-            kept.restore()
+            no_trace.restore()
         return False, ""
 
     def _computed(
-        self, microbatch: Microbatch, kept: NoTrace, precision: Precision, *, gradients: bool = False
+        self, microbatch: Microbatch, no_trace: NoTrace, precision: Precision, *, gradients: bool = False
     ) -> tuple[Any, int, bool]:
         """Return (total, weight), the number of draws by grain, and whether the model drew in other ways.
 
@@ -314,7 +316,7 @@ class Look:
                 total, weight = computer.evaluate(computer.pair, batch) if computer.evaluate else computer.loss(batch)
                 if with_backward and isinstance(total, Tensor) and total.requires_grad:
                     run_backward(total)
-                numbers = self._of_gradients(total, kept) if gradients else ()
+                numbers = self._of_gradients(total, no_trace) if gradients else ()
             return (float(total), float(weight), *numbers), scope.calls, scope.leaked()
 
         try:
@@ -322,7 +324,7 @@ class Look:
         except ShoalError:
             if self._differentiates or computer.evaluate:
                 raise
-            kept.restore()
+            no_trace.restore()
         self._differentiates = True  # the loss itself computes derivatives
         try:
             return run(with_backward=computer.cut or computer.compiles)
@@ -370,7 +372,7 @@ class Look:
 
     # ------------------------------------------------------------------------------------------------------------ state
 
-    def _state(self, grains: Microbatch, kept: NoTrace, *, gradients: bool = False) -> tuple[str, ...]:
+    def _state(self, grains: Microbatch, no_trace: NoTrace, *, gradients: bool = False) -> tuple[str, ...]:
         """Search for state that changes a result. Return the names of existing state that Job(allow_state=...) allows.
 
         `gradients`: include state that a backward leaves, or that changes only a gradient.
@@ -378,43 +380,43 @@ class Look:
         """
         computer, precision = self._computer, self._computer.precision
         one, other = _two_grains(grains)
-        kept.restore()
+        no_trace.restore()
 
         def run(part: Microbatch) -> Any:
             try:
-                return self._computed(part, kept, precision, gradients=gradients)[0]
+                return self._computed(part, no_trace, precision, gradients=gradients)[0]
             except NotFusibleError:  # no scope: the generators start from the same state each time
-                return self._computed_opaquely(part, precision, kept if gradients else None)
+                return self._computed_opaquely(part, precision, no_trace if gradients else None)
 
         first = run(one)
         self._seen = (one, first[:2]) if self._seen is not None else None
         trained = {name for name, p in computer.model.named_parameters() if p.requires_grad}
-        found = {*kept.changed_parameters(), *kept.written_parameters()}
-        writes, writes_frozen = self._together(bool(found)), self._together(bool(found - trained))
+        written_names = {*no_trace.changed_parameters(), *no_trace.written_parameters()}
+        writes, writes_frozen = self._together(bool(written_names)), self._together(bool(written_names - trained))
         if writes and computer.gathers and not writes_frozen:
             # Ranks that gather each other's parts keep the values that all of them write identically.
-            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in found)
-            found = set()
-            kept.restore()
+            computer.writing.update(computer.model.get_submodule(name.rpartition(".")[0]) for name in written_names)
+            written_names = set()
+            no_trace.restore()
             first = run(one)
-        written = kept.changed_parameters()
+        written = no_trace.changed_parameters()
         writes = self._together(bool(written.keys() & trained))
         if writes:
-            kept.restore()
+            no_trace.restore()
             run(other)
-            self._refuse_written(written, kept.changed_parameters(), trained)
+            self._refuse_written(written, no_trace.changed_parameters(), trained)
             run(one)  # a second forward from there must change nothing more
-            self._refuse_written(written, kept.changed_parameters(), trained)
-        if self._together(bool(found and computer.divided)):
+            self._refuse_written(written, no_trace.changed_parameters(), trained)
+        if self._together(bool(written_names and computer.divided)):
             raise JobError(
-                given=f"a forward that writes parameter {_own_first(found)}, with a layout that "
+                given=f"a forward that writes parameter {_own_first(written_names)}, with a layout that "
                 "divides the model or its parameters",
                 conflict="no rank has a copy of the parameter that it may write alone",
                 remedy='use the data axis, shard.level = "optimizer"',
             )
-        advanced = any(change.kind == "generator" for change in kept.changes())  # reported below
+        advanced = any(change.kind == "generator" for change in no_trace.changes())  # reported below
         if computer.exact and not self._together(advanced):
-            kept.restore()
+            no_trace.restore()
             if self._together(differ(run(one), first)):
                 raise JobError(
                     given="a loss or model whose first batch, computed twice, gives two losses",
@@ -424,11 +426,11 @@ class Look:
                     remedy="draw from torch's, Python's or numpy's global generators, which shoal seeds for each grain",
                 )
         elif writes:  # the forwards above left other state than `one` leaves from the start
-            kept.restore()
+            no_trace.restore()
             run(one)
-        leaves_state = self._together(bool(kept.changes()))
+        leaves_state = self._together(bool(no_trace.changes()))
         allowed = find_state(
-            kept,
+            no_trace,
             lambda: run(other),
             lambda: run(one),
             first,
@@ -437,20 +439,20 @@ class Look:
             divided=computer.divided,
         )
         if leaves_state:
-            self._refuse_read(kept, lambda: run(one), allowed)
-            self._refuse_evaluated(kept, lambda: run(one), lambda: run(other))
+            self._refuse_read(no_trace, lambda: run(one), allowed)
+            self._refuse_evaluated(no_trace, lambda: run(one), lambda: run(other))
         return allowed
 
-    def _refuse_evaluated(self, kept: NoTrace, one: Callable[[], Any], other: Callable[[], Any]) -> None:
+    def _refuse_evaluated(self, no_trace: NoTrace, one: Callable[[], Any], other: Callable[[], Any]) -> None:
         """Refuse state that a forward leaves and an evaluation reads. Raises: JobError."""
         computer = self._computer
         if computer.evaluation is not None:
-            kept.restore()
+            no_trace.restore()
             first = computer.evaluation()
-            kept.restore()
+            no_trace.restore()
             one()
             find_state(
-                kept,
+                no_trace,
                 other,
                 computer.evaluation,
                 first,
@@ -460,19 +462,19 @@ class Look:
                 evaluates=True,
             )
 
-    def _refuse_read(self, kept: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
+    def _refuse_read(self, no_trace: NoTrace, one: Callable[[], Any], allowed: Sequence[str]) -> None:
         """Refuse an optimizer that reads state of a forward. Raises: JobError."""
         computer = self._computer
-        kept.restore()
+        no_trace.restore()
         one()
-        names = {change.name for change in kept.changes()} - set(allowed)
+        names = {change.name for change in no_trace.changes()} - set(allowed)
         if self._together(bool(names)):
-            kept.keep_state()
+            no_trace.keep_state()
             shapes = {name: tuple(p.shape) for name, p in computer.model.named_parameters()}
             trial = OptimizerTrial(
                 computer.job.optimizer, computer.model.named_parameters(), shapes, computer.precision.device
             )
-            refuse_read(trial, kept, self._together, names)
+            refuse_read(trial, no_trace, self._together, names)
 
     def _computed_opaquely(self, part: Microbatch, precision: Precision, trace: NoTrace | None = None) -> Any:
         computer = self._computer
@@ -511,7 +513,7 @@ class Look:
 
 
 def find_state(
-    kept: NoTrace,
+    no_trace: NoTrace,
     other: Callable[[], Any],
     one: Callable[[], Any],
     first: Any,
@@ -537,14 +539,14 @@ def find_state(
         JobError: State changes the result of `one`.
     """
 
-    def matters(found: Any) -> bool:
-        if not together(differ(found, first)):
+    def matters(sums: Any) -> bool:
+        if not together(differ(sums, first)):
             return False
-        kept.restore()  # excludes the noise of kernels that add in varying order
+        no_trace.restore()  # excludes the noise of kernels that add in varying order
         again = one()
-        return together(differ(found, first, 4 * distance(again, first)))
+        return together(differ(sums, first, 4 * distance(again, first)))
 
-    changes = kept.changes()
+    changes = no_trace.changes()
     allowed = {change.name for change in changes if _allows(allow_state, change.name)}
     names = [change.name for change in changes if change.name not in allowed]
     if not together(bool(names)):
@@ -558,52 +560,52 @@ def find_state(
             remedy="compute the value from a buffer that counts the steps, "
             f"or write allow_state=({min(advanced)!r},) if it does not matter",
         )
-    kept.restore()
+    no_trace.restore()
     other()
-    kept.keep_state(but=allowed)
+    no_trace.keep_state(but=allowed)
     values: dict[str, list[float]] = {}
     grows = any(kinds[name] == "container" for name in names)
     repeats = 0 if evaluates else _MOST_REPEATS if together(grows) else _REPEATS
     for turn in range(1 + repeats):
-        found = None
+        sums = None
         with contextlib.suppress(Exception):  # the training may never reach this forward
-            found = one()
-        if together(found is None):
+            sums = one()
+        if together(sums is None):
             break
-        for number in kept.numbers():
+        for number in no_trace.numbers():
             values.setdefault(number.path, []).append(number.read())
-        if matters(found):
+        if matters(sums):
             culprits = []
             for name in names if not divided and len(names) > 1 else ():
-                kept.restore()
+                no_trace.restore()
                 other()
-                kept.keep_state(only=name)
+                no_trace.keep_state(only=name)
                 with contextlib.suppress(Exception):
                     if differ(one(), first):
                         culprits.append(name)
             when = " in an evaluation" if evaluates else " after some more forwards" if turn else ""
             raise _state_error(culprits or names, kinds, when)
-        kept.keep_state(but=allowed)
+        no_trace.keep_state(but=allowed)
     if evaluates or divided:
         return tuple(sorted(allowed))
-    kept.restore()
+    no_trace.restore()
     one()
-    seen = {number.path: number.read() for number in kept.numbers()}
-    kept.restore()
+    seen = {number.path: number.read() for number in no_trace.numbers()}
+    no_trace.restore()
     other()
-    for number, now in [(number, number.read()) for number in kept.numbers()]:
+    for number, now in [(number, number.read()) for number in no_trace.numbers()]:
         # Counters may matter later. Numbers that depend on the samples may matter once they are large or small.
         tried = {f" after {jump} more forwards": _later(values.get(number.path, ()), jump) for jump in _JUMPS}
         if seen.get(number.path, now) != now:
             tried |= {" when it is larger": now + 10 * (abs(now) + 1), " when it is smaller": now - 10 * (abs(now) + 1)}
         tried = {when: value for when, value in tried.items() if number.name not in allowed}
         if any(value is not None for value in tried.values()):
-            kept.restore()
+            no_trace.restore()
             other()
         for when, value in tried.items():
             if value is None:
                 continue
-            kept.keep_state(only=number.name)
+            no_trace.keep_state(only=number.name)
             result = first
             with contextlib.suppress(Exception):  # the model may not support such a number
                 number.write(value)
@@ -637,15 +639,15 @@ def _two_numbers(gradient: Tensor | None) -> tuple[float, float]:
     return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, dtype=wide))
 
 
-def differ(found: Any, first: Any, noise: float = 0.0) -> bool:
+def differ(result: Any, first: Any, noise: float = 0.0) -> bool:
     """Check whether two results differ by more than `noise`. NaN equals NaN."""
-    pairs = zip(found, first, strict=True)
+    pairs = zip(result, first, strict=True)
     return any(a != b and not (a != a and b != b) and not abs(a - b) <= noise for a, b in pairs)
 
 
-def distance(found: Any, first: Any) -> float:
+def distance(result: Any, first: Any) -> float:
     """Return the largest finite difference of two results."""
-    return max((abs(a - b) for a, b in zip(found, first, strict=True) if math.isfinite(a - b)), default=0.0)
+    return max((abs(a - b) for a, b in zip(result, first, strict=True) if math.isfinite(a - b)), default=0.0)
 
 
 def _own_first(names: Collection[str]) -> str:

@@ -29,13 +29,14 @@ class NonFiniteStep:
     """A step with a loss or gradient that is not finite.
 
     `step` counts from 0. `loss`: the mean over the global batch.
-    `found`: the culprits, or None for a model that several ranks compute together, which is not searched.
+    `culprits`: as `NonFiniteSearch.find` returns them. None: several ranks compute the model
+    together, so that it is not searched.
     `streak`: number of non-finite steps in a row, including this step. `policy`: the job's `on_nonfinite`.
     """
 
     step: int
     loss: float
-    found: dict[str, Any] | None
+    culprits: dict[str, Any] | None
     streak: int
     policy: str
 
@@ -50,9 +51,9 @@ class NonFiniteStep:
 
     @property
     def _culprit(self) -> str:
-        if self.found is None:
+        if self.culprits is None:
             return "which sample brought it is not searched for in a divided model"
-        return "rank {rank} on {host}, grains {grains}, samples {samples}".format(**self.found)
+        return "rank {rank} on {host}, grains {grains}, samples {samples}".format(**self.culprits)
 
     @property
     def cause(self) -> str:
@@ -90,8 +91,8 @@ class NonFiniteSearch:
         except Exception:  # for example, samples cannot be read again: report all of them
             grains = [grain.index for m in microbatches for grain in m.grains]
             samples = [i for m in microbatches for ids in m.read_ids for i in ids.tolist()]
-        told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
-        culprits = [t for t in told if t["grains"]]
+        rows = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
+        culprits = [t for t in rows if t["grains"]]
         if culprits:
             return {**culprits[0], "other_ranks": [t["rank"] for t in culprits[1:]]}
         return dict(NOBODY)
@@ -106,10 +107,10 @@ class NonFiniteSearch:
             return ids
         # If a sample cannot be computed alone (for example, BatchNorm of one value), report the whole grain.
         try:
-            found = [i for i, single in zip(ids, part.samples(), strict=True) if not self._is_finite(single)]
+            bad = [i for i, single in zip(ids, part.samples(), strict=True) if not self._is_finite(single)]
         except Exception:
             return ids
-        return found or ids
+        return bad or ids
 
     def _is_finite(self, microbatch: Microbatch) -> bool:
         with self._computer.scope(microbatch):

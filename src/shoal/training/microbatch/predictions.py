@@ -126,15 +126,15 @@ class Predictions:
 
     def write(self) -> None:
         """Write the file atomically. Raises: OSError, JobError. Collective: all ranks."""
-        told = self._mesh.gather_json(
+        rows = self._mesh.gather_json(
             [
                 self._here,
                 self._chunk,
                 {name: [DTYPE_NAMES[dtype], shape] for name, (dtype, shape) in self._kinds.items()},
             ]
         )
-        self.count, self._chunk = sum(here for here, _, _ in told), max(chunk for _, chunk, _ in told)
-        own = [_from_json(kinds) for _, _, kinds in told if kinds]
+        self.count, self._chunk = sum(here for here, _, _ in rows), max(chunk for _, chunk, _ in rows)
+        own = [_from_json(kinds) for _, _, kinds in rows if kinds]
         self._kinds = own[0] if own else {}
         for kinds in own:
             _refuse_apart(kinds, self._kinds)
@@ -208,8 +208,8 @@ def read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        found: dict[str, Tensor] = load_file(path)
-        return found
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
     with np.load(path, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 

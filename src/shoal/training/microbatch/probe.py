@@ -39,7 +39,7 @@ class PolicyProbe:
         self._parts, self._loader, self._note, self._fetch_again = parts, loader, note, fetch_again
         self._probed = False
         divided = parts.sharded_model.divided
-        self._look = Look(parts.computer, (lambda told: any(parts.mesh.gather_json(told))) if divided else bool)
+        self._look = Look(parts.computer, (lambda value: any(parts.mesh.gather_json(value))) if divided else bool)
 
     def restore(self, computation: dict[str, Any]) -> None:
         """Restore the microbatch policy of a resumed run, except the number of grains that fit in memory."""
@@ -73,12 +73,12 @@ class PolicyProbe:
             first = fetched.first.microbatch if fetched.first is not None else None
             if parts.strategy.syncs_every_microbatch:  # the same on all ranks, which meet in every forward
                 first = self._loader.filler(fetched.step)
-            found = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
+            result = collectively(parts.mesh, parts.sharded_model.divided, functools.partial(self._propose, first))
             if not parts.observer_looks:  # an observer, such as a verification's, compares what ranks compute itself
-                refuse_other_losses(parts.mesh.gather_json(found.seen))
-            told = parts.mesh.all_gather([float(found.too_large), float(not found.conclusive)])
-            too_large, unclear = told.max(axis=0) > 0
-            agreed = self.agree_on(found.computation, None if too_large else fetched.step)
+                refuse_other_losses(parts.mesh.gather_json(result.seen))
+            flags = parts.mesh.all_gather([float(result.too_large), float(not result.conclusive)])
+            too_large, unclear = flags.max(axis=0) > 0
+            agreed = self.agree_on(result.computation, None if too_large else fetched.step)
             # A non-finite batch is not conclusive: probe the next batch, too.
             self._probed = not unclear and not self._without_rule(agreed)
             if agreed.effective_grains != before:
@@ -135,9 +135,9 @@ class PolicyProbe:
         Collective: all ranks, one JSON gather, and a second one if a buffer needs a rule.
         """
         computer, buffers = self._parts.computer, self._parts.buffers
-        told = self._parts.mesh.gather_json(proposal.to_json() if proposal else None)
+        proposals = self._parts.mesh.gather_json(proposal.to_json() if proposal else None)
         agreed = computer.computation
-        for document in filter(None, told):
+        for document in filter(None, proposals):
             agreed = agreed.with_care_of(MicrobatchPolicy.from_json(document))
         before = computer.computation
         has_parted = before.fuse and not agreed.fuse and (agreed.grains_per_microbatch > 1 or computer.exact)
@@ -168,14 +168,16 @@ class PolicyProbe:
             buffers.restore()
             divided = parts.sharded_model.divided
             own = collectively(parts.mesh, divided, functools.partial(self._look_at_buffers, step, names, moving))
-            told = parts.mesh.gather_json(asdict(own) if own is not None else None)
-            looks = [BufferLook(**document) for document in filter(None, told)]
+            rows = parts.mesh.gather_json(asdict(own) if own is not None else None)
+            looks = [BufferLook(**document) for document in filter(None, rows)]
             seen = {name for look in looks for name in look.rules}
             moved = {n for n in agreed.buffers if n not in names or n in seen or n in moving or not looks}
         mixes = agreed.randomness == "opaque" or not computer.job.fuse or any(look.mixes for look in looks)
         for name in (name for name in names if name in moved):
-            found = [look.rules[name] for look in looks if name in look.rules]
-            common = [rule for rule in (found[0] if found else ()) if all(rule in other for other in found)]
+            candidates = [look.rules[name] for look in looks if name in look.rules]
+            common = [
+                rule for rule in (candidates[0] if candidates else ()) if all(rule in other for other in candidates)
+            ]
             if common or mixes:
                 rules[name] = common[0] if common else "mean"
             elif not looks and (parts.mesh.num_data_ranks == 1 or isinstance(self._loader, MapLoader)):

@@ -193,8 +193,8 @@ class StepRunner:
         if not isinstance(error, ShoalError) and is_lost_peer(error):
             return True
         pipeline = self._parts.pipeline
-        told = pipeline is not None and pipeline.alone and not is_lost_peer(error)
-        return self._parts.sharded_model.divided and not told
+        reports = pipeline is not None and pipeline.alone and not is_lost_peer(error)
+        return self._parts.sharded_model.divided and not reports
 
     def _judged(self, error: Exception) -> tuple[MicrobatchPolicy | None, ShoalError | None]:
         """Return the policy for a repetition after an out-of-memory error, or else the error that ends the run."""
@@ -241,9 +241,9 @@ class StepRunner:
 
     def _with_gradient(self, step: int, total: Tensor) -> Tensor:
         """Return a total, or a zero with a gradient in its place, where the other ranks synchronize in the backward."""
-        found = total if total.requires_grad else self._nothing(step)
+        differentiable = total if total.requires_grad else self._nothing(step)
         self._output = None  # the graph is about to be freed
-        return found
+        return differentiable
 
     def _nothing(self, step: int) -> Tensor:
         """Return a zero with a backward through the model, where the other ranks synchronize.

@@ -21,10 +21,10 @@ def compare_streams(mesh: Mesh, loader: Loader) -> None:
         refuse_other_samples("train_data", mesh.gather_json(digest_of_samples(loader.samples)))
 
 
-def refuse_other_samples(name: str, told: Sequence[str | None]) -> None:
+def refuse_other_samples(name: str, digests: Sequence[str | None]) -> None:
     """Raise DataError if the ranks' digests of the same stream samples differ; None stands for no samples."""
-    others = [str(rank) for rank, digest in enumerate(told) if digest != told[0]]
-    if None in told or not others:
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if None in digests or not others:
         return
     error = DataError(
         given=f"{name}: a stream that gives rank {', '.join(others[:8])} other samples than rank 0",

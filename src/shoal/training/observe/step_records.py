@@ -153,7 +153,7 @@ class StepRecords:
         if straggler is None:
             return
         self._around.note(f"step {record.step}: {straggler}")
-        told: dict[str, Any] = {
+        about: dict[str, Any] = {
             "rank": straggler.rank,
             "what": str(straggler),
             "ratio": round(straggler.ratio, 2),
@@ -161,7 +161,7 @@ class StepRecords:
         }
         done = "nothing: the others wait for it"
         self._around.events.add(
-            "straggler", step=record.step, noticed=f"the times of {WINDOW} steps", done=done, **told
+            "straggler", step=record.step, noticed=f"the times of {WINDOW} steps", done=done, **about
         )
 
     def flush(self) -> None:

@@ -168,12 +168,12 @@ class Conductor:
             self._given[task.ticket] = member, time.monotonic(), start
             self._tell(member, {"kind": "task", **vars(task)})
 
-    def _tell(self, member: Member, told: dict[str, Any]) -> None:
+    def _tell(self, member: Member, message: dict[str, Any]) -> None:
         """Send a message to a worker, with the microbatch policy and the buffers that it covers."""
         known, named = self._computation, dict(self._engine.model.named_buffers())
         buffers = [named[name] for name in known.buffers] if known is not None else []
         computation = known.to_json() if known is not None else None
-        self._crew.tell(member, {**told, "computation": computation, "era": self._retreat.era}, buffers)
+        self._crew.tell(member, {**message, "computation": computation, "era": self._retreat.era}, buffers)
 
     def show(self) -> None:
         """Let every worker pull the servers' parameters, and wait for that, after `train`."""
@@ -182,12 +182,12 @@ class Conductor:
             self._tell(member, {"kind": "show", "version": self._desk.version})
         while waiting:
             event = self._crew.next(_TICK_SECONDS)
-            if event is not None and event.told["kind"] in ("shown", "lost"):
+            if event is not None and event.message["kind"] in ("shown", "lost"):
                 waiting.discard(id(event.member))
             self._look_after()
 
     def _handle(self, event: WorkerEvent) -> None:
-        kind, member = event.told["kind"], event.member
+        kind, member = event.message["kind"], event.member
         if kind == "ready":
             welcome = {"kind": "welcome", "names": self.servers.names, "ports": self._crew.ports}
             self._crew.tell(member, welcome, fixed_tensors(self._engine.model))
@@ -203,7 +203,7 @@ class Conductor:
             what = ", ".join(f"part {task.part} of step {task.step}" for task in again) or "nothing"
             self._incident(member, "lost", f"{member} is gone; it was computing {what}")
         elif kind == "failed":
-            raise_peer([event.told["error"]])
+            raise_peer([event.message["error"]])
         elif kind == "done":
             self._done(event)
 
@@ -244,16 +244,16 @@ class Conductor:
 
     def _done(self, event: WorkerEvent) -> None:
         """Store a worker's result, and apply the step if it was the last part."""
-        told, member = event.told, event.member
-        task = self._desk.done(told["ticket"])
-        self.tally.moved(member.number, told["pushed_bytes"], told["pulled_bytes"])
+        message, member = event.message, event.member
+        task = self._desk.done(message["ticket"])
+        self.tally.moved(member.number, message["pushed_bytes"], message["pulled_bytes"])
         if task is None:
             self.tally.late += 1
             return
         _, since, start = self._given.pop(task.ticket)
         self._longest = max(self._longest, time.monotonic() - since)
         # Adopt the more conservative policy. Parts under another one are computed again.
-        known, reported = self._computation, MicrobatchPolicy.from_json(told["computation"])
+        known, reported = self._computation, MicrobatchPolicy.from_json(message["computation"])
         agreed = reported if known is None else known.with_care_of(reported)
         if known is not None and _care(agreed) != _care(known):
             for part in [part for step in self._arrived.values() for part in step.values()]:
@@ -265,10 +265,10 @@ class Conductor:
         if _care(agreed) != _care(reported):
             self._desk.put_back(task)
             return
-        nodes = [(int(lo), int(hi)) for lo, hi in told["nodes"]]
+        nodes = [(int(lo), int(hi)) for lo, hi in message["nodes"]]
         sums = dict(zip(nodes, event.tensors, strict=True))
         arrived = self._arrived.setdefault(task.step, {})
-        arrived[task.part] = Arrived(task, member, told["version"], sums, told["row"])
+        arrived[task.part] = Arrived(task, member, message["version"], sums, message["row"])
         if len(arrived) == self._desk.parts(task.step):
             self._apply(task.step, self._arrived.pop(task.step), start)
 
@@ -346,9 +346,9 @@ class Conductor:
     def report(self) -> dict[str, Any]:
         """Return the block `server` of the result, as JSON values."""
         section = self._engine.plan.server
-        asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._engine.plan.layout.data}
+        about = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._engine.plan.layout.data}
         bound = {"bound": section.staleness} if section.mode == "bounded" else {}
-        return {**asked, **bound, **self._retreat.to_json(), **self.tally.to_json()}
+        return {**about, **bound, **self._retreat.to_json(), **self.tally.to_json()}
 
 
 def _care(computation: MicrobatchPolicy) -> tuple[object, ...]:

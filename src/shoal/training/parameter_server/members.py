@@ -82,12 +82,12 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
     """
     key = key_of(environment)
     hello = {"kind": role.kind, "number": role.number, "pid": os.getpid(), "host": socket.gethostname(), "port": port}
-    told = {**hello, "rank": environment.rank, "identity": identity(job, plan)}
+    greeting = {**hello, "rank": environment.rank, "identity": identity(job, plan)}
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         try:
             wire = connect(environment.address, environment.port, key)
-            wire.send(told)
+            wire.send(greeting)
             return wire
         except ClosedError as error:
             # The launcher opens the socket before any process starts, and the conductor closes it at the end.
@@ -118,11 +118,11 @@ def is_shut(environment: Environment) -> bool:
 
 def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
     """Raise LaunchError if a process runs another version, job or plan than this one."""
-    told = hello["identity"]
-    differing = next((name for name in own if told.get(name) != own[name]), None)
+    theirs = hello["identity"]
+    differing = next((name for name in own if theirs.get(name) != own[name]), None)
     if differing is not None:
         raise LaunchError(
-            given=f"{hello['kind']} {hello['number']}: {differing} = {str(told.get(differing))[:200]}",
+            given=f"{hello['kind']} {hello['number']}: {differing} = {str(theirs.get(differing))[:200]}",
             conflict=f"the conductor on {platform.node()} has {differing} = {str(own[differing])[:200]}",
             remedy="change no file, setting or version while a run lasts",
         )
@@ -158,7 +158,7 @@ class WorkerEvent:
     """Event of a worker: connected ("joined"), a message (the first is "ready"), or disconnected ("lost")."""
 
     member: Member
-    told: dict[str, Any]
+    message: dict[str, Any]
     tensors: Sequence[Tensor] = ()
 
 
@@ -223,10 +223,10 @@ class Members:
         self._events.put(WorkerEvent(member, {"kind": "joined"}))
         with contextlib.suppress(ClosedError):
             while True:
-                told, tensors = wire.receive()
+                message, tensors = wire.receive()
                 member.heard = time.monotonic()
-                if told["kind"] != "alive":
-                    self._events.put(WorkerEvent(member, told, tensors))
+                if message["kind"] != "alive":
+                    self._events.put(WorkerEvent(member, message, tensors))
         self._events.put(WorkerEvent(member, {"kind": "lost"}))
 
     def assemble(self) -> None:
@@ -243,24 +243,24 @@ class Members:
     def next(self, seconds: float) -> WorkerEvent | None:
         """Return the next event within `seconds`, or None. Raises: LaunchError if a process does not match the run."""
         try:
-            found = self._events.get(timeout=seconds)
+            event = self._events.get(timeout=seconds)
         except queue.Empty:
             return None
-        if isinstance(found, ShoalError):
-            raise found
-        if found.told["kind"] == "joined":
-            self.coming.append(found.member)
-        elif found.told["kind"] == "ready":
-            self.coming.remove(found.member)
-            self.members.append(found.member)
-        elif found.told["kind"] == "lost":
-            (self.members if found.member in self.members else self.coming).remove(found.member)
-        return found
+        if isinstance(event, ShoalError):
+            raise event
+        if event.message["kind"] == "joined":
+            self.coming.append(event.member)
+        elif event.message["kind"] == "ready":
+            self.coming.remove(event.member)
+            self.members.append(event.member)
+        elif event.message["kind"] == "lost":
+            (self.members if event.member in self.members else self.coming).remove(event.member)
+        return event
 
-    def tell(self, member: Member, told: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+    def tell(self, member: Member, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Send a message to a worker; `next` reports a lost worker."""
         with contextlib.suppress(ClosedError):
-            member.wire.send(told, tensors)
+            member.wire.send(message, tensors)
 
     def ask(self, of: Callable[[int], Asked]) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """Send a request to every server at once, and return the answers.

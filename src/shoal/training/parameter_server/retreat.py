@@ -39,7 +39,7 @@ class Retreat:
         self._engine, self._around, self._state, self._servers = engine, around, state, servers
         self._plan = engine.plan
         self._guard = LossGuard(**state.server or {})
-        self._kept: _GoodState | None = None
+        self._good: _GoodState | None = None
         self._mode = engine.plan.server.mode
         self.era = 0  # number of restarts of the versions: a version pulled before a restart is obsolete
 
@@ -84,13 +84,13 @@ class Retreat:
     def keep_if_best(self) -> None:
         """Store the servers' state at a pause if the loss was never lower at one."""
         loss = self._guard.of_now
-        if self.ahead and self._kept is not None and loss < min(self._kept.loss, self._guard.beginning):
+        if self.ahead and self._good is not None and loss < min(self._good.loss, self._guard.beginning):
             self._servers.fetch(optimizer=True)
             self._keep(loss)
 
     def _keep(self, loss: float) -> None:
         model, optimizer = self._engine.model, self._engine.updater.optimizer
-        self._kept = _GoodState(
+        self._good = _GoodState(
             copy.deepcopy(self._state),
             loss,
             model_tensors(model),
@@ -100,14 +100,14 @@ class Retreat:
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
         """Restore the best state between two steps, to continue synchronously; return the number of steps undone."""
-        kept, guard, state = self._kept, self._guard, self._state
-        assert kept is not None, "kept from the beginning"
+        good, guard, state = self._good, self._guard, self._state
+        assert good is not None, "kept from the beginning"
         assert guard.lowest is not None, "a loss that has risen"
-        undone, self._kept = state.step, None
+        undone, self._good = state.step, None
         guard.fell_back = {
             "step": state.step,
             "to": "synchronous",
-            "from_step": kept.state.step,
+            "from_step": good.state.step,
             "loss": guard.now,
             "lowest": guard.lowest[0],
             "beginning": guard.beginning,
@@ -115,13 +115,13 @@ class Retreat:
         self._around.note(
             f"step {state.step}: the loss is {guard.now:.4g}, up from {guard.lowest[0]:.4g} to where it began "
             f"({guard.beginning:.4g}): gradients of parameters that are out of date do not train this. Back to step "
-            f"{kept.state.step}, and synchronous from there"
+            f"{good.state.step}, and synchronous from there"
         )
-        vars(state).update(vars(kept.state), server=asdict(guard))
-        load_model(self._engine.model, kept.model)
-        load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
+        vars(state).update(vars(good.state), server=asdict(guard))
+        load_model(self._engine.model, good.model)
+        load_optimizer(self._engine.updater.optimizer, self._engine.model, *good.optimizer)
         self._engine.callbacks.for_checkpoints.restore(
-            kept.callbacks, {}
+            good.callbacks, {}
         )  # no parameter tensors: these are on the servers
         self._servers.load(state.step)
         self.era += 1

@@ -57,10 +57,10 @@ class PushCounts:
 
     def moved(self, number: int, pushed: int, pulled: int) -> None:
         """Count a worker's task, and the bytes of tensors that it sent to servers and received from them."""
-        found = self.workers.setdefault(number, {"tasks": 0, "pushed_bytes": 0, "pulled_bytes": 0})
-        found["tasks"] += 1
-        found["pushed_bytes"] += pushed
-        found["pulled_bytes"] += pulled
+        row = self.workers.setdefault(number, {"tasks": 0, "pushed_bytes": 0, "pulled_bytes": 0})
+        row["tasks"] += 1
+        row["pushed_bytes"] += pushed
+        row["pulled_bytes"] += pulled
 
     def applied(self, parts: Iterable[Arrived], grains: Sequence[object], staleness: int) -> None:
         """Count a step that was applied."""
@@ -100,7 +100,9 @@ class ServedRecords(StepRecords):
         self._digested, self._why = self._state.step, why
         self.forget_after(self._state.step)
 
-    def count(self, sums: StepSums, update: Update, found: dict[str, Any] | None, push: Mapping[int, Arrived]) -> None:
+    def count(
+        self, sums: StepSums, update: Update, nonfinite: dict[str, Any] | None, push: Mapping[int, Arrived]
+    ) -> None:
         """Count a step that was applied or skipped. `push`: its parts. `found`: culprits of a non-finite step."""
         self.write()
         parts, state, came = self._parts, self._state, [push[part] for part in sorted(push)]
@@ -118,6 +120,6 @@ class ServedRecords(StepRecords):
         pushed = {"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness}
         if self._why is not None:
             pushed["fell_back"], self._why = self._why, None
-        record = self.add(state, sums, update, found, epoch=parts.order.epoch(step), ranks=ranks, push=pushed)
+        record = self.add(state, sums, update, nonfinite, epoch=parts.order.epoch(step), ranks=ranks, push=pushed)
         parts.callbacks.stepped(state, record)
         parts.clock.begin()

@@ -64,41 +64,41 @@ class Server:
         self.shard = ServerShard(parameters, step, job.num_grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
 
-    def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    def answer(self, request: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the answer to one message by its kind. A lock serializes the messages of all threads."""
         with self._lock:
             shard = self.shard
-            match asked["kind"]:
+            match request["kind"]:
                 case "push":
-                    nodes = tuple((int(lo), int(hi)) for lo, hi in asked["nodes"])
-                    used = tuple(map(int, asked["used"]))
+                    nodes = tuple((int(lo), int(hi)) for lo, hi in request["nodes"])
+                    used = tuple(map(int, request["used"]))
                     push = Push(
-                        int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors)
+                        int(request["step"]), int(request["part"]), int(request["ticket"]), nodes, used, tuple(tensors)
                     )
                     return {"taken": shard.push(push)}, []
                 case "pull":  # the parameters, unless the client has this version
                     version, packed = shard.pull()
-                    return {"version": version}, [] if asked["have"] == version else [packed]
+                    return {"version": version}, [] if request["have"] == version else [packed]
                 case "combine":
-                    tickets = {int(part): int(ticket) for part, ticket in asked["tickets"]}
-                    return {"norms": shard.combine(asked["step"], tickets)}, []
+                    tickets = {int(part): int(ticket) for part, ticket in request["tickets"]}
+                    return {"norms": shard.combine(request["step"], tickets)}, []
                 case "gradients":
-                    found = shard.gradients()
-                    return {"used": [g is not None for g in found]}, [g.clone() for g in found if g is not None]
+                    gradients = shard.gradients()
+                    return {"used": [g is not None for g in gradients]}, [g.clone() for g in gradients if g is not None]
                 case "apply":
-                    progress = Progress(*asked["progress"])
-                    taken = shard.apply(asked["step"], asked["version"], asked["scale"], progress)
-                    return {"taken": taken, "repeated": shard.repeated}, []
+                    progress = Progress(*request["progress"])
+                    update = shard.apply(request["step"], request["version"], request["scale"], progress)
+                    return {"taken": update, "repeated": shard.repeated}, []
                 case "load":  # packed parameters, then the optimizer's tensors by path
                     unpack(tensors[0], [p for _, p in Parameters(self.model).named])
-                    held = dict(zip(asked["paths"], tensors[1:], strict=True))
-                    load_optimizer(self.optimizer, self.model, held, asked["document"])
-                    shard.reset(asked["version"])
+                    state = dict(zip(request["paths"], tensors[1:], strict=True))
+                    load_optimizer(self.optimizer, self.model, state, request["document"])
+                    shard.reset(request["version"])
                     return {}, []
                 case "state":
-                    held, document = optimizer_state(self.optimizer, self.model)
-                    return {"document": document, "paths": list(held)}, [shard.pull()[1], *held.values()]
-            raise KeyError(asked["kind"])
+                    state, document = optimizer_state(self.optimizer, self.model)
+                    return {"document": document, "paths": list(state)}, [shard.pull()[1], *state.values()]
+            raise KeyError(request["kind"])
 
 
 def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided: bool, progress: Progress) -> None:
@@ -132,15 +132,15 @@ def _answer_all(server: Server, wire: Channel) -> None:
     """
     with contextlib.closing(wire):
         while True:
-            asked, tensors = wire.receive()
-            if asked["kind"] == "end":
+            request, tensors = wire.receive()
+            if request["kind"] == "end":
                 return
             try:
-                answer, held = server.answer(asked, tensors)
+                answer, answer_tensors = server.answer(request, tensors)
             except Exception as error:
-                told = as_shoal_error(error)
-                answer, held = {"error": to_json(told, 0, socket.gethostname())}, []
-            wire.send(answer, held)
+                shown = as_shoal_error(error)
+                answer, answer_tensors = {"error": to_json(shown, 0, socket.gethostname())}, []
+            wire.send(answer, answer_tensors)
 
 
 class Servers:
@@ -161,28 +161,28 @@ class Servers:
             state = {name: values for name, values in document["state"].items() if name in own}
             others = known - own
             paths = [path for path in tensors if path.partition("/")[0] not in others]
-            told = {"kind": "load", "version": version, "paths": paths, "document": {**document, "state": state}}
+            request = {"kind": "load", "version": version, "paths": paths, "document": {**document, "state": state}}
             packed = pack([self._named[name] for name in self.names[number]])
-            return told, [packed, *(tensors[path] for path in paths)]
+            return request, [packed, *(tensors[path] for path in paths)]
 
         self._crew.ask(of)
 
     def fetch(self, *, optimizer: bool) -> None:
         """Copy the servers' parameters, and on request their optimizer states, into the local objects."""
-        asked = {"kind": "state"} if optimizer else {"kind": "pull", "have": -1}
-        answers = self._crew.ask(lambda number: (asked, ()))
-        held: dict[str, Tensor] = {}
+        request = {"kind": "state"} if optimizer else {"kind": "pull", "have": -1}
+        answers = self._crew.ask(lambda number: (request, ()))
+        state: dict[str, Tensor] = {}
         for names, (answer, tensors) in zip(self.names, answers, strict=True):
             unpack(tensors[0], [self._named[name] for name in names])
-            held |= dict(zip(answer.get("paths", ()), tensors[1:], strict=True))
+            state |= dict(zip(answer.get("paths", ()), tensors[1:], strict=True))
         if optimizer:
             document = merged_optimizers(answer["document"] for answer, _ in answers)
-            load_optimizer(self._optimizer, self._model, held, document)
+            load_optimizer(self._optimizer, self._model, state, document)
 
     def combine(self, step: int, tickets: Mapping[int, int]) -> float:
         """Let each server sum a step's gradients, and return the norm of these sums over the whole model."""
-        asked = {"kind": "combine", "step": step, "tickets": list(tickets.items())}
-        answers = self._crew.ask(lambda number: (asked, ()))
+        request = {"kind": "combine", "step": step, "tickets": list(tickets.items())}
+        answers = self._crew.ask(lambda number: (request, ()))
         norms: dict[str, float] = {}
         for names, (answer, _) in zip(self.names, answers, strict=True):
             norms |= {name: norm for name, norm in zip(names, answer["norms"], strict=True) if norm is not None}
@@ -190,15 +190,15 @@ class Servers:
 
     def apply(self, version: int, scale: float | None, progress: Progress) -> int:
         """Let each server update its parameters, or skip the step; return the maximum number of repeated pushes."""
-        told = {"kind": "apply", "step": progress.step, "version": version, "scale": scale}
-        asked: dict[str, Any] = {**told, "progress": [progress.step, progress.num_steps, progress.samples]}
-        answers = self._crew.ask(lambda number: (asked, ()))
+        command = {"kind": "apply", "step": progress.step, "version": version, "scale": scale}
+        request: dict[str, Any] = {**command, "progress": [progress.step, progress.num_steps, progress.samples]}
+        answers = self._crew.ask(lambda number: (request, ()))
         return max(int(answer["repeated"]) for answer, _ in answers)
 
     def gradients(self) -> None:
         """Copy the gradients that were summed last into the parameters' `.grad`."""
         answers = self._crew.ask(lambda number: ({"kind": "gradients"}, ()))
         for names, (answer, tensors) in zip(self.names, answers, strict=True):
-            found = iter(tensors)
+            remaining = iter(tensors)
             for name, used in zip(names, answer["used"], strict=True):
-                self._named[name].grad = next(found) if used else None
+                self._named[name].grad = next(remaining) if used else None

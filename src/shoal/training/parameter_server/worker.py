@@ -187,11 +187,11 @@ def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, wat
                 remedy="look at what the conductor said; --resume goes on from the newest checkpoint",
             ) from error
         except Exception as error:
-            told = as_shoal_error(error)
-            told.rank, told.host = environment.rank, socket.gethostname()
+            shown = as_shoal_error(error)
+            shown.rank, shown.host = environment.rank, socket.gethostname()
             with contextlib.suppress(ClosedError):
-                wire.send({"kind": "failed", "error": to_json(told, environment.rank, socket.gethostname())})
-            raise told from error
+                wire.send({"kind": "failed", "error": to_json(shown, environment.rank, socket.gethostname())})
+            raise shown from error
 
 
 def _beat(wire: Channel) -> None:

@@ -68,8 +68,8 @@ def choose_format(job: Job, model: nn.Module, precision: Precision, data: Opened
         batch = small_batch(source, data.collate, data.bad_samples)
         if any(leaf.ndim == 4 and leaf.dtype == torch.float32 for leaf in tensors_in(batch)):
             grains = job.grain_size / min(len(source), 2)
-            with NoTrace(model, {"loss": job.loss}) as kept:
-                return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, kept), grains)
+            with NoTrace(model, {"loss": job.loss}) as no_trace:
+                return _tried(_FormatTrial(model, LossPair(job.loss, precision), precision, batch, no_trace), grains)
     return FormatChoice()
 
 
@@ -102,7 +102,7 @@ class _FormatTrial:
     pair: LossPair
     precision: Precision
     batch: Any
-    kept: NoTrace
+    no_trace: NoTrace
 
     def operators(self) -> ImageOperators:
         """Return the operators of a forward with channels last."""
@@ -123,7 +123,7 @@ class _FormatTrial:
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """Restore everything at the end of the context. Disable dropout within it, since its masks would differ."""
-        self.kept.restore()
+        self.no_trace.restore()
         dropping = [m for m in self.model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -134,7 +134,7 @@ class _FormatTrial:
             finally:
                 for module in dropping:
                     module.training = True
-                self.kept.restore()
+                self.no_trace.restore()
 
 
 class ImageOperators(TorchDispatchMode):

@@ -55,13 +55,13 @@ class DirectStep:
         original = getattr(step, "__wrapped__", None) if getattr(step, "hooked", False) else step
         if original is not _STEPS.get(type(optimizer)):
             return
-        found = []
+        groups = []
         for values in optimizer.param_groups:
             group = self._group(values)
             if group is None:
                 return
-            found.append(group)
-        self._groups, self._states, self._step = found, list(optimizer.state.values()), step
+            groups.append(group)
+        self._groups, self._states, self._step = groups, list(optimizer.state.values()), step
 
     def _group(self, values: dict[str, Any]) -> _KernelGroup | None:
         parameters, state = values["params"], self._optimizer.state
@@ -158,7 +158,7 @@ def _is_plain(group: _KernelGroup) -> bool:
 
 def _gradients(group: _KernelGroup) -> list[Tensor] | None:
     """Return the gradients of a group, or None if a parameter lacks a gradient that the kernel accepts."""
-    found: list[Any] = [p.grad for p in group.parameters]
-    if set(map(type, found)) != _PLAIN or set(map(_kind, found)) != {(torch.strided, group.dtype)}:
+    gradients: list[Any] = [p.grad for p in group.parameters]
+    if set(map(type, gradients)) != _PLAIN or set(map(_kind, gradients)) != {(torch.strided, group.dtype)}:
         return None
-    return found if all(map(_is_contiguous, found)) and all(map(_is_contiguous, group.parameters)) else None
+    return gradients if all(map(_is_contiguous, gradients)) and all(map(_is_contiguous, group.parameters)) else None

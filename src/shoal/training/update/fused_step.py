@@ -50,10 +50,10 @@ def _fuses(
         return False
     with contextlib.ExitStack() as own:
         own.enter_context(_on_local(group, optimizer))
-        found = can_fuse(group, optimizer, kinds)
-        if found:
+        fuses = can_fuse(group, optimizer, kinds)
+        if fuses:
             stack.push(own.pop_all())
-    return found
+    return fuses
 
 
 def _is_plain(group: dict[str, Any]) -> bool:
@@ -83,11 +83,11 @@ def _on_local(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
             _keep(state.pop(own, {}), state, parameter)
 
 
-def _keep(found: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
+def _keep(saved: dict[str, Any], state: dict[Any, Any], parameter: Tensor) -> None:
     """Store new state of the local tensor as the parameter's: scalars unchanged, other tensors as DTensors."""
-    for key, value in found.items():
-        kept = state[parameter].get(key)
-        if isinstance(kept, Tensor) and isinstance(value, Tensor) and local(kept).data_ptr() == value.data_ptr() != 0:
+    for key, value in saved.items():
+        value = state[parameter].get(key)
+        if isinstance(value, Tensor) and isinstance(value, Tensor) and local(value).data_ptr() == value.data_ptr() != 0:
             continue
         is_like = isinstance(value, Tensor) and value.ndim > 0
         state[parameter][key] = laid_out(value, parameter) if is_like else value

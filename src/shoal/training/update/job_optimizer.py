@@ -123,15 +123,15 @@ def step_error(optimizer: torch.optim.Optimizer, error: Exception) -> ShoalError
     if "closure" in str(error) or any("closure(" in (frame.line or "") for frame in last):
         return without_closure(optimizer)
     if "DTensor" in str(error):
-        found = JobError(
+        refusal = JobError(
             given=f"optimizer {type(optimizer).__name__}, with parameters that are cut over ranks (ZeRO-2 or ZeRO-3)",
             conflict="it keeps state in a form of its own (8-bit codes with scales, say), which torch does not combine "
             f"with a part of a parameter (a DTensor){place_of(error)}",
             remedy='use the data axis or shard.level = "optimizer", which leave parameters whole; or an optimizer '
             "whose state has the shape of the parameter, as torch.zeros_like(parameter)",
         )
-        found.traceback_text = traceback_of(error)
-        return found
+        refusal.traceback_text = traceback_of(error)
+        return refusal
     return user_error("the optimizer", error)
 
 
@@ -199,10 +199,10 @@ def refuse_divided(
         return
     kind = type(optimizer).__name__
     tensors, _ = optimizer_state(optimizer, model.model, copy=False)
-    held = next((path for path in tensors if path.startswith(f"{ATTRIBUTES}/")), None)
-    if held is not None:
+    attribute = next((path for path in tensors if path.startswith(f"{ATTRIBUTES}/")), None)
+    if attribute is not None:
         raise JobError(
-            given=f"optimizer {kind}, which keeps a tensor in {held.partition('/')[2]}, with a model or "
+            given=f"optimizer {kind}, which keeps a tensor in {attribute.partition('/')[2]}, with a model or "
             "an update that is divided",
             conflict="a checkpoint cannot tell which part of it belongs to which parameter",
             remedy="keep it in optimizer.state[parameter], or use the data axis alone",

@@ -79,7 +79,7 @@ class ScheduledRates:
         self._schedule, self._parts = schedule, tuple(parts(optimizer).values())
         self._first = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in rated(self._parts)]
         self._defaults = {name: _plain(value) for name, value in getattr(optimizer, "defaults", {}).items()}
-        self._made: tuple[_Rehearsed, Any] | None = None
+        self._schedulers: tuple[_Rehearsed, Any] | None = None
         self._turn = 0
 
     def set(self, progress: Progress) -> float:
@@ -88,9 +88,9 @@ class ScheduledRates:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # about resumed schedulers: this one is replayed
-                if self._made is None or wanted < self._turn:
-                    self._made, self._turn = self._make(progress.num_steps), 0
-                optimizer, scheduler = self._made
+                if self._schedulers is None or wanted < self._turn:
+                    self._schedulers, self._turn = self._make(progress.num_steps), 0
+                optimizer, scheduler = self._schedulers
                 while self._turn < wanted:
                     optimizer.step()
                     scheduler.step()

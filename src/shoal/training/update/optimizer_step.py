@@ -402,12 +402,12 @@ class Updater:
         Raises: JobError if the job's code has replaced a parameter, which then has no gradient.
         """
         if self._whole:
-            found = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
-            self._watch_places(len(found))
-            return found, found
-        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
-        self._watch_places(len(held))
-        return [gradient for gradient, _ in held], [g for g, counts in held if counts and g.numel()]
+            gradients = [g.detach() if g.requires_grad else g for p, _ in self._parameters if (g := p.grad) is not None]
+            self._watch_places(len(gradients))
+            return gradients, gradients
+        counted = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        self._watch_places(len(counted))
+        return [gradient for gradient, _ in counted], [g for g, counts in counted if counts and g.numel()]
 
     def _watch_places(self, num_gradients: int) -> None:
         if num_gradients != self._num_gradients:

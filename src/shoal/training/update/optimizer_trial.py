@@ -81,24 +81,24 @@ class OptimizerTrial:
 
         `own`: the parts that a rank has; None: whole parameters. `wide`: compute in float64.
         """
-        found: Steps = []
+        steps: Steps = []
         with contextlib.suppress(Exception), NoTrace(None, {"optimizer": self._make}):
             values = torch.Generator().manual_seed(0)
-            held = list(self._held(values, {name: Own() for name in self._like} if own is None else own, wide))
-            optimizer = build_optimizer(self._make, Parameters(_StandIns([(name, p) for name, p, _ in held])))
+            states = list(self._states_of(values, {name: Own() for name in self._like} if own is None else own, wide))
+            optimizer = build_optimizer(self._make, Parameters(_StandIns([(name, p) for name, p, _ in states])))
             self.name = "" if is_plain(optimizer) else type(optimizer).__name__
             before = all_generators()
-            found.append({name: parameter.detach().clone() for name, parameter, _ in held})
+            steps.append({name: parameter.detach().clone() for name, parameter, _ in states})
             for number, scale in enumerate(_SCALES):
-                for _, parameter, gradients in held:
+                for _, parameter, gradients in states:
                     parameter.grad = gradients[number] * scale if gradients else None
                 step_optimizer(optimizer)  # may raise in the second step, since there is no forward between the steps
                 if all_generators() != before:
                     return []
-                found.append({name: parameter.detach().clone() for name, parameter, _ in held})
-        return found if len(found) > 1 else []
+                steps.append({name: parameter.detach().clone() for name, parameter, _ in states})
+        return steps if len(steps) > 1 else []
 
-    def _held(
+    def _states_of(
         self, values: torch.Generator, owns: Mapping[str, Own], wide: bool
     ) -> Iterator[tuple[str, nn.Parameter, list[Tensor]]]:
         for name, (like, shape) in self._like.items():
@@ -150,9 +150,9 @@ def _differing(whole: Steps, part: Steps, own: Mapping[str, Own]) -> str | None:
 
 def _largest(values: Tensor) -> float:
     """Return the largest finite magnitude."""
-    found = values.abs()
-    found = found[found.isfinite()]
-    return float(found.max()) if len(found) else 0.0
+    magnitudes = values.abs()
+    magnitudes = magnitudes[magnitudes.isfinite()]
+    return float(magnitudes.max()) if len(magnitudes) else 0.0
 
 
 def refuse_divided_steps(
@@ -173,14 +173,14 @@ def refuse_divided_steps(
     if len(own) == len(named) and all(one == Own() for one in own.values()):
         return
     trial = OptimizerTrial(make, named, model.shapes(), model.mesh.device)
-    found = trial.differing(own)
-    if found is None:
+    differing = trial.differing(own)
+    if differing is None:
         return
     one_by_one = trial.differing({name: Own() for name in list(own)[::2]}) is None
     raise JobError(
         given=f"optimizer {type(optimizer).__name__}, with a layout in which "
-        + (f"a rank has a part of {found}" if one_by_one else "a rank updates a part of the parameters"),
-        conflict=f"a step changes {found} otherwise if it has that part alone: "
+        + (f"a rank has a part of {differing}" if one_by_one else "a rank updates a part of the parameters"),
+        conflict=f"a step changes {differing} otherwise if it has that part alone: "
         + ("it computes with a parameter as a whole" if one_by_one else "it computes with all parameters together")
         + ", by a norm or a product of matrices, say",
         remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole'
@@ -195,21 +195,23 @@ def _cut_dims(part: TensorSlice | None) -> tuple[int, ...]:
     return tuple(dim for dim, (own, size) in enumerate(zip(part.local_shape, part.shape, strict=True)) if own != size)
 
 
-def refuse_read(trial: OptimizerTrial, kept: NoTrace, together: Callable[[bool], bool], names: Collection[str]) -> None:
+def refuse_read(
+    trial: OptimizerTrial, no_trace: NoTrace, together: Callable[[bool], bool], names: Collection[str]
+) -> None:
     """Raise JobError for an optimizer with a step that depends on a value from a forward of the model.
 
     `kept`: the context of the look, after its forward. `together`: combines a flag over all ranks, as in the look.
     `names`: the values to check.
     """
     first, read = trial.steps(), ""
-    for name, home, key in kept.places() if first and trial.name else ():
+    for name, home, key in no_trace.places() if first and trial.name else ():
         value = home[key]
         for factor in (1e-3, 1e3) if name in names else ():  # a threshold may lie on either side
             home[key] = tree_map(lambda leaf, f=factor: leaf * f if _is_number(leaf) else leaf, value)
-            found = trial.steps()
-            if found and not all(
+            steps = trial.steps()
+            if steps and not all(
                 torch.allclose(one[p], other[p], atol=0.0, equal_nan=True)
-                for one, other in zip(first, found, strict=False)
+                for one, other in zip(first, steps, strict=False)
                 for p in one
             ):
                 read = name

@@ -48,7 +48,7 @@ class Bare(Conductor):
     def __init__(self, crew: Told) -> None:
         self.crew = crew
         self._crew = crew  # type: ignore[assignment]
-        parts = {"keeper": SimpleNamespace(every_steps=1), "callbacks": SimpleNamespace(asked=0)}
+        parts = {"keeper": SimpleNamespace(every_steps=1), "callbacks": SimpleNamespace(request_bits=0)}
         self._engine = SimpleNamespace(model=nn.Linear(1, 1), **parts)  # type: ignore[assignment]
         self._around = SimpleNamespace(note=print, stop_requested=lambda: False)  # type: ignore[assignment]
         self.state = SimpleNamespace(step=0)  # type: ignore[assignment]

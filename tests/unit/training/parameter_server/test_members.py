@@ -36,7 +36,7 @@ def joined(crew: Members, environment: Environment, number: int = 0) -> tuple[Ch
     wire = introduce(environment, Role("worker", number), job(), PLAN)
     event = crew.next(5.0)
     assert event is not None
-    assert event.told == {"kind": "joined"}
+    assert event.message == {"kind": "joined"}
     return wire, event
 
 
@@ -54,11 +54,11 @@ def test_a_worker_comes_speaks_and_goes(environment: Environment) -> None:
         wire.send({"kind": "done"})
         said = crew.next(5.0)
         assert said is not None
-        assert said.told["kind"] == "done", "that it is alive is no event"
+        assert said.message["kind"] == "done", "that it is alive is no event"
         wire.close()
         lost = crew.next(5.0)
         assert lost is not None
-        assert lost.told["kind"] == "lost"
+        assert lost.message["kind"] == "lost"
         assert crew.members == []
 
 
@@ -68,7 +68,7 @@ def test_one_that_goes_before_it_is_ready(environment: Environment) -> None:
         wire.close()
         lost = crew.next(5.0)
         assert lost is not None
-        assert lost.told["kind"] == "lost"
+        assert lost.message["kind"] == "lost"
         assert (crew.coming, crew.members) == ([], [])
 
 
