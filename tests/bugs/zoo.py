@@ -30,10 +30,9 @@ from shoal.jobs.job import Progress
 from shoal.numerics import grain_randomness
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums
-from shoal.parallel.data.buckets import GradientBuckets
-from shoal.parallel.data.replicated import DataParallel
+from shoal.parallel.data.replicated import DataParallel, GradientBuckets
 from shoal.parallel.shard.one_copy import OneCopyUpdate, SharedParameters
-from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.parallel.shard.update_division import ShardedOptimizer
 from shoal.training.microbatch.evaluation import Evaluator
 from shoal.training.microbatch.loss import LossComputer
 from shoal.training.update import optimizer_step

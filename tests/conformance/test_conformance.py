@@ -18,7 +18,7 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.data import pushed
 from shoal.parallel.shard import zero23
 from shoal.parallel.shard.one_copy import OneCopyUpdate
-from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.parallel.shard.update_division import ShardedOptimizer
 from shoal.training.setup.preflight import judged
 from shoal.verification.judge import Verdict, judge_traces
 

@@ -69,7 +69,7 @@ def job(
     """
     _slow("1", quota)
     if bucket_bytes:
-        import shoal.parallel.data.buckets as buckets
+        import shoal.parallel.data.replicated as buckets
         import shoal.plans.accounting.partition as partition
 
         buckets.GLOO_BUCKET_BYTES = partition.END_BUCKET_BYTES = bucket_bytes

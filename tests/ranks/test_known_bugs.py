@@ -28,7 +28,7 @@ import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.errors import ShoalError
 from shoal.launch.environment import Environment
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.parallel import base
 from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
 from shoal.parallel.shard.update_division import UpdateDivision

@@ -138,7 +138,6 @@ LARGE_CLASSES = {
     "src/shoal/launch/launchers/kubernetes_objects.py: class PodRun": "",
     "src/shoal/numerics/batch_statistics.py: class StepBuffers": "",
     "src/shoal/numerics/no_trace.py: class NoTrace": "",
-    "src/shoal/parallel/data/buckets.py: class GradientBuckets": "",
     "src/shoal/parallel/pipeline/stages.py: class Stages": "",
     "src/shoal/parallel/shard/zero23.py: class FullySharded": "",
     "src/shoal/planner/predict/collective_time.py: class Network": "",

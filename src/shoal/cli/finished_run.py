@@ -83,7 +83,7 @@ class Run:
         Raises: JobFileError without a job to build the model; otherwise as `shoal.load`.
         """
         from shoal.checkpoint.weights import load as load_weights
-        from shoal.numerics.isolation import generators_kept
+        from shoal.numerics.generators import generators_kept
         from shoal.training.setup.job_model import whole
 
         if into is None:

@@ -28,7 +28,7 @@ from shoal.data.source import MapSource, SampleSource
 from shoal.errors import DataError, ShoalError
 from shoal.launch.signals import ignore_stop_signals
 from shoal.numerics.flat import is_strided, strided_parts
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # Limits of steps and samples whose ids are drawn and digested at once, which saves tenths of a millisecond per step.
@@ -229,7 +229,7 @@ class _Fetcher(Dataset[Any]):
         keys: list[int] = []
         if self.source.has_epochs:
             last = self.order.num_steps - 1  # steps beyond the last may be read ahead
-            self.source.at_epoch(self.order.epoch(min(request.step, last)))
+            self.source.at_epoch(min(request.step, last) // self.order.steps_per_epoch)
         if self.source.draws:
             keys = [random_key(self.order.seed, "data", request.step, grain.index) for grain in request.grains]
         if self.quarantine is None:
@@ -342,7 +342,7 @@ class MapLoader(Loader):
         self._next = step + 1
         requests = self._own_requests(step)
         microbatches = (self._microbatch(request, self._fetch(request), words) for request, words in requests)
-        return StepData(step, self._order.epoch(step), len(requests), microbatches)
+        return StepData(step, step // self._order.steps_per_epoch, len(requests), microbatches)
 
     def _own_requests(self, step: int) -> list[_Digested]:
         """Return this rank's requests of a step.

@@ -100,10 +100,6 @@ class Order:
             return epochs * self.steps_per_epoch - (-rest // self.global_batch)
         return self.length.count
 
-    def epoch(self, step: int) -> int:
-        """Return the epoch of `step`, both from 0."""
-        return step // self.steps_per_epoch
-
     def samples_before(self, step: int) -> int:
         """Return the number of samples in all steps before `step`."""
         epochs, place = divmod(step, self.steps_per_epoch)

@@ -12,7 +12,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from shoal.data.sample_digest import Ids
 from shoal.errors import DataError
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.plans.grains import random_key
 

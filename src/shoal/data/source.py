@@ -31,7 +31,7 @@ from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError, text_of
 from shoal.jobs.user_errors import place_of, raised_by_library, traceback_of
 from shoal.numerics.flat import is_strided, raw_bytes, strided_parts
-from shoal.numerics.grain_randomness import all_generators, seed_everything
+from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.no_trace import NoTrace
 
 Collate = Callable[[list[Any]], Any]

@@ -18,7 +18,7 @@ from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
 from shoal.data.source import Collate, collate_samples, raised, tell_epoch
 from shoal.errors import DataError, JobError
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import Grain, divide, microbatches, random_key, share
 
 

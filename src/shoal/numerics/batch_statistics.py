@@ -157,6 +157,7 @@ class StepBuffers:
         self._defined = {name: rule for name, rule in defined_rules(model).items() if name in self._homes}
         self._slots, self._slot, self._last_grain = slots, 0, last_grain
         self._blocks: list[_Block] = []
+        self.num_values = 0  # that a microbatch contributes
         # Keys and values in this rank's slot, for each block with values of one microbatch.
         self._taken: dict[_Block, tuple[list[int], Tensor]] = {}
         self._versions: dict[str, tuple[int, int]] = {}
@@ -192,6 +193,7 @@ class StepBuffers:
             lengths = tuple(self._shapes[name].numel() for name in own)
             index = torch.repeat_interleave(torch.tensor(lengths)).to(self._device)
             self._blocks.append(_Block(rule, kind, tuple(own), lengths, 1 if one_slot else self._slots, index))
+        self.num_values = sum(block.size for block in self._blocks)
 
     def settled(self, name: str) -> str | None:
         """Return the rule of a buffer if the job declares it or torch defines it, else None."""
@@ -200,11 +202,6 @@ class StepBuffers:
     def move(self, slot: int) -> None:
         """Set the slot that this rank writes: the rank's number among the ranks with different grains."""
         self._slot = slot
-
-    @property
-    def num_values(self) -> int:
-        """Number of values that a microbatch contributes."""
-        return sum(block.size for block in self._blocks) if self.names else 0
 
     def begin(self) -> None:
         """Save the values of the buffers at the beginning of a step."""

@@ -16,7 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shoal.numerics.grain_randomness import INT63, GrainScope, seed_torch
+from shoal.numerics.generators import seed_torch
+from shoal.numerics.grain_randomness import INT63, GrainScope
 from shoal.plans.grains import Grain, random_key
 
 

@@ -10,13 +10,10 @@ masks again, because torch.utils.checkpoint restores the global generator. Batch
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.numerics.batch_statistics import normalised_by_grain
 from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
+from shoal.numerics.generators import device_generators, python_generators, seed_torch, torch_generator
 from shoal.plans.grains import Grain, random_key
 
 INT63 = 2**63 - 1
-# 624 words of key and the position among them.
-_MT19937_BYTES = 625 * 4
 
 
 class NotFusibleError(Exception):
@@ -58,7 +54,7 @@ class GrainScope(TorchFunctionMode):
         if self._left is not None:
             torch.default_generator.set_state(self._left)
         self._outside = python_generators(), device_generators()
-        self._expected = _state()
+        self._expected = torch_generator()
         self._passed.add(self._expected)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -97,7 +93,7 @@ class GrainScope(TorchFunctionMode):
         if self._leaked or self._outside is None:
             return self._leaked
         with torch._C.DisableTorchFunction():
-            return _state() != self._expected or (python_generators(), device_generators()) != self._outside
+            return torch_generator() != self._expected or (python_generators(), device_generators()) != self._outside
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """Return one generator per grain for one random operation."""
@@ -125,10 +121,10 @@ class GrainScope(TorchFunctionMode):
         """Draw the key of one random operation from the global generator."""
         self.calls += 1
         with torch._C.DisableTorchFunction():
-            before = _state()
+            before = torch_generator()
             base = int(torch.randint(INT63, ()))
             if before == self._expected:
-                self._expected = _state()
+                self._expected = torch_generator()
                 self._passed.add(self._expected)
             elif before not in self._passed:  # a known state: recomputation has restored the generator
                 self._leaked = True
@@ -140,7 +136,7 @@ class GrainScope(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             for _ in range(count):
                 torch.randint(INT63, ())
-            self._expected = _state()
+            self._expected = torch_generator()
             self._passed.add(self._expected)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -191,52 +187,6 @@ class DrawCounter(TorchFunctionMode):
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensor as one part."""
         return [tensor]
-
-
-def seed_torch(key: int) -> None:
-    """Seed torch's global generators, of the CPU and of the CUDA devices in use."""
-    torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(key)
-
-
-def seed_everything(key: int) -> None:
-    """Seed the global generators of torch, Python and numpy."""
-    seed_torch(key)
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-
-
-def _state() -> bytes:
-    """Return the state of torch's CPU generator."""
-    return torch.default_generator.get_state().numpy().tobytes()
-
-
-def device_generators() -> tuple[bytes, ...]:
-    """Return the states of the CUDA devices' generators in comparable form; empty if CUDA was not used."""
-    if not torch.cuda.is_initialized():
-        return ()
-    return tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
-
-
-def all_generators() -> tuple[Any, ...]:
-    """Return the states of all global generators in comparable form: torch, its devices, Python and numpy."""
-    return _state(), device_generators(), python_generators()
-
-
-def python_generators() -> tuple[Any, ...]:
-    """Return the states of Python's and numpy's global generators in comparable form."""
-    _, words, next_gauss = random.getstate()
-    # All 624 words are renewed together, and the last counts the used words. Comparing all words takes 30 us a step.
-    return words[-1], words[1:9], next_gauss, _numpy_state()
-
-
-def _numpy_state() -> Any:
-    """Return the state of numpy's generator from its memory in 1 us; get_state takes 32 us, twice in every step."""
-    source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(source, np.random.MT19937):
-        return source.state
-    return ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES)
 
 
 def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:

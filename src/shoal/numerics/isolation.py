@@ -1,15 +1,15 @@
-"""Contexts that restore torch's modes and the global generators at their end."""
+"""Contexts that suspend torch's modes and hooks, and restore them at their end."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from shoal.numerics.generators import generators_kept, python_generators_kept
 
 
 class ReentrantContext(AbstractContextManager[None]):
@@ -55,28 +55,6 @@ class YieldingHooks(torch.autograd.graph.saved_tensors_hooks):
                 yield
         finally:
             super().__enter__()
-
-
-@contextmanager
-def python_generators_kept() -> Iterator[None]:
-    """Restore Python's and numpy's global generators at the end."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the global generators of Python, numpy and torch's CPU at the end."""
-    state = torch.default_generator.get_state()
-    with python_generators_kept():
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(state)
 
 
 @contextmanager

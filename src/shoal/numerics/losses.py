@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,17 +28,6 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
         logits = logits.float()
     total = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
     return total, (targets != ignore_index).sum()
-
-
-def refuse_weight(weight: float) -> float:
-    """Return the weight of a loss. Raises: LossError if the weight is negative or infinite."""
-    if weight < 0.0 or weight == math.inf:
-        raise LossError(
-            given=f"a loss whose weight is {weight}",
-            conflict="the gradient is divided by the sum of the weights, each a number of samples or tokens",
-            remedy="return how many the total sums over, 0 for none",
-        )
-    return weight
 
 
 def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

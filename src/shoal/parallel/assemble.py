@@ -26,8 +26,7 @@ from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.parameter_hooks import ParameterHooks, refuse_hooks
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
-from shoal.parallel.shard.update_division import UpdateDivision
-from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.parallel.shard.update_division import ShardedOptimizer, UpdateDivision
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from shoal.data.loader import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS
+from shoal.errors import LossError
 from shoal.numerics import device_reads
-from shoal.numerics.losses import refuse_weight
 from shoal.parallel.backward import run_backward
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.parallel.shard.update_division import UpdateDivision
@@ -107,6 +107,17 @@ class QueuedSums:
         parts = [good.reshape(1), norm.reshape(1), self.failures, self.sums]
         parts += [self.rows.flatten()] if self.rows is not None else []
         return torch.cat([part.double() for part in parts])
+
+
+def refuse_weight(weight: float) -> float:
+    """Return the weight of a loss. Raises: LossError if the weight is negative or infinite."""
+    if weight < 0.0 or weight == math.inf:
+        raise LossError(
+            given=f"a loss whose weight is {weight}",
+            conflict="the gradient is divided by the sum of the weights, each a number of samples or tokens",
+            remedy="return how many the total sums over, 0 for none",
+        )
+    return weight
 
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:

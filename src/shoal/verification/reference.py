@@ -31,7 +31,8 @@ from shoal.jobs.job import Job, Progress
 from shoal.numerics.buffer_rules import defined_rules
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import real_numel
-from shoal.numerics.grain_randomness import GrainScope, seed_everything
+from shoal.numerics.generators import seed_everything
+from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.no_trace import copy_of
 from shoal.numerics.precision import Precision, converted, numbers, wide
 from shoal.parallel.backward import run_backward

@@ -15,7 +15,7 @@ from shoal.data.order import Order
 from shoal.data.stream import StreamLoader
 from shoal.errors import DataError
 from shoal.jobs.job import Length, Samples, Steps
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 
 ENDLESS = 1 << 62
 

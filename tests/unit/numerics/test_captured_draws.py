@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
-from shoal.numerics.grain_randomness import GrainScope, all_generators
+from shoal.numerics.generators import all_generators
+from shoal.numerics.grain_randomness import GrainScope
 from shoal.plans.grains import Grain
 
 CPU = torch.device("cpu")

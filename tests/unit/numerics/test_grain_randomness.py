@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.numerics.grain_randomness import (
-    DrawCounter,
-    GrainScope,
-    NotFusibleError,
-    python_generators,
-    seed_everything,
-)
+from shoal.numerics.generators import python_generators, seed_everything
+from shoal.numerics.grain_randomness import DrawCounter, GrainScope, NotFusibleError
 from shoal.numerics.isolation import without_modes
 from shoal.parallel.backward import run_backward
 from shoal.plans.grains import Grain

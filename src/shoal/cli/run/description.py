@@ -24,7 +24,7 @@ from shoal.jobs.job import Epochs, Progress, Samples, Steps
 from shoal.jobs.job_file import JobRequest, LoadedJob, file_sha256, load
 from shoal.jobs.job_module import FREE, LENGTHS, digests_of
 from shoal.jobs.same_job import differing_fields
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.runs.certificate import Certificate

@@ -48,11 +48,13 @@ class Native(Collective):
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
         """Reduce in place, by a gather if that is cheaper. A tensor at the same address reuses the gather's memory."""
-        size = tensor.numel() * tensor.itemsize
-        if op == "sum" and tensor.is_floating_point() and gathers(size, self.world_size, tensor.device.type == "cpu"):
-            rows = self._gathered.get(tensor.data_ptr())
-            if rows is None or rows.shape[1] != tensor.numel() or rows.dtype != tensor.dtype:
-                rows = self._gathered[tensor.data_ptr()] = tensor.new_empty(self.world_size, tensor.numel())
+        rows = self._gathered.get(tensor.data_ptr()) if op == "sum" else None
+        if rows is not None and (rows.shape[1] != tensor.numel() or rows.dtype != tensor.dtype):
+            rows = None
+        is_sum = op == "sum" and tensor.is_floating_point()
+        if rows is None and is_sum and gathers(tensor.nbytes, self.world_size, tensor.is_cpu):
+            rows = self._gathered[tensor.data_ptr()] = tensor.new_empty(self.world_size, tensor.numel())
+        if rows is not None:
             work = dist.all_gather(list(rows.unbind()), tensor.view(-1), group=self.group, async_op=True)
             return self._begun(_NativeWork(work, rows, tensor.view(-1)), asynchronous)
         work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group, async_op=True)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SettingWarning
-from shoal.numerics.grain_randomness import python_generators
-from shoal.numerics.isolation import ReentrantContext, python_generators_kept
+from shoal.numerics.generators import python_generators, python_generators_kept
+from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.operators import replace_leaves, roles, storage_key, tensors_in
 from shoal.parallel.model.structure import Block, parts, repeated_blocks
 

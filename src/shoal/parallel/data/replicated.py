@@ -1,23 +1,30 @@
 """Data parallelism: every rank has the whole model and computes its own grains.
 
-Fast mode: gradients of fused microbatches, summed by the plan's all-reduce while the backward runs. Exact mode: one
-gradient per grain, summed in the fixed tree, bit-identical on any number of ranks.
+Fast mode: gradients of fused microbatches in buckets, flat buffers. The plan's all-reduce of a bucket starts while the
+backward still runs. Buckets use torch's post-accumulate hooks and an asynchronous all-reduce instead of the DDP
+wrapper. A rank must be able to take part without a microbatch, with fewer microbatches than its peers, after an
+exception, and with parameters that its loss did not use: see docs/decisions/0003-gradient-buckets.md.
+
+Exact mode: one gradient per grain, summed in the fixed tree, bit-identical on any number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.loader import Microbatch
-from shoal.distributed.collectives.base import Collective, Team
+from shoal.distributed.collectives.base import Collective, Handle, Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
 from shoal.numerics import device_reads
-from shoal.numerics.flat import as_real, in_dtype, views_of
+from shoal.numerics.flat import as_real, in_dtype, real_numel, views_of
 from shoal.numerics.gradient_norm import norm_tensor
 from shoal.parallel.backward import run_backward
 from shoal.parallel.base import (
@@ -30,10 +37,276 @@ from shoal.parallel.base import (
     StepSums,
     Strategy,
 )
-from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.update_division import UpdateDivision
+from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 from shoal.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
+
+_NUM_FLAGS = 2
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    summed: Tensor  # the sums over the ranks: `flat` itself, unless the collective has other memory for them
+    members: list[int]  # indices of the parameters with gradients in this bucket
+    pending: int = 0
+    work: Handle | None = None
+
+
+class GradientBuckets:
+    """Gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
+
+    After its gradients, the last buffer also carries the step's flags, which parameters had a gradient, and the
+    caller's extra numbers. One more collective would cost as much as all others if processes outnumber idle cores.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        world_size: int,
+        collective: Collective | None = None,
+        compression: Compression | None = None,
+    ) -> None:
+        """Allocate the buffers and register the hooks.
+
+        Args:
+            parameters: parameters in the order of the model.
+            dtype: the reduce dtype.
+            world_size: number of ranks to sum over.
+            collective: sums over the ranks and allocates the buffers; None for one rank.
+            compression: sums the gradients instead, if given.
+
+        Collective: if `collective` allocates for all ranks together.
+        """
+        self._parameters = list(parameters)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._dtype, self._world_size, self._collective = dtype, world_size, collective
+        self._compression = compression
+        self.compared: Comparison | None = None  # of this step, if it was sampled
+        self._buckets: list[_Bucket] = []
+        self._place: dict[int, tuple[_Bucket, Tensor]] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._num_extras = 0
+        self._num_status = _NUM_FLAGS + len(self._parameters)
+        # One process in one dtype has nothing to sum: autograd accumulates.
+        self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        sizes = [real_numel(p) * dtype.itemsize for p in self._parameters]
+        limit = GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES
+        groups = [] if self._plain else divide_into_buckets(sizes, limit)
+        for number, group in enumerate(groups):
+            extra = self._num_status if number == len(groups) - 1 else 0
+            self._buckets.append(self._lay_out(list(group), extra, device))
+            if compression is not None:
+                compression.add(group, [tuple(self._place[i][1].shape) for i in group], device)
+        self._fired = [0] * len(self._parameters)
+        self._fired_before: list[int] | None = None
+        # For each parameter, whether it had a gradient in the last finished step; below, the same on the device.
+        self._usual: list[bool] = []
+        self._usual_there: Tensor | None = None
+        self._used: list[bool] = []  # the same in this step: on this rank, and on any rank after `finish`
+        self._gradients: list[Tensor | None] = []  # without buckets
+        self._armed = False
+        self._open = False  # between begin and finish; outside, another strategy may use the same parameters
+        self._launched = 0
+        # False until a whole step has shown that each gradient is complete when its hook first fires. Under reentrant
+        # checkpointing the hook of a shared parameter fires more than once.
+        self._overlap = False
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._hook, i))
+            for i, p in enumerate(self._parameters)
+            if not self._plain
+        ]
+
+    def _lay_out(self, members: list[int], extra: int, device: torch.device) -> _Bucket:
+        """Allocate a bucket with the gradients of its members as consecutive views, and `extra` numbers at its end."""
+        own = [self._parameters[i] for i in members]
+        length = sum(map(real_numel, own))
+        if self._collective is not None and device.type == "cpu":
+            flat = self._collective.allocate(length + extra, self._dtype)
+            summed = self._collective.sum_of(flat)
+        else:
+            flat = summed = torch.zeros(length + extra, dtype=self._dtype, device=device)
+        bucket = _Bucket(flat, summed, members)
+        views, sums = views_of(flat[:length], own), views_of(summed[:length], own)
+        self._place |= {i: (bucket, view) for i, view in zip(members, views, strict=True)}
+        self._sums |= dict(zip(members, sums, strict=True))
+        return bucket
+
+    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the flat buffers, with those of the collective and the compression, and the sums outside of them.
+
+        Such sums are in another rank's memory, or in a second buffer of this rank.
+        """
+        others = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
+        own = [*(b.flat for b in self._buckets), *(tensor for tensors in others for tensor in tensors)]
+        return own, [b.summed for b in self._buckets if b.summed is not b.flat]
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient after `finish` in the reduce dtype, even if `.grad` is narrower."""
+        if self._plain or parameter.grad is None:
+            return parameter.grad
+        return self._sums[self._numbers[id(parameter)]]
+
+    def begin(self) -> None:
+        """Clear the gradients and start a step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._plain:
+            self._gradients = []
+            return
+        for bucket in self._buckets:
+            bucket.pending, bucket.work = len(bucket.members), None
+        self._fired = [0] * len(self._parameters)
+        self._fired_before, self._armed, self._launched = None, False, 0
+        self._open = True
+
+    def arm(self) -> None:
+        """Announce the last backward: from now on a bucket is sent when the hooks of all its parameters have fired."""
+        if not self._plain:
+            self._armed = self._overlap and self._world_size > 1
+            self._fired_before = list(self._fired)
+
+    def _hook(self, index: int, parameter: Tensor) -> None:
+        if not self._open:
+            return
+        bucket, view = self._place[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            gradient = parameter.grad = gradient.to_dense()
+        if gradient is None or self._dtype != parameter.dtype:  # narrow or complex: accumulate in the reduce dtype
+            if gradient is not None:
+                view.add_(as_real(gradient)) if self._fired[index] else view.copy_(as_real(gradient))
+                parameter.grad = None
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+        self._fired[index] += 1
+        if self._armed:
+            if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
+                raise RuntimeError("a gradient changed after its all-reduce began")
+            bucket.pending -= 1
+            # In the order of the buckets, not of the hooks: collectives must match across ranks. The last bucket waits
+            # for the flags.
+            while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
+                self._launch()
+
+    def _launch(self) -> None:
+        assert self._collective is not None, "several ranks have something to sum with"
+        bucket = self._buckets[self._launched]
+        if self._compression is not None:
+            bucket.work = self._compression.start(self._launched, bucket.flat)
+        else:
+            bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
+        self._launched += 1
+
+    def finish(self, flags: Flags, extras: Tensor) -> tuple[Flags, Tensor]:
+        """Send the remaining buckets, wait for all, and give every used parameter its summed gradient.
+
+        `extras`: float32 on the device; returned summed over the ranks, on the CPU.
+        """
+        tail = self._send(flags, extras)
+        if tail is not None:
+            status = tail.float().cpu()
+            here, extras = status[: self._num_status].numpy(), status[self._num_status :]
+            flags, self._used = Flags(int(here[0]), int(here[1])), (here[_NUM_FLAGS:] > 0).tolist()
+            if self._compression is not None:
+                unused = []  # bucket, start and stop of each parameter that no rank used
+                for number, bucket in enumerate(self._buckets):
+                    for view in (self._place[i][1] for i in bucket.members if not self._used[i]):
+                        start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
+                        unused.append((number, start, start + view.numel()))
+                self.compared = self._compression.settle([b.flat for b in self._buckets], unused)
+        self._usual, self._usual_there = self._used, None
+        self._give(self._usual)
+        return flags, extras if extras.is_cpu else extras.cpu()
+
+    def queue(self, flags: Flags, extras: Tensor) -> tuple[Tensor, Tensor]:
+        """Do the same as `finish`, without waiting, for the parameters with a gradient in the last `finish`.
+
+        Returns: float32 [3] of flags and the number of parameters that differ from the last `finish`, and `extras`;
+        both on the device.
+        """
+        device, tail = extras.device, self._send(flags, extras)
+        self._give(self._usual)
+        if tail is None:
+            odd = sum(a != b for a, b in zip(self._used, self._usual, strict=True))
+            if not (flags.errors or flags.redo or odd):  # avoids a copy from the host
+                return torch.zeros(3, device=device), extras
+            status = torch.tensor([flags.errors, flags.redo, odd], dtype=torch.float32)
+            return device_reads.sent(status, device), extras
+        tail = tail.float()
+        if self._usual_there is None:
+            self._usual_there = device_reads.sent(torch.tensor(self._usual), device)
+        used_there = tail[_NUM_FLAGS : self._num_status] > 0
+        odd_there = (used_there != self._usual_there).sum().float().reshape(1)
+        return torch.cat([tail[:_NUM_FLAGS], odd_there]), tail[self._num_status :]
+
+    def _send(self, flags: Flags, extras: Tensor) -> Tensor | None:
+        """End the backwards of this rank, send the remaining buckets, and wait for all.
+
+        Return the end of the last bucket, summed over the ranks: flags, which parameters were used, and `extras`; None
+        for one rank. `_used` becomes which parameters have a gradient on this rank.
+        """
+        self._open = False
+        if self._plain:
+            # They stay until the next step: torch would wrap a gradient for Python again at each access.
+            self._gradients = gradients = [parameter.grad for parameter in self._parameters]
+            self._used = [gradient is not None for gradient in gradients]
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                if gradient is not None and gradient.is_sparse:
+                    parameter.grad = gradient.to_dense()
+            return None
+        for i in (i for bucket in self._buckets[self._launched :] for i in bucket.members):
+            if not self._fired[i]:
+                self._place[i][1].zero_()
+        if self._fired_before is not None and not self._overlap:
+            self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
+        self._used = [count > 0 for count in self._fired]
+        if self._world_size == 1:
+            return None
+        last = self._buckets[-1]
+        if extras.numel() != self._num_extras:  # make room at the end; collective as the constructor
+            self._num_extras, before = extras.numel(), last
+            last = self._lay_out(before.members, self._num_status + self._num_extras, before.flat.device)
+            length = len(last.flat) - self._num_status - self._num_extras
+            last.flat[:length] = before.flat[:length]
+            if self._collective is not None:
+                self._collective.release(before.flat)
+            self._buckets[-1] = last
+        tail = last.flat[-self._num_status - extras.numel() :]
+        status = torch.tensor([flags.errors, flags.redo, *self._used], dtype=self._dtype)
+        tail[: self._num_status] = device_reads.sent(status, tail.device)
+        tail[self._num_status :] = extras
+        while self._launched < len(self._buckets):
+            self._launch()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        return last.summed[-len(tail) :]
+
+    def _give(self, used: Sequence[bool]) -> None:
+        """Give each used parameter its gradient. Missing ones become zeros: that step will not be applied."""
+        if self._plain:
+            for parameter, is_used in zip(self._parameters, used, strict=True):
+                if is_used != (parameter.grad is not None):
+                    parameter.grad = torch.zeros_like(parameter) if is_used else None
+            return
+        for i, parameter in enumerate(self._parameters):
+            own = self._sums[i]
+            parameter.grad = (own if own.dtype == parameter.dtype else in_dtype(own, parameter)) if used[i] else None
+
+    def close(self) -> None:
+        """Remove the hooks and close the collective."""
+        for handle in self._handles:
+            handle.remove()
+        if self._collective is not None:
+            self._collective.close()
 
 
 class DataParallel(AccumulatingStrategy):
@@ -129,7 +402,7 @@ class DataParallel(AccumulatingStrategy):
         return QueuedSums(from_limbs(extras[:cut]), failures, extras[cut:].view(world_size, len(row)))
 
     def gradient_memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._buckets.buffers(), self._buckets.borrowed()
+        return self._buckets.memory()
 
     def close(self) -> None:
         self._buckets.close()
@@ -177,9 +450,6 @@ class ExactDataParallel(Strategy):
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
         self._known = [False] * len(self._parameters)
-        self._clear()
-
-    def _clear(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -196,12 +466,12 @@ class ExactDataParallel(Strategy):
                     continue
                 into.append(view)
                 gradients.append(as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad))
+                parameter.grad = None
                 if not self._known[i]:
                     self._used[i], self._known[i] = 1.0, True
             if into:
                 torch._foreach_copy_(into, gradients)
             self._tree.add(grain, flat)
-        self._clear()
         self._rows[grain] = sums
 
     def add_buffers(self, microbatch: Microbatch, values: Tensor) -> None:

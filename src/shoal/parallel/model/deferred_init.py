@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import first_line
-from shoal.numerics.grain_randomness import seed_everything
-from shoal.numerics.isolation import generators_kept, undisturbed
+from shoal.numerics.generators import generators_kept, seed_everything
+from shoal.numerics.isolation import undisturbed
 from shoal.numerics.operators import (
     is_random,
     is_whole,

@@ -16,8 +16,7 @@ from torch import nn
 
 from shoal.distributed.failures import user_error
 from shoal.errors import JobError, ShoalError
-from shoal.numerics.grain_randomness import seed_everything
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.plan import Plan
 

@@ -1,21 +1,28 @@
 """Division of an update over ranks by whole parameters, so that an optimizer sees the same as on one process.
 
-An optimizer may use a parameter's shape, its groups and whole matrices.
+An optimizer may use a parameter's shape, its groups and whole matrices. ZeRO stage 1 divides the optimizer states among
+the ranks of the shard axis (Rajbhandari et al., arXiv 1910.02054), here by whole parameters, not by slices of them. For
+one copy on each host see one_copy.py.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import ShoalError
 from shoal.numerics.gradient_norm import is_settled, rounded
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.plans.accounting.partition import divide
+from shoal.plans.accounting.partition import PIECE_BYTES, divide, pack
+
+# Number of concurrent broadcasts. Their buffers are the only memory that an exchange of new values adds.
+PIECES_AT_ONCE = 4
 
 # For each parameter with a divided update, this rank's part of it, or None.
 Parts = dict[nn.Parameter, nn.Parameter | None]
@@ -94,6 +101,86 @@ class UpdateDivision:
         divide the update. Raises: what `step` raises.
         """
         step()
+
+
+class ShardedOptimizer(UpdateDivision):
+    """Update of ZeRO stage 1: each rank of a shard group updates the parameters that it owns.
+
+    After the update the owners broadcast the new values within the group.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        parameters: Sequence[Tensor],
+        mark: Callable[[str], None],
+        among: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Set the parameters. `among`: all parameters divided over the ranks, if other strategies update the rest."""
+        super().__init__(model)
+        self._mesh, self._mark, self._rank, self._parameters = model.mesh, mark, model.mesh.rank, list(parameters)
+        self._ranks = next(ranks for ranks in self._mesh.layout.groups("shard") if self._rank in ranks)
+        self._owners = owners(parameters if among is None else among, self._ranks)
+        self._divided: tuple[list[int], list[tuple[int, list[Tensor]]]] = [], []  # the last result of `_pieces`
+
+    def update(self, step: Callable[[], None], *, queued: bool = False) -> None:
+        """Call the optimizer's `step` for this rank's parameters, then exchange the new values.
+
+        Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters, all their bytes
+        once.
+        Raises: on every rank, if `step` raised on any. `queued` skips the gather, and only the failed rank raises.
+        """
+        updated = [p for p in self._parameters if p.grad is not None]
+        for parameter in updated:
+            if self._owners[id(parameter)] != self._rank:
+                parameter.grad = None
+        error = error_of(step)
+        self._mark("exposed_communication")
+        if not queued:
+            raise_together(self._mesh, error)
+        elif error is not None:
+            raise error
+        group, waiting = self._mesh.group("shard"), deque(self._pieces(updated))
+        under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
+        with torch.no_grad():
+            while waiting or under_way:
+                if waiting and len(under_way) <= PIECES_AT_ONCE:
+                    root, members = waiting.popleft()
+                    if len(members) == 1 and members[0].is_contiguous():
+                        sent = members[0].detach()
+                    elif root == self._rank:
+                        sent = torch.cat([parameter.reshape(-1) for parameter in members])
+                    else:
+                        sent = members[0].new_empty(sum(map(Tensor.numel, members)))
+                    under_way.append((dist.broadcast(sent, root, group=group, async_op=True), sent, members))
+                    continue
+                work, sent, members = under_way.popleft()
+                work.wait()
+                if sent.data_ptr() != members[0].data_ptr():
+                    for parameter, part in zip(members, sent.split(list(map(Tensor.numel, members))), strict=True):
+                        parameter.copy_(part.view(parameter.shape))
+        self._mark("optimizer")
+
+    def _pieces(self, parameters: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """Return, for each broadcast, its root and the parameters that it sends."""
+        key = list(map(id, parameters))
+        if key != self._divided[0]:  # mostly each step updates the same parameters
+            broadcasts = []
+            for root in self._ranks:
+                owned = [p for p in parameters if self._owners[id(p)] == root]
+                sizes = [p.nbytes for p in owned]
+                alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
+                messages = pack(sizes, alone, [p.dtype for p in owned])
+                broadcasts += [(root, [owned[i] for i in members]) for members in messages]
+            self._divided = key, broadcasts
+        return self._divided[1]
+
+    def updates(self, parameter: Tensor) -> bool:
+        """Return True if this rank owns the parameter.
+
+        Every rank owns untrained parameters that have optimizer state.
+        """
+        return self._owners.get(id(parameter), self._rank) == self._rank
 
 
 def owners(parameters: Sequence[Tensor], ranks: Sequence[int]) -> dict[int, int]:

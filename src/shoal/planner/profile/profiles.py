@@ -16,7 +16,7 @@ from shoal.data.source import MapSource, small_batch
 from shoal.errors import ShoalError, UserCodeError
 from shoal.jobs.job import Job
 from shoal.numerics.flat import is_strided
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction, twin

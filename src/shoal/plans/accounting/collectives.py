@@ -162,7 +162,7 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """Yield the all_reduces of fast data parallelism's buckets (parallel/data/buckets.py).
+    """Yield the all_reduces of fast data parallelism's buckets (parallel/data/replicated.py).
 
     `native`: whether small buckets are gathered instead.
     """

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.checkpoint.whole_optimizer import parts, rates_seen
 from shoal.errors import JobError, ShoalError
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.python_state import OF_TORCH, same_bits
 from shoal.parallel.model.sharded_model import ShardedModel, local
 

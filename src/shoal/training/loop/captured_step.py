@@ -24,7 +24,7 @@ from shoal.errors import JobError, text_of
 from shoal.jobs.job import Progress
 from shoal.numerics import device_reads
 from shoal.numerics.captured_draws import CapturedScope, NotCapturableError
-from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.generators import all_generators
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import NUM_SUMS, SAMPLES, TOTAL, WEIGHT, Flags, QueuedSums

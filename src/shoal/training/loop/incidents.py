@@ -9,7 +9,7 @@ from shoal.data.loader import Loader
 from shoal.distributed.mesh import Mesh
 from shoal.training.observe.step_records import Surroundings
 
-# Bit of the ranks' requests, next to the bits of callbacks.
+# Bit of the ranks' requests for `settle`, next to the bits of callbacks.
 NOTICED = 1 << 20
 
 
@@ -18,11 +18,6 @@ class RankIncidents:
 
     def __init__(self, mesh: Mesh, loader: Loader, around: Surroundings) -> None:
         self._mesh, self._loader, self._around = mesh, loader, around
-
-    @property
-    def request_bit(self) -> int:
-        """The bit that requests `settle` if there are incidents, otherwise 0."""
-        return NOTICED if self._loader.incidents else 0
 
     def settle(self, state: RunState) -> None:
         """Share incidents with all ranks, which then skip samples that any rank could not read. `state` stores these.

@@ -89,6 +89,7 @@ class LateReads:
         self._last = math.inf  # the step that all ranks read before they launch the next one
         self._is_slow = False
         self._captured = captured_step(parts, runner, note)
+        self.is_possible = self._possible or self._captured is not None  # False: `apply` is False for every step
 
     def apply(self, state: RunState, agreement: Agreement) -> bool:
         """Return True if the next step may be queued, and the step after it before its read. Collective: all ranks."""

@@ -78,7 +78,7 @@ class Trainer:
                 self._records.write()
             callbacks.failed(shown)
             raise shown from error
-        last = agree(self._mesh, Report(asked=self._incidents.request_bit, measures=self._measures))
+        last = agree(self._mesh, Report(asked=NOTICED if parts.loader.incidents else 0, measures=self._measures))
         if last.asked:
             self._incidents.settle(self.state)
         self._records.write(last)
@@ -129,7 +129,7 @@ class Trainer:
                     self._clock.mark("checkpoint")
                     self._runner.draws_may_follow()
                     self._between.save(self.state, in_step=True)
-                late = self._late.apply(self.state, agreement)
+                late = self._late.is_possible and self._late.apply(self.state, agreement)
             assert fetched is not None
             if not late:
                 try:
@@ -223,7 +223,7 @@ class Trainer:
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
         stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
-        request_bits = self._parts.callbacks.request_bits | self._incidents.request_bit
+        request_bits = self._parts.callbacks.request_bits | (NOTICED if self._parts.loader.incidents else 0)
         return Report(has_data, error, stop, due, request_bits, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
@@ -386,7 +386,7 @@ class Trainer:
             update,
             nonfinite,
             time_taken,
-            epoch=parts.order.epoch(state.step - 1),
+            epoch=(state.step - 1) // parts.order.steps_per_epoch,
             ranks={},
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )

@@ -15,7 +15,7 @@ from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.draw_watch import DrawWatch
+from shoal.numerics.generators import DrawWatch
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.numerics.precision import Precision

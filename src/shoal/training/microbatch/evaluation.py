@@ -25,7 +25,7 @@ from shoal.distributed.own_collectives import own_collectives_refused
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.jobs.job import Job, named_metric
 from shoal.launch.supervise.heartbeat import Heartbeat
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key

@@ -17,8 +17,8 @@ from shoal.distributed.failures import is_lost_peer, user_error
 from shoal.errors import JobError, LossError, ShoalError, text_of
 from shoal.jobs.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.draw_watch import DrawWatch
-from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.numerics.generators import DrawWatch, seed_everything
+from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.out_of_memory import is_out_of_memory

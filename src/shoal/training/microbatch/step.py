@@ -15,8 +15,8 @@ from shoal.data.loader import Loader, Microbatch, Transfer
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
-from shoal.numerics.draw_watch import DrawWatch
-from shoal.numerics.isolation import generators_kept, without_modes
+from shoal.numerics.generators import DrawWatch, generators_kept
+from shoal.numerics.isolation import without_modes
 from shoal.numerics.out_of_memory import is_out_of_memory
 from shoal.parallel.base import NO_FAILURES, Flags, QueuedSums, StepSums
 from shoal.training.microbatch.compute import FetchedStep, ForwardBackward, LoadedMicrobatch, StepParts

@@ -15,7 +15,7 @@ from shoal.checkpoint.whole_optimizer import groups as groups_of
 from shoal.checkpoint.whole_optimizer import parts, rated
 from shoal.distributed.process_setup import step_optimizer
 from shoal.jobs.job import Job, Progress
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import random_key
 from shoal.training.update.fused_step import fused
 from shoal.training.update.optimizer_step import Stepper, may_draw

@@ -101,7 +101,9 @@ class SessionRecords:
         if self._records is None:
             return
         self._state = state
-        record = self._records.add(state, sums, update, None, epoch=self._order.epoch(state.step - 1), ranks={})
+        record = self._records.add(
+            state, sums, update, None, epoch=(state.step - 1) // self._order.steps_per_epoch, ranks={}
+        )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
 
     def write(self, agreement: Agreement | None) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.jobs.job import Job
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.value_free import construction

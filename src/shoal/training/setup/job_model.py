@@ -22,8 +22,7 @@ from shoal.jobs.job import Job
 from shoal.launch.supervise.child import look_in_child
 from shoal.numerics.checksum import bits_checksum
 from shoal.numerics.flat import is_strided, raw_bytes
-from shoal.numerics.grain_randomness import seed_everything
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept, seed_everything
 from shoal.numerics.no_trace import NoTrace
 from shoal.numerics.precision import Precision
 from shoal.parallel.model.adapters import adapted

@@ -20,7 +20,7 @@ from shoal.data.source import MapSource, Opened, small_batch
 from shoal.distributed.failures import user_error
 from shoal.errors import ShoalError
 from shoal.jobs.job import Job
-from shoal.numerics.isolation import generators_kept
+from shoal.numerics.generators import generators_kept
 from shoal.numerics.no_trace import NoTrace, copy_of
 from shoal.numerics.operators import tensors_in
 from shoal.numerics.precision import Precision

@@ -17,6 +17,7 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, UserCodeError
 from shoal.jobs.job import Job, Progress
+from shoal.numerics.generators import all_generators, seed_everything
 from shoal.numerics.gradient_norm import (
     clip_values,
     global_norm,
@@ -26,10 +27,8 @@ from shoal.numerics.gradient_norm import (
     rounded_tensor,
     settled,
 )
-from shoal.numerics.grain_randomness import all_generators, seed_everything
-from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy
+from shoal.parallel.base import TOTAL, WEIGHT, QueuedSums, Strategy, refuse_weight
 from shoal.parallel.model.sharded_model import ShardedModel, local, replaced, state_slices
 from shoal.plans.grains import random_key
 from shoal.training.observer import Observer

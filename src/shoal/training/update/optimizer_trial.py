@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.distributed.process_setup import is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError
-from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.generators import all_generators
 from shoal.numerics.no_trace import NoTrace
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.model.tensor_slice import TensorSlice

@@ -16,7 +16,7 @@ from examples.models import GPT, LeNet, ResNet18
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from shoal.numerics.grain_randomness import all_generators, seed_everything
+from shoal.numerics.generators import all_generators, seed_everything
 from shoal.parallel.model.deferred_init import Values, deferred
 
 KEY = 11

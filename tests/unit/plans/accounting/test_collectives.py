@@ -19,7 +19,7 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.base import NUM_SUMS, Flags, Strategy
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.parallel.shard.update_division import ShardedOptimizer
 from shoal.plans.accounting.collectives import (
     NUM_STEP_SUMS,
     ROW_NUMBERS,

@@ -18,7 +18,7 @@ from shoal.checkpoint import weights_sha256
 from shoal.data.opened import opened
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, ShoalError, UserCodeError
-from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.generators import all_generators
 from shoal.plans.plan import Plan
 from shoal.training.loop.between_steps import Outcome
 from shoal.training.observe.record_writer import RecordWriter

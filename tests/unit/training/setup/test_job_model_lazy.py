@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 import shoal
 from shoal.errors import JobError
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.plans.grains import random_key
 from shoal.training.setup.default_grains import outline
 from shoal.training.setup.job_model import make_model

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.distributed.mesh import Mesh
 from shoal.distributed.process_setup import has_drawn_since_loading, seed_loading
 from shoal.errors import JobError
-from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.generators import seed_everything
 from shoal.training.setup.job_model import construct_twice, unlike_ranks
 
 OUTSIDE = nn.Linear(3, 2)

@@ -13,7 +13,7 @@ from shoal.checkpoint.state import optimizer_state
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, LossError, UserCodeError
 from shoal.jobs.job import Job, Progress, warmup_cosine
-from shoal.numerics.grain_randomness import all_generators
+from shoal.numerics.generators import all_generators
 from shoal.numerics.precision import LossScale
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.parameter_hooks import ParameterHooks

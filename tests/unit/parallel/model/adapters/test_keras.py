@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shoal.errors import JobError
-from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.numerics.generators import seed_everything
+from shoal.numerics.grain_randomness import GrainScope, NotFusibleError
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.function_trace import twin
 from shoal.plans.grains import Grain

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.numerics.draw_watch import DrawWatch
+from shoal.numerics.generators import DrawWatch
 
 DRAWS: list[Callable[[], Any]] = [lambda: torch.rand(1), random.random, np.random.rand, lambda: random.gauss(0, 1)]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.parallel.base import Flags
-from shoal.parallel.data.buckets import GradientBuckets
+from shoal.parallel.data.replicated import GradientBuckets
 from shoal.plans.accounting.partition import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, divide_into_buckets
 
 MIDDLE = 4 << 20
