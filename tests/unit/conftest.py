@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,16 @@ def same_process_afterwards() -> Iterator[None]:
     np.random.set_state(legacy)
     torch.set_rng_state(own)
     assert _lasting(dict(os.environ)) == _lasting(variables)
+
+
+@pytest.fixture
+def no_other_test(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the folder of the tests and hides their modules: hundreds of files, which would count as a job's own."""
+    monkeypatch.chdir(tmp_path)
+    tests = os.path.join(Path(__file__).parents[1], "")
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(tests) and name != request.module.__name__:
+            monkeypatch.delitem(sys.modules, name)
 
 
 def _lasting(variables: dict[str, str]) -> dict[str, str]:

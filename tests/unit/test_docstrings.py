@@ -1,19 +1,16 @@
 """Every public method says what it does, or overrides one that does; ruff sees the other docstrings."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
+from tests.unit.test_house import PACKAGE
+from tests.unit.words import nodes, sources
 
-PACKAGE = Path(__file__).resolve().parents[2] / "src" / "shoal"
 
-
-def undocumented(sources: list[str]) -> list[str]:
-    """Public methods of public classes without a docstring, where no base class in these sources has one for it."""
-    classes = {
-        node.name: node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
-    }
+def undocumented(texts: Iterable[str]) -> list[str]:
+    """Public methods of public classes without a docstring, where no base class in these texts has one for it."""
+    classes = {node.name: node for text in texts for node in nodes(text) if isinstance(node, ast.ClassDef)}
     found = []
     for name, node in classes.items():
         for method in node.body if not name.startswith("_") else ():
@@ -38,7 +35,7 @@ def _documents(node: ast.ClassDef, method: str) -> bool:
 
 
 def test_methods_are_documented() -> None:
-    assert undocumented([path.read_text("utf-8") for path in PACKAGE.rglob("*.py")]) == []
+    assert undocumented(sources(PACKAGE).values()) == []
 
 
 BASE = 'class Base(Generic[T]):\n    def go(self):\n        """Goes."""\n'

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from tests.unit import words
+from tests.unit.words import nodes, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
@@ -47,13 +47,8 @@ def long_module(source: str) -> list[str]:
     return [f"{num_lines} lines, at most {MAX_MODULE_LINES}"] if num_lines > MAX_MODULE_LINES else []
 
 
-@cache
-def _nodes(source: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(source)))
-
-
 def _functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -71,17 +66,17 @@ def many_positional_parameters(source: str) -> list[str]:
 
 
 def global_statements(source: str) -> list[str]:
-    return [f"line {node.lineno}: global" for node in _nodes(source) if isinstance(node, ast.Global)]
+    return [f"line {node.lineno}: global" for node in nodes(source) if isinstance(node, ast.Global)]
 
 
 def bare_excepts(source: str) -> list[str]:
-    handlers = (node for node in _nodes(source) if isinstance(node, ast.ExceptHandler))
+    handlers = (node for node in nodes(source) if isinstance(node, ast.ExceptHandler))
     return [f"line {node.lineno}: bare except" for node in handlers if node.type is None]
 
 
 def _imports(source: str) -> Iterator[tuple[int, str, str]]:
     """(line, name in this module, dotted name of what it is) of each import."""
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
@@ -103,7 +98,7 @@ def _dotted(node: ast.expr) -> str | None:
 def _calls(source: str) -> Iterator[tuple[str, ast.Call]]:
     """(dotted name of the function as its home module spells it, call); calls of anything unnamed have the name ''."""
     homes = {name: home for _, name, home in _imports(source)}
-    for node in _nodes(source):
+    for node in nodes(source):
         if isinstance(node, ast.Call):
             first, dot, rest = (_dotted(node.func) or "").partition(".")
             yield homes.get(first, first) + dot + rest, node
@@ -164,7 +159,7 @@ LARGE_CLASSES = {
 
 def large_classes(source: str) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ClassDef):
             methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             methods = [one for one in methods if not one.name.startswith("__")]
@@ -256,14 +251,11 @@ INNOCENT = [
 ]
 
 
-def _modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_package_keeps(rule: Rule) -> None:
-    assert _modules()
-    found = [f"{path.relative_to(ROOT)}: {text}" for path in _modules() for text in rule(path.read_text("utf-8"))]
+    modules = sources(PACKAGE)
+    assert modules
+    found = [f"{path.relative_to(ROOT)}: {text}" for path, source in modules.items() for text in rule(source)]
     allowed: dict[object, set[str]] = {unsafe_imports: PICKLES_FOR_ITS_OWN_PROCESSES, large_classes: set(LARGE_CLASSES)}
     assert {re.sub(r"line \d+: ", "", text) for text in found} == allowed.get(rule, set())
 
@@ -291,7 +283,7 @@ def empty_names(path: str) -> list[str]:
 
 
 def test_module_names_say_something() -> None:
-    assert [text for path in _modules() for text in empty_names(path.relative_to(PACKAGE).as_posix())] == []
+    assert [text for path in sources(PACKAGE) for text in empty_names(path.relative_to(PACKAGE).as_posix())] == []
 
 
 @pytest.mark.parametrize("path", ["utils.py", "data/helpers.py", "core/mesh.py", "data/_common.py"])
@@ -308,7 +300,7 @@ def of_no_module(test: str, modules: set[str]) -> bool:
 
 
 def test_unit_tests_have_their_modules_names() -> None:
-    modules = {path.relative_to(PACKAGE).as_posix() for path in _modules()}
+    modules = {path.relative_to(PACKAGE).as_posix() for path in sources(PACKAGE)}
     tests = (path.relative_to(ROOT / "tests/unit").as_posix() for path in (ROOT / "tests/unit").rglob("*/test_*.py"))
     assert sorted(test for test in tests if of_no_module(test, modules)) == []
     assert of_no_module("data/test_orders.py", modules)

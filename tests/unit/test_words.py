@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 from tests.unit import words
-from tests.unit.test_house import PACKAGE, ROOT, _modules
+from tests.unit.test_house import PACKAGE, ROOT
 
 GLOSSARY = ROOT / "docs" / "glossary.md"
 MAX_TERMS = 20
@@ -20,14 +20,14 @@ def classes_of_one_name(sources: Mapping[str, str]) -> list[str]:
     """Class names that several definitions have, with the modules of these; classes within others count too."""
     homes: dict[str, list[str]] = {}
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in words.nodes(source):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(path)
     return [f"{name}: {', '.join(paths)}" for name, paths in homes.items() if len(paths) > 1]
 
 
 def test_class_names_are_unique() -> None:
-    sources = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in _modules()}
+    sources = {str(path.relative_to(PACKAGE)): source for path, source in words.sources(PACKAGE).items()}
     assert classes_of_one_name(sources) == []
 
 
@@ -61,7 +61,7 @@ def glossary_mistakes(page: str, package: str) -> list[str]:
 
 
 def test_glossary() -> None:
-    package = "\n".join(path.read_text("utf-8") for path in _modules())
+    package = "\n".join(words.sources(PACKAGE).values())
     assert glossary(GLOSSARY.read_text("utf-8"))
     assert glossary_mistakes(GLOSSARY.read_text("utf-8"), package) == []
     for page in ("README.md", "CONTRIBUTING.md"):

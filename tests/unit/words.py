@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 # What opens a sentence whose subject is no noun; a label before it ("Loader: what ...") changes nothing in that.
@@ -17,12 +18,25 @@ Rule = Callable[[str], list[str]]
 # ------------------------------------------------------------------------------------------------ rules on one module
 
 
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Return a module and all nodes in it; many rules read each module."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@cache
+def sources(package: Path) -> dict[Path, str]:
+    """Return the texts of a package's modules, in the order of their paths."""
+    return {path: path.read_text("utf-8") for path in sorted(package.rglob("*.py"))}
+
+
 def _first_sentence(docstring: str) -> str:
     paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
 
 
-def _docstrings(source: str) -> Iterator[tuple[str, str, str, bool]]:
+@cache
+def _docstrings(source: str) -> list[tuple[str, str, str, bool]]:
     """(kind, name, first sentence, whether all of the name is public) of each docstring."""
 
     def within(node: ast.AST, prefix: str, public: bool) -> Iterator[tuple[str, str, str, bool]]:
@@ -36,10 +50,11 @@ def _docstrings(source: str) -> Iterator[tuple[str, str, str, bool]]:
             else:
                 yield from within(child, prefix, public)
 
-    tree = ast.parse(source)
-    if text := ast.get_docstring(tree):
-        yield "module", "module", _first_sentence(text), True
-    yield from within(tree, "", True)
+    tree = nodes(source)[0]
+    assert isinstance(tree, ast.Module)
+    text = ast.get_docstring(tree)
+    opening = [("module", "module", _first_sentence(text), True)] if text else []
+    return [*opening, *within(tree, "", True)]
 
 
 def openings_without_a_noun(source: str) -> list[str]:
@@ -124,7 +139,7 @@ _PARTICIPLES = {"found", "told", "held", "kept", "made", "asked", "taken"}
 def first_lines_not_imperative(source: str) -> list[str]:
     """Docstrings of functions, but for properties, whose first line does not say what the function is to do."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not (text := ast.get_docstring(node)):
             continue
         if any(getattr(one, "id", getattr(one, "attr", "")).endswith("property") for one in node.decorator_list):
@@ -139,7 +154,7 @@ def first_lines_not_imperative(source: str) -> list[str]:
 def bare_participles(source: str) -> list[str]:
     """Names of functions, arguments, variables and attributes that are a participle and say nothing of what it is."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names = [node.name]
         elif isinstance(node, ast.arg):
@@ -159,8 +174,8 @@ def offenders(rule: Rule, package: Path) -> list[str]:
     """Return what a rule finds in a package, each with its module's path."""
     return [
         f"{path.relative_to(package).as_posix()}: {text}"
-        for path in sorted(package.rglob("*.py"))
-        for text in rule(path.read_text("utf-8"))
+        for path, source in sources(package).items()
+        for text in rule(source)
     ]
 
 

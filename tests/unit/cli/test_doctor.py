@@ -16,6 +16,8 @@ from shoal.doctor.health import HealthCheck, Severity
 from shoal.errors import CommandError, ExitCode
 from shoal.plans.plan import read_plan
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 
 def waiting(path: Path) -> Path:
     """A run whose every tenth step is evaluated for as long as six steps take, beside a checkpoint each step."""

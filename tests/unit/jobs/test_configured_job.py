@@ -15,6 +15,8 @@ from shoal.errors import CommandError, ExitCode, JobFileError
 from shoal.jobs.configured_job import configured_job
 from shoal.jobs.job_file import parse_target
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shoal[hf]'")
 
 SIZES = {

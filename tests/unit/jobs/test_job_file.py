@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from shoal.errors import JobError, JobFileError, SettingError
 from shoal.jobs.job_file import JobRequest, LoadedJob, load, parse_settings, parse_target, setting_of
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 JOB = "return shoal.Job(model=object, loss=print, optimizer=print, train_data=[1], global_batch=8, seed=seed)"
 Write = Callable[[str], Path]
 

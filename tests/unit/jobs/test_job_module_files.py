@@ -13,6 +13,8 @@ import pytest
 from shoal.jobs.job_file import load, parse_target
 from shoal.jobs.job_module import digests_of, files_read
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 JOB = """
 import json, pathlib, shoal
 import reads_at_import

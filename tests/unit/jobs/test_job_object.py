@@ -17,6 +17,8 @@ from shoal.jobs.job_file import JobRequest, load, setting_of
 from shoal.jobs.job_object import HandedJob, function_name, hand_over, importable_module, place_of
 from shoal.plans.grains import FEW_GRAINS
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 
 def job(lr: float = 0.1) -> Job:
     return Job(model=dict, loss=print, optimizer=list, train_data=[lr], global_batch=1)

@@ -11,6 +11,8 @@ from shoal.jobs.differences import changed
 from shoal.jobs.job_file import JobRequest, load
 from shoal.jobs.job_module import JobModule, code
 
+pytestmark = pytest.mark.usefixtures("no_other_test")
+
 JOB = """
 import shoal
 
